@@ -1,0 +1,1 @@
+"""Scenarios, simulation, reports: everything that measures or foresees speed."""

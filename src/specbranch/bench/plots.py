@@ -1,0 +1,142 @@
+"""Pictures of a simulation: the first rounds as two lanes, and speed against the speed ratio c. Needs matplotlib."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specbranch.bench.presets import Pair
+from specbranch.bench.simulate import Layout, method_for, simulate
+from specbranch.bench.trace import Trace
+from specbranch.core.loop import DraftStep, Step, TargetStep
+
+_USED, _LOST, _TARGET, _WAIT = "#2a9d8f", "#e9c9b1", "#264653", "#f4f1ea"
+_HIT, _MISS = "#2a9d8f", "#d1495b"
+_CURVES = ("#8d99ae", "#6a4c93", "#1982c4", "#d1495b", "#f4a261", "#2a9d8f", "#264653")
+
+
+def plot_simulation(
+    path: Path, title: str, pair: Pair, trace: Trace, planners: list[str], predictor: str, seed: int
+) -> None:
+    """Draw both pictures to one file; its suffix gives the format."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'specbranch[bench]'") from error
+
+    shown = [name for name in planners if name != "none"]
+    heights = [1.0] * len(shown) + [3.2]
+    figure, axes = pyplot.subplots(
+        len(heights),
+        1,
+        figsize=(12, 1.15 * len(shown) + 4.6),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+    )
+    horizon_s = pair.c * 9
+    for axis, name in zip(axes[:-1, 0], shown, strict=True):
+        _draw_lanes(axis, name, _first_steps(trace, name, pair, predictor, seed), horizon_s)
+    if shown:
+        axes[len(shown) - 1, 0].set_xlabel("time, in draft steps of one row")
+        _draw_legend(axes[0, 0], title)
+    _draw_speed(axes[-1, 0], pair, trace, planners, predictor, seed)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def _first_steps(trace: Trace, planner: str, pair: Pair, predictor: str, seed: int) -> list[Step]:
+    steps: list[Step] = []
+    short = replace(trace, answers=trace.answers[:1])
+    simulate(short, method_for(planner, pair, predictor), Layout(pair.c, pair.row_cost), seed, steps.append)
+    return steps
+
+
+def _draw_lanes(axis: Any, name: str, steps: list[Step], horizon_s: float) -> None:
+    for step in steps:
+        if step.start_s > horizon_s:
+            continue
+        if isinstance(step, DraftStep):
+            _draw_draft_step(axis, step)
+        else:
+            _draw_target_step(axis, step)
+    axis.set_xlim(0, horizon_s)
+    axis.set_ylim(-0.1, 2.25)
+    axis.set_yticks([0.5, 1.5], ["target", "draft"])
+    axis.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=12, fontweight="bold")
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def _draw_draft_step(axis: Any, step: DraftStep) -> None:
+    """One box per row. A row is useful if a token drawn after it was committed."""
+    width = step.end_s - step.start_s
+    height = 0.9 / len(step.nodes)
+    for index, node in enumerate(step.nodes):
+        color = _USED if node.has_served else _LOST
+        axis.add_patch(
+            _box(step.start_s, 1.05 + index * height, width, height, color, line=1.2 / (1 + len(step.nodes)))
+        )
+
+
+def _draw_target_step(axis: Any, step: TargetStep) -> None:
+    if step.wait_s:
+        axis.add_patch(_box(step.start_s - step.wait_s, 0.05, step.wait_s, 0.9, _WAIT, hatch="////"))
+    axis.add_patch(_box(step.start_s, 0.05, step.end_s - step.start_s, 0.9, _TARGET))
+    submitted, accepted, is_hit = step.submitted[0], step.verdicts[0].accepted, step.hits[0]
+    middle = (step.start_s + step.end_s) / 2
+    axis.text(middle, 0.5, f"{accepted}/{submitted} +1", color="white", ha="center", va="center", fontsize=7)
+    axis.plot(
+        step.end_s, 1.0, marker="o" if is_hit else "X", color=_HIT if is_hit else _MISS, ms=7, mec="white", zorder=5
+    )
+
+
+def _box(
+    x: float, y: float, width: float, height: float, color: str, hatch: str | None = None, line: float = 0.6
+) -> Any:
+    from matplotlib.patches import Rectangle
+
+    edge = "#b5a99a" if hatch else "white"
+    return Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line, hatch=hatch)
+
+
+def _draw_legend(axis: Any, title: str) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    entries = [
+        Patch(color=_USED, label="draft row, its token committed"),
+        Patch(color=_LOST, label="draft row, rolled back"),
+        Patch(color=_TARGET, label="target step: accepted/submitted + its own"),
+        Patch(facecolor=_WAIT, edgecolor="#b5a99a", hatch="////", label="target waits"),
+        Line2D([], [], marker="o", color=_HIT, ls="", label="hit"),
+        Line2D([], [], marker="X", color=_MISS, ls="", label="miss"),
+    ]
+    axis.set_title(f"{title}: the first rounds", loc="left", fontweight="bold", pad=30)
+    axis.legend(handles=entries, ncols=6, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8)
+
+
+def _draw_speed(axis: Any, pair: Pair, trace: Trace, planners: list[str], predictor: str, seed: int) -> None:
+    ratios = [2, 3, 4, 5, 6, 8, 10, 12, 16]
+    short = replace(trace, answers=trace.answers[:8])
+    for name, color in zip(planners, _CURVES * len(planners), strict=False):
+        speeds = []
+        for c in ratios:
+            at_c = replace(pair, c=float(c), gamma=c)
+            method = method_for(name, at_c, predictor)
+            speeds.append(simulate(short, method, Layout(at_c.c, at_c.row_cost), seed).speedup)
+        style = "--" if name == "none" else "-"
+        axis.plot(
+            ratios, speeds, style, color=color, marker="o", ms=4, label=name, lw=2.4 if name == "specbranch" else 1.5
+        )
+    axis.set_title("Speed over plain decoding against c (window gamma = c)", loc="left", fontweight="bold")
+    axis.set_xlabel("c: target step time / draft step time")
+    axis.set_ylabel("speed")
+    axis.set_xticks(ratios)
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, ncols=2)

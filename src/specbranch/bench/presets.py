@@ -1,0 +1,120 @@
+"""Pairs of models as the simulator sees them, each figure with its source; and the making of a trace for a pair.
+
+A made trace assumes a calibrated draft: in a context where its confidence is u, the target agrees with its first token
+with probability u. Confidences follow a Beta law with the pair's acceptance as mean, independent from place to place.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+from specbranch.bench.theory import pearl_speed, solve_acceptance
+from specbranch.bench.trace import Answer, Header, Trace
+from specbranch.core.law import Law
+
+# Both read off traces/qwen-coder-chat.jsonl.gz, the flagship pair on chat, by `fit_shape`; a test holds them to it.
+CONCENTRATION = 1.4
+SECOND_SHARE = 0.44
+
+# One more draft row costs this share of a one-row step: nearly flat, as on a GPU below its ridge. An assumption.
+ROW_COST = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A draft and a target: how fast, how well aligned, and where the figures come from."""
+
+    name: str
+    c: float
+    gamma: int
+    acceptance: float
+    source: str
+    row_cost: float = ROW_COST
+
+
+def _from_paper(name: str, gamma: int, pearl: float, source: str) -> Pair:
+    c = float(gamma)
+    acceptance = solve_acceptance(lambda a: pearl_speed(a, gamma, c), pearl)
+    return Pair(name, c, gamma, acceptance, f"{source} Acceptance: PEARL's published {pearl}x, solved by its chain.")
+
+
+_OFFICIAL = "gamma: the SpecBranch authors' scripts; c = gamma, as both papers choose it."
+_PEARL = "gamma: the PEARL authors' scripts{}; c = gamma, as both papers choose it."
+
+PAIRS = {
+    pair.name: pair
+    for pair in (
+        _from_paper("llama-68m-7b", 7, 1.74, _OFFICIAL),
+        _from_paper("vicuna-68m-13b", 8, 1.77, _OFFICIAL),
+        _from_paper("deepseek-1.3b-33b", 4, 2.93, _PEARL.format("")),
+        _from_paper("llama3-8b-70b", 5, 3.38, _PEARL.format(" for Llama-2 7B and 70B, of the same size ratio")),
+    )
+}
+
+
+def make_trace(pair: Pair, num_answers: int, answer_len: int, rng: random.Random, head_len: int = 32) -> Trace:
+    """A trace of a calibrated draft with the pair's acceptance. Token r is the draft's r-th choice, 0 is the tail."""
+    answers = []
+    for _ in range(num_answers):
+        laws = [_law(_confidence(pair.acceptance, rng), head_len) for _ in range(answer_len)]
+        answers.append(Answer(tuple(_draw(law, rng) for law in laws), tuple(laws)))
+    return Trace(Header(target=pair.name, draft=pair.name, task="made"), tuple(answers))
+
+
+def make_iid_trace(acceptance: float, num_answers: int, answer_len: int, rng: random.Random) -> Trace:
+    """A trace in which every token is accepted alike and independently, as the closed forms assume."""
+    law = _law(acceptance, head_len=2)
+    answers = [
+        Answer(tuple(_draw(law, rng) for _ in range(answer_len)), (law,) * answer_len) for _ in range(num_answers)
+    ]
+    return Trace(Header(task="iid"), tuple(answers))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a draft's laws look: the spread of its confidence, and how it ranks what it does not put first."""
+
+    mean: float
+    concentration: float
+    second_share: float
+    neighbour_correlation: float
+
+
+def fit_shape(trace: Trace) -> Shape:
+    """The shape of a recorded draft, by moments."""
+    runs = [[float(law.confidence) for law in answer.laws] for answer in trace.answers]
+    values = [value for run in runs for value in run]
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / len(values)
+    # A law that is nearly certain says little about how the rest is spread.
+    doubtful = [law for answer in trace.answers for law in answer.laws if law.confidence < 0.95]
+    second = sum(float(law.probs[1]) / (1 - float(law.probs[0])) for law in doubtful) / len(doubtful)
+    products = [(a - mean) * (b - mean) for run in runs for a, b in pairwise(run)]
+    return Shape(mean, mean * (1 - mean) / variance - 1, second, sum(products) / len(products) / variance)
+
+
+def _confidence(acceptance: float, rng: random.Random) -> float:
+    drawn = rng.betavariate(acceptance * CONCENTRATION, (1 - acceptance) * CONCENTRATION)
+    return min(max(drawn, 0.01), 1 - 1e-6)
+
+
+def _law(confidence: float, head_len: int) -> Law:
+    """A law with that confidence and a geometric rest, which never overtakes the first token."""
+    rest = 1 - confidence
+    share = min(SECOND_SHARE, confidence / rest)
+    probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(head_len - 1)]
+    spread = -(share * math.log(share) + (1 - share) * math.log(1 - share)) / share
+    entropy = -confidence * math.log(confidence) - rest * math.log(rest) + rest * spread
+    return Law(tuple(range(1, head_len + 1)), tuple(probs), entropy)
+
+
+def _draw(law: Law, rng: random.Random) -> int:
+    left = rng.random()
+    for token, prob in zip(law.ids, law.probs, strict=True):
+        left -= float(prob)
+        if left < 0:
+            return token
+    return 0

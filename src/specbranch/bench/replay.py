@@ -1,0 +1,79 @@
+"""Scripts that replay a trace: a target that says what it said, and a draft with the laws that it had.
+
+The first token of a text names the answer; a session for answer i therefore has the prompt `(i,)`. A text that leaves
+the recorded answer can never come back to it; there the draft goes on with a recorded law from another place, picked
+by the text's hash, so that planners see laws of the usual kind also on branches that are bound to lose.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from specbranch.bench.trace import Answer, Trace
+from specbranch.core.law import Law
+
+_Place = tuple[int, int]  # answer, number of its tokens read
+_START = -1
+_MODULUS = (1 << 61) - 1  # a Mersenne prime
+
+
+class _ReplayScript:
+    """States: `_START`, a place on a recorded answer, or the hash of a text that has left it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._answers = trace.answers
+        self._laws = [law for answer in trace.answers for law in answer.laws]
+        self.vocab_len = 1 + max(max(max(a.tokens), *(max(law.ids) for law in a.laws)) for a in trace.answers)
+
+    def start(self) -> int:
+        return _START
+
+    def advance(self, state: Any, token: int) -> _Place | int:
+        if state == _START:
+            return (token, 0)
+        if not isinstance(state, tuple):
+            return _mix(state, token)
+        index, length = state
+        answer = self._answers[index]
+        if length < len(answer.tokens) and answer.tokens[length] == token:
+            return (index, length + 1)
+        return _mix(index * 1_000_003 + length, token)
+
+    def _answer_at(self, state: Any) -> tuple[Answer, int] | None:
+        if not isinstance(state, tuple):
+            return None
+        index, length = state
+        answer = self._answers[index]
+        return (answer, length) if length < len(answer.tokens) else None
+
+
+class ReplayDraft(_ReplayScript):
+    """The draft of a trace."""
+
+    def law(self, state: Any) -> Law:
+        on_path = self._answer_at(state)
+        if on_path:
+            answer, length = on_path
+            return answer.laws[length]
+        return self._laws[hash(state) % len(self._laws)]
+
+
+class ReplayTarget(_ReplayScript):
+    """The target of a trace: certain of what it said."""
+
+    def law(self, state: Any) -> Law:
+        on_path = self._answer_at(state)
+        if on_path:
+            answer, length = on_path
+            return _certain(answer.tokens[length])
+        return _certain(0)
+
+
+@lru_cache(maxsize=4096)
+def _certain(token: int) -> Law:
+    return Law((token,), (1.0,), 0.0)
+
+
+def _mix(value: int, token: int) -> int:
+    return (value * 6_364_136_223_846_793_005 + token + 1_442_695_040_888_963_407) % _MODULUS

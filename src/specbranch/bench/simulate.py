@@ -1,0 +1,139 @@
+"""The virtual twin of a two-device run: the real planners and the real loop on a trace, with given step times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specbranch.bench.presets import Pair
+from specbranch.bench.replay import ReplayDraft, ReplayTarget
+from specbranch.bench.trace import Answer, Trace
+from specbranch.core.chance import RandomChance
+from specbranch.core.costs import Costs, StepCost
+from specbranch.core.draw import TopDraw
+from specbranch.core.loop import Loop, Step
+from specbranch.core.planners import make_planner, setting_names
+from specbranch.core.planners.protocol import Predictor
+from specbranch.core.round import Signal
+from specbranch.core.session import Ending, Session
+from specbranch.core.stats import Stats
+from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget
+from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
+from specbranch.predictor.oracle import OraclePredictor
+
+PREDICTORS = ("confidence", "none", "all", "random", "oracle")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Two devices. Times are in draft steps of one row, so the target's is the speed ratio c."""
+
+    c: float
+    row_cost: float = 0.0
+    batch: int = 1
+
+    @property
+    def draft(self) -> StepCost:
+        """Step time of the draft."""
+        return StepCost(1.0, self.row_cost)
+
+    @property
+    def target(self) -> StepCost:
+        """Step time of the target: verification is free."""
+        return StepCost(self.c)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A planner with its settings and predictor."""
+
+    planner: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    predictor: str = "confidence"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one method did on one trace."""
+
+    method: Method
+    elapsed_s: float
+    speedup: float
+    stats: Stats
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures under the names that every command uses; rolled-back tokens are per emitted token.
+
+        `losing` is the part of them on branches that were not the draft's first choice, which papers leave out.
+        """
+        stats = self.stats
+        return {
+            "speedup": self.speedup,
+            "emitted_per_round": stats.emitted_per_round,
+            "hit_rate": stats.hit_rate,
+            "rolled_back": {cause: getattr(stats, cause) / stats.emitted for cause in ("rejected", "unused", "cut")},
+            "losing": stats.losing / stats.emitted,
+            "wait_share": stats.wait_share,
+            "rows_per_round": stats.rows_per_round,
+        }
+
+
+def method_for(planner: str, pair: Pair, predictor: str = "confidence") -> Method:
+    """A planner set up for a pair as its paper sets it up: the pair's gamma, and for SSD the pair's acceptance."""
+    names = setting_names(planner)
+    settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
+    if "acceptance" in names:
+        settings["acceptance"] = pair.acceptance
+    return Method(planner, settings, predictor)
+
+
+def simulate(
+    trace: Trace, method: Method, layout: Layout, seed: int = 0, observe: Callable[[Step], None] = lambda step: None
+) -> Outcome:
+    """Decode every answer of the trace, `layout.batch` at a time."""
+    costs = Costs()
+    target = ScriptedTarget(ReplayTarget(trace), layout.target, RandomChance(random.Random(seed)))
+    draft = EngineLane(ScriptedEngine(ReplayDraft(trace), row_limit=1024), layout.draft)
+    chance = RandomChance(random.Random(seed + 1))
+    elapsed_s, plain_s, stats = 0.0, 0.0, Stats()
+    for start in range(0, len(trace.answers), layout.batch):
+        batch = trace.answers[start : start + layout.batch]
+        sessions = []
+        for index, answer in enumerate(batch, start=start):
+            predictor = _predictor(method, answer, chance)
+            planner = make_planner(method.planner, method.settings, predictor)
+            sessions.append(Session((index,), planner, TopDraw(), costs, Ending(max_new_tokens=len(answer.tokens))))
+        elapsed_s += Loop(sessions, target, draft, costs, observe=observe).run()
+        plain_s += layout.c * max(len(answer.tokens) for answer in batch)
+        for session in sessions:
+            stats.add(session.stats)
+    return Outcome(method, elapsed_s, plain_s / elapsed_s, stats)
+
+
+def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> Outcome:
+    """The outcome at the window that is fastest for this method: the fair way to compare planners on one layout."""
+    if "gamma" not in method.settings:
+        return simulate(trace, method, layout, seed)
+    tries = (replace(method, settings={**method.settings, "gamma": gamma}) for gamma in range(1, longest + 1))
+    return max((simulate(trace, candidate, layout, seed) for candidate in tries), key=lambda out: out.speedup)
+
+
+def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predictor:
+    if method.predictor == "random":
+        return RandomPredictor(chance)
+    if method.predictor == "oracle":
+        runs = _accepted_runs(answer)
+        # Position 0 is the prompt, so answer token i stands at position i + 1.
+        return OraclePredictor(lambda position: runs[position - 1], method.settings.get("gamma", 8))
+    signals = {"confidence": Signal.SOME, "none": Signal.NONE, "all": Signal.ALL}
+    return ConstantPredictor(signals[method.predictor])
+
+
+def _accepted_runs(answer: Answer) -> list[int]:
+    """For every place in the answer, how many of the draft's first choices in a row are right."""
+    runs = [0]
+    for token, law in zip(reversed(answer.tokens), reversed(answer.laws), strict=True):
+        runs.append(runs[-1] + 1 if law.ids[0] == token else 0)
+    return runs[::-1]

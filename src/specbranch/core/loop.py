@@ -1,0 +1,175 @@
+"""The round loop: any planners, any target, any draft, in virtual time.
+
+Two lanes overlap as two devices do. A draft step that is under way when a verdict arrives runs to its end, and its
+laws enter the tree only then. The target starts a step once every session has a submission or the deadline has
+passed. Durations come from the lanes, so the same loop serves scripted engines and measured ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Protocol
+
+from specbranch.core.costs import Costs
+from specbranch.core.law import Law
+from specbranch.core.session import Session
+from specbranch.core.tree import Node
+from specbranch.core.verify import Verdict
+
+
+class TargetLane(Protocol):
+    """The target model on its device."""
+
+    def step_s(self, sessions: Sequence[Session]) -> float:
+        """How long one verification of these sessions' submissions takes."""
+        ...
+
+    def verify(self, session: Session) -> Verdict:
+        """The verdict on a session's submission; asked when the step ends."""
+        ...
+
+
+class DraftLane(Protocol):
+    """The draft model on its device."""
+
+    row_limit: int
+
+    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Law], float]:
+        """The law after each node, and how long the step takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """One batched forward pass of the draft."""
+
+    start_s: float
+    end_s: float
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStep:
+    """One verification; one entry per session in each tuple."""
+
+    start_s: float
+    end_s: float
+    wait_s: float
+    submitted: tuple[int, ...]
+    verdicts: tuple[Verdict, ...]
+    hits: tuple[bool, ...]
+
+
+Step = DraftStep | TargetStep
+
+
+@dataclass(slots=True)
+class _Drafting:
+    start_s: float
+    end_s: float
+    rows: list[tuple[Session, Node]]
+    laws: list[Law]
+
+
+@dataclass(slots=True)
+class _Verifying:
+    start_s: float
+    end_s: float
+    wait_s: float
+    batch: list[Session]
+
+
+class Loop:
+    """Drives sessions to their end. `observe` is told of every step when it ends."""
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        target: TargetLane,
+        draft: DraftLane,
+        costs: Costs,
+        deadline_s: float = math.inf,
+        observe: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        self._sessions = sessions
+        self._target = target
+        self._draft = draft
+        self._costs = costs
+        self._deadline_s = deadline_s
+        self._observe = observe
+        self._drafting: _Drafting | None = None
+        self._verifying: _Verifying | None = None
+        self._idle_since_s = 0.0
+        self.now_s = 0.0
+
+    def run(self) -> float:
+        """Run until every session is finished; return the time it took."""
+        while active := [session for session in self._sessions if not session.is_finished]:
+            self._start_target(active)
+            self._start_draft(active)
+            if self._verifying is None and self._drafting is None:
+                self._stand_aside(active)
+                continue
+            self._advance()
+        return self.now_s
+
+    def _start_target(self, active: list[Session]) -> None:
+        if self._verifying is not None:
+            return
+        wait_s = self.now_s - self._idle_since_s
+        ready = [session.propose() is not None for session in active]
+        if not all(ready):
+            if wait_s < self._deadline_s:
+                return
+            self._stand_aside(active)
+        end_s = self.now_s + self._target.step_s(active)
+        self._verifying = _Verifying(self.now_s, end_s, wait_s, active)
+
+    def _stand_aside(self, active: list[Session]) -> None:
+        for session in active:
+            session.stand_aside()
+
+    def _start_draft(self, active: list[Session]) -> None:
+        if self._drafting is not None:
+            return
+        # One row of each session before the second row of any: a busy session does not starve the others.
+        wishes = zip_longest(*([(session, node) for node in session.rows()] for session in active))
+        rows = [row for row in chain.from_iterable(wishes) if row is not None][: self._draft.row_limit]
+        if rows:
+            laws, step_s = self._draft.run(rows)
+            self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, laws)
+
+    def _advance(self) -> None:
+        """Go to the next event. At a tie the draft's laws land first, then the verdict."""
+        draft_s = self._drafting.end_s if self._drafting else math.inf
+        target_s = self._verifying.end_s if self._verifying else self._idle_since_s + self._deadline_s
+        self.now_s = min(draft_s, target_s)
+        if self._drafting and draft_s <= target_s:
+            self._finish_draft(self._drafting)
+        elif self._verifying:
+            self._finish_target(self._verifying)
+
+    def _finish_draft(self, step: _Drafting) -> None:
+        self._drafting = None
+        for (session, node), law in zip(step.rows, step.laws, strict=True):
+            session.grow(node, law)
+        self._costs.draft.observe(len(step.rows), step.end_s - step.start_s)
+        self._observe(DraftStep(step.start_s, step.end_s, tuple(node for _, node in step.rows)))
+
+    def _finish_target(self, step: _Verifying) -> None:
+        self._verifying = None
+        self._idle_since_s = self.now_s
+        submitted = tuple(len(session.submitted) for session in step.batch)
+        verdicts = tuple(self._target.verify(session) for session in step.batch)
+        step_s = step.end_s - step.start_s
+        for session, verdict in zip(step.batch, verdicts, strict=True):
+            session.commit(verdict, session.round.index)
+            session.stats.target_s += step_s
+            session.stats.wait_s += step.wait_s
+            session.settle()
+        self._costs.target.observe(1, step_s)
+        hits = tuple(session.round.is_hit for session in step.batch)
+        self._observe(TargetStep(step.start_s, step.end_s, step.wait_s, submitted, verdicts, hits))

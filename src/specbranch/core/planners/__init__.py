@@ -1,0 +1,58 @@
+"""Every method behind one protocol. A new planner is one new file and one line in `_MAKERS`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
+from specbranch.core.planners.none import NonePlanner
+from specbranch.core.planners.pearl import PearlPlanner, PearlSettings
+from specbranch.core.planners.protocol import Planner, Predictor
+from specbranch.core.planners.settings import SettingError
+from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
+from specbranch.core.planners.sps import SpsPlanner, SpsSettings
+from specbranch.core.planners.ssd import SsdPlanner, SsdSettings
+
+__all__ = ["PLANNERS", "Planner", "Predictor", "SettingError", "make_planner", "setting_names"]
+
+_Settings = Mapping[str, Any]
+
+# name: (its settings, how to make it from them and a predictor)
+_MAKERS: dict[str, tuple[type[Any] | None, Callable[[Any, Predictor], Planner]]] = {
+    "none": (None, lambda settings, predictor: NonePlanner()),
+    "sps": (SpsSettings, lambda settings, predictor: SpsPlanner(settings)),
+    "adaedl": (AdaedlSettings, lambda settings, predictor: AdaedlPlanner(settings)),
+    "pearl": (PearlSettings, lambda settings, predictor: PearlPlanner(settings)),
+    "ssd": (SsdSettings, lambda settings, predictor: SsdPlanner(settings)),
+    "specbranch": (SpecbranchSettings, SpecbranchPlanner),
+}
+
+PLANNERS = tuple(_MAKERS)
+
+
+def setting_names(name: str) -> tuple[str, ...]:
+    """The settings that a planner takes."""
+    if name not in _MAKERS:
+        raise SettingError(f"no planner is called {name!r};{_suggest(name, PLANNERS)}")
+    settings, _ = _MAKERS[name]
+    return tuple(field.name for field in fields(settings)) if settings else ()
+
+
+def make_planner(name: str, settings: _Settings, predictor: Predictor) -> Planner:
+    """A fresh planner for one sequence; names that nobody knows raise, with the nearest known one."""
+    known = setting_names(name)
+    for key in settings:
+        if key not in known:
+            raise SettingError(f"planner {name!r} has no setting {key!r};{_suggest(key, known)}")
+    kind, make = _MAKERS[name]
+    return make(kind(**settings) if kind else None, predictor)
+
+
+def _suggest(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f" did you mean {near[0]!r}?"
+    return f" it takes {', '.join(known)}" if known else " it takes none"

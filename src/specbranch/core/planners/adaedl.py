@@ -1,0 +1,89 @@
+"""AdaEDL: plain speculative decoding that stops drafting when the entropy says the next token would be refused.
+
+The entropy H of the draft law bounds its acceptance from below by about 1 - sqrt(eta * H). The threshold itself
+follows the acceptance that was seen. The token that trips the bound is already drafted, so it is submitted too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specbranch.core.law import Law
+from specbranch.core.planners.settings import require_positive, require_share
+from specbranch.core.round import Round
+from specbranch.core.tree import Node
+from specbranch.core.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class AdaedlSettings:
+    """Longest submission, entropy factor, and how the threshold follows acceptance."""
+
+    gamma: int = 10
+    eta: float = 0.2
+    threshold: float = 0.5
+    acceptance_goal: float = 0.9
+    acceptance_memory: float = 0.5
+    threshold_memory: float = 0.9
+    threshold_step: float = 0.01
+
+    def __post_init__(self) -> None:
+        require_positive(self, "gamma")
+        require_share(self, "eta", "threshold", "acceptance_goal", "acceptance_memory", "threshold_memory")
+
+
+class AdaedlPlanner:
+    """Length by entropy, strictly in turns."""
+
+    def __init__(self, settings: AdaedlSettings) -> None:
+        self._settings = settings
+        self._threshold = settings.threshold
+        self._acceptance = settings.acceptance_goal
+
+    @property
+    def threshold(self) -> float:
+        """The bound under which drafting stops now."""
+        return self._threshold
+
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        chain, tip = self._chain(round)
+        return chain if tip is None else None
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        if not round.is_waiting:
+            return ()
+        _, tip = self._chain(round)
+        return (tip,) if tip else ()
+
+    def learn(self, round: Round, verdict: Verdict) -> None:
+        if not round.tree.submitted:
+            return
+        settings = self._settings
+        seen = verdict.accepted / len(round.tree.submitted)
+        self._acceptance = _blend(self._acceptance, seen, settings.acceptance_memory)
+        direction = 1 if self._acceptance < settings.acceptance_goal else -1
+        aim = min(max(self._threshold + direction * settings.threshold_step, 0.0), 1.0)
+        self._threshold = _blend(self._threshold, aim, settings.threshold_memory)
+
+    def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
+        """The tokens up to the first doubtful one, and the node to run if that place has not been reached yet."""
+        chain: list[Node] = []
+        node = round.tree.root
+        while len(chain) < self._settings.gamma:
+            if node.law is None:
+                return chain, node
+            children = round.tree.children(node, 1)
+            chain += children
+            if not children or self._bound(node.law) < self._threshold:
+                break
+            node = children[0]
+        return chain, None
+
+    def _bound(self, law: Law) -> float:
+        return 1 - math.sqrt(self._settings.eta * law.entropy)
+
+
+def _blend(old: float, new: float, memory: float) -> float:
+    return memory * old + (1 - memory) * new

@@ -1,0 +1,45 @@
+"""PEARL: one chain, drafted without pause while the target verifies what is already there.
+
+A window is gamma tokens: the root that a hit commits, and gamma - 1 tokens to submit after it. After a miss there is
+nothing to submit; the target's pass over the newest token then serves as the pre-verify of the window being drafted.
+Liu et al. 2025. The original moves in lock step; here the target never waits, which is the same while gamma <= c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specbranch.core.planners.settings import require_positive
+from specbranch.core.round import Round
+from specbranch.core.tree import Node
+from specbranch.core.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class PearlSettings:
+    """`gamma`: tokens per window, the root included."""
+
+    gamma: int = 5
+
+    def __post_init__(self) -> None:
+        require_positive(self, "gamma")
+
+
+class PearlPlanner:
+    """Submit what is there; prepare for full acceptance and the most likely token after it."""
+
+    def __init__(self, settings: PearlSettings) -> None:
+        self._gamma = settings.gamma
+
+    def submit(self, round: Round) -> Sequence[Node]:
+        return round.tree.walk(round.tree.root, self._gamma - 1)
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        if round.is_waiting:
+            return ()
+        tip = round.tree.unrun(round.tree.end, self._gamma)
+        return (tip,) if tip else ()
+
+    def learn(self, round: Round, verdict: Verdict) -> None:
+        pass

@@ -1,0 +1,23 @@
+"""Checks that settings of planners share. Bad values raise when a planner is made, never later."""
+
+from __future__ import annotations
+
+
+class SettingError(ValueError):
+    """A planner was asked for with a value or a name that it does not know."""
+
+
+def require_positive(settings: object, *names: str) -> None:
+    """Each named setting must be a whole number of at least 1."""
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, int) or value < 1:
+            raise SettingError(f"{type(settings).__name__}.{name} is {value!r}; give a whole number of at least 1")
+
+
+def require_share(settings: object, *names: str) -> None:
+    """Each named setting must lie between 0 and 1."""
+    for name in names:
+        value = getattr(settings, name)
+        if not 0 <= value <= 1:
+            raise SettingError(f"{type(settings).__name__}.{name} is {value!r}; give a number from 0 to 1")

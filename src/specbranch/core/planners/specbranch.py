@@ -1,0 +1,86 @@
+"""SpecBranch as in the paper: cut the submission where it turns doubtful, and branch at that place.
+
+After a miss (DRAFT stage) H-RAD's signal says how much to draft while the target waits: nothing, up to the first law
+with little confidence, or a whole window. While the target verifies (BRANCH stage) the draft grows
+k = max(1, floor(k_max * (1 - confidence))) branches at the branch point, the place right behind the submission.
+After a hit the surviving branch is cut by a fresh signal (posterior drafting) and the target starts at once.
+
+One thing is better than in the paper: what a cut leaves out stays in the tree, where it is the first branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specbranch.core.planners.protocol import Predictor
+from specbranch.core.planners.settings import require_positive, require_share
+from specbranch.core.round import Round, Signal
+from specbranch.core.tree import Node
+from specbranch.core.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class SpecbranchSettings:
+    """Longest submission, the confidence under which a law is doubtful, and the most branches at one point."""
+
+    gamma: int = 8
+    confidence: float = 0.3
+    max_branches: int = 6
+
+    def __post_init__(self) -> None:
+        require_positive(self, "gamma", "max_branches")
+        require_share(self, "confidence")
+
+
+class SpecbranchPlanner:
+    """Few branches, at the place where they are needed."""
+
+    def __init__(self, settings: SpecbranchSettings, predictor: Predictor) -> None:
+        self._settings = settings
+        self._predictor = predictor
+
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        chain, tip = self._chain(round)
+        return chain if tip is None or round.is_hit else None
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        if round.is_waiting:
+            _, tip = self._chain(round)
+            return (tip,) if tip else ()
+        tree = round.tree
+        end = tree.end
+        if end.law is None:
+            return (end,)
+        count = max(1, math.floor(self._settings.max_branches * (1 - end.law.confidence)))
+        tips = (tree.unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
+        return [tip for tip in tips if tip]
+
+    def learn(self, round: Round, verdict: Verdict) -> None:
+        pass
+
+    def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
+        """The tokens to submit as far as they are drafted, and the node to run if the cut lies beyond them."""
+        if round.signal is None:
+            round.signal = self._predictor.predict(round)
+        chain: list[Node] = []
+        node = round.tree.root
+        while len(chain) < self._settings.gamma and round.signal != Signal.NONE:
+            if node.law is None:
+                return chain, node
+            # The law decides, not the token drawn from it: rule B would be biased otherwise.
+            if round.signal == Signal.SOME and node.law.confidence < self._settings.confidence:
+                break
+            children = round.tree.children(node, 1)
+            if not children:
+                break
+            node = children[0]
+            chain.append(node)
+        return chain, None
+
+    def _branch_len(self, round: Round, num_branches: int) -> int:
+        """Tokens per branch, the root included: no more than the target's step leaves time for."""
+        ratio = round.costs.draft_steps_per_target_step(num_branches)
+        longest = self._settings.gamma
+        return longest if ratio is None else max(1, min(longest, math.floor(ratio)))

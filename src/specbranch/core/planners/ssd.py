@@ -1,0 +1,93 @@
+"""SSD (Saguaro): prepare for every stop point of the submission, with fewer guesses where a stop is less likely.
+
+With acceptance a per token and a miss rate F^-r after F guesses, the best split of B guesses over the stop points is
+F_k proportional to P(stop at k)^(1/(1+r)): geometric in k, with the all-accepted slot lifted by 1/(1-a).
+On a miss the draft starts at once while the target waits (`jit`), or the round goes without a draft (`fast`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+from specbranch.core.planners.settings import SettingError, require_positive
+from specbranch.core.round import Round
+from specbranch.core.tree import Node
+from specbranch.core.verify import Verdict
+
+Fallback = Literal["jit", "fast"]
+
+
+@dataclass(frozen=True, slots=True)
+class SsdSettings:
+    """Tokens per submission, guesses per round, the prior that shapes them, and what to do on a miss.
+
+    `decay` is the exponent r of the miss rate. Its default follows from the flagship pair on chat, where 0.606 of the
+    tokens that the draft ranks below the first are its second or third: 1 - 0.606 = 2^-1.34.
+    """
+
+    gamma: int = 7
+    num_guesses: int = 24
+    acceptance: float = 0.8
+    decay: float = 1.34
+    fallback: Fallback = "jit"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "gamma", "num_guesses")
+        if not 0 < self.acceptance < 1 or self.decay < 0:
+            raise SettingError("SsdSettings wants 0 < acceptance < 1 and decay >= 0")
+        if self.fallback not in get_args(Fallback):
+            raise SettingError(
+                f"SsdSettings.fallback is {self.fallback!r}; choose from {', '.join(get_args(Fallback))}"
+            )
+
+
+@lru_cache(maxsize=256)
+def fan_out(num_guesses: int, submitted_len: int, acceptance: float, decay: float) -> tuple[int, ...]:
+    """Guesses for each stop point 0..submitted_len; they add up to `num_guesses`."""
+    stops = [(1 - acceptance) * acceptance**k for k in range(submitted_len)] + [acceptance**submitted_len]
+    weights = [chance ** (1 / (1 + decay)) for chance in stops]
+    shares = [num_guesses * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - shares[k], k))
+    for k in by_remainder[: num_guesses - sum(counts)]:
+        counts[k] += 1
+    return tuple(counts)
+
+
+class SsdPlanner:
+    """Fixed length, roots at every stop point."""
+
+    def __init__(self, settings: SsdSettings) -> None:
+        self._settings = settings
+
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        if not round.is_hit and self._settings.fallback == "fast":
+            return ()
+        root, gamma = round.tree.root, self._settings.gamma
+        return None if round.tree.unrun(root, gamma) else round.tree.walk(root, gamma)
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        tree, gamma = round.tree, self._settings.gamma
+        if round.is_waiting:
+            tip = tree.unrun(tree.root, gamma)
+            return (tip,) if tip else ()
+        tips = (tree.unrun(root, gamma) for root in self._roots(round))
+        rows = [tip for tip in tips if tip]
+        return [tree.end, *rows] if tree.end.law is None else rows
+
+    def learn(self, round: Round, verdict: Verdict) -> None:
+        pass
+
+    def _roots(self, round: Round) -> list[Node]:
+        """The guessed tokens at every stop point, the all-accepted one first."""
+        tree, settings = round.tree, self._settings
+        stops = [tree.root, *(tree.submitted or ())]
+        counts = fan_out(settings.num_guesses, len(stops) - 1, settings.acceptance, settings.decay)
+        roots = list(tree.children(stops[-1], counts[-1]))
+        for node, count in zip(stops[:-1], counts[:-1], strict=True):
+            # The first child is the submitted token itself: a stop here means that it was refused.
+            roots += tree.children(node, count + 1)[1:]
+        return roots

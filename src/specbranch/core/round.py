@@ -1,0 +1,33 @@
+"""One round: from the verdict that opened it to the verdict that ends it. This is all that a planner sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from specbranch.core.costs import Costs
+from specbranch.core.tree import Tree
+
+
+class Signal(IntEnum):
+    """What H-RAD foresees for the next window."""
+
+    NONE = 0  # no token of the window will be accepted
+    SOME = 1  # ask the draft's confidence
+    ALL = 2  # every token will be accepted
+
+
+@dataclass(slots=True)
+class Round:
+    """The situation of one sequence. While nothing is submitted yet, the target stands still."""
+
+    index: int
+    tree: Tree
+    costs: Costs
+    is_hit: bool = False
+    signal: Signal | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the target waits for a submission."""
+        return self.tree.submitted is None

@@ -1,0 +1,119 @@
+"""One sequence being decoded: its tokens, its draft tree, its planner and its counters.
+
+The simulator, the in-process loop and the draft service all drive this object; it has no clock and does no I/O.
+A round is: `propose` (until it answers), `rows` and `grow` as often as there is time, `commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specbranch.core.costs import Costs
+from specbranch.core.draw import Draw
+from specbranch.core.law import Law
+from specbranch.core.planners.protocol import Planner
+from specbranch.core.round import Round
+from specbranch.core.stats import Stats
+from specbranch.core.tree import Node, Tree
+from specbranch.core.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """When a sequence is over: after so many new tokens, or at one of these tokens."""
+
+    max_new_tokens: int | None = None
+    eos_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def trim(self, tokens: Sequence[int], num_emitted: int) -> tuple[list[int], bool]:
+        """The tokens that may still be emitted, and whether the sequence ends with them."""
+        room = len(tokens) if self.max_new_tokens is None else self.max_new_tokens - num_emitted
+        for index, token in enumerate(tokens[:room]):
+            if token in self.eos_ids:
+                return list(tokens[: index + 1]), True
+        return list(tokens[:room]), self.max_new_tokens is not None and room <= len(tokens)
+
+
+class Session:
+    """A sequence and everything that is prepared for it. Only verified tokens ever enter `tokens`."""
+
+    def __init__(
+        self, prompt: Sequence[int], planner: Planner, draw: Draw, costs: Costs, ending: Ending | None = None
+    ) -> None:
+        self.tokens = list(prompt)
+        self.prompt_len = len(prompt)
+        self.stats = Stats()
+        self.is_finished = False
+        self._planner = planner
+        self._ending = ending or Ending()
+        self.round = Round(0, Tree(prompt, draw), costs)
+
+    @property
+    def tree(self) -> Tree:
+        """What is drafted after the committed tokens."""
+        return self.round.tree
+
+    @property
+    def submitted(self) -> list[int]:
+        """The tokens under verification."""
+        return [node.token for node in self.tree.submitted or ()]
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens emitted so far."""
+        return self.tokens[self.prompt_len :]
+
+    def propose(self) -> list[int] | None:
+        """Tokens for the target to verify now; None while the planner lets it wait. Asking again repeats the answer."""
+        if self.round.is_waiting:
+            nodes = self._planner.submit(self.round)
+            if nodes is None:
+                return None
+            self.tree.submit(nodes)
+        return self.submitted
+
+    def stand_aside(self) -> None:
+        """Let this round go without a draft: the deadline has passed, or nothing can be drafted."""
+        if self.round.is_waiting:
+            self.tree.submit(())
+
+    def rows(self) -> Sequence[Node]:
+        """The nodes that the draft should run next, most valuable first."""
+        self.settle()
+        return self._planner.prepare(self.round)
+
+    def grow(self, node: Node, law: Law) -> None:
+        """Take in the law after a node that was run. A node that was rolled back meanwhile does no harm."""
+        node.law = law
+        self.stats.rows += 1
+
+    def settle(self) -> None:
+        """Count what verdicts have rolled back. Done before drafting goes on, not before the target is answered."""
+        self.stats.settle(self.tree.settle())
+
+    def commit(self, verdict: Verdict, round_index: int) -> list[int]:
+        """Settle a round and return the tokens that it emits. A verdict for a round that is over changes nothing."""
+        if self.is_finished or round_index != self.round.index or self.round.is_waiting:
+            self.stats.superseded += 1
+            return []
+        submitted = self.submitted
+        if not 0 <= verdict.accepted <= len(submitted):
+            raise ValueError(f"a verdict accepts {verdict.accepted} of {len(submitted)} submitted tokens")
+        self._planner.learn(self.round, verdict)
+        committed = verdict.committed(submitted)
+        emitted, self.is_finished = self._ending.trim(committed, len(self.tokens) - self.prompt_len)
+        self.tokens += emitted
+        tree = self.tree
+        tree.commit(committed)
+        self.round = Round(self.round.index + 1, tree, self.round.costs, is_hit=tree.root.law is not None)
+        self._count(verdict, len(submitted), len(emitted))
+        return emitted
+
+    def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:
+        stats = self.stats
+        stats.rounds += 1
+        stats.hits += self.round.is_hit
+        stats.submitted += num_submitted
+        stats.accepted += min(verdict.accepted, num_emitted)
+        stats.emitted += num_emitted

@@ -1,0 +1,239 @@
+"""The draft tree: everything that has been drafted after the committed tokens of one sequence.
+
+The root is the last committed token. A node's law becomes known when the draft has run the node; only then can tokens
+be drawn after it. Nodes are addressed by content, so a verdict re-roots the tree by walking along its tokens, and
+every branch below the new root survives with its laws. The tree knows nothing of planners, engines or time.
+
+Each node is created once and settled once, so all book-keeping is linear in the tokens drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from specbranch.core.draw import Draw
+from specbranch.core.law import Law
+
+
+class Fate(Enum):
+    """What became of a drafted token."""
+
+    USED = "used"  # a verdict committed it
+    REJECTED = "rejected"  # submitted and refused
+    UNUSED = "unused"  # prepared for another outcome
+    CUT = "cut"  # stood behind a submission that left it out, and was lost with it
+
+
+@dataclass(slots=True)
+class Settled:
+    """What a verdict did to drafted tokens; `losing`: lost on a root that was not the draft's first choice."""
+
+    used: int = 0
+    rejected: int = 0
+    unused: int = 0
+    cut: int = 0
+    losing: int = 0
+
+    @property
+    def rolled_back(self) -> int:
+        """Tokens lost, whatever the cause."""
+        return self.rejected + self.unused + self.cut
+
+    def add(self, other: Settled) -> None:
+        """Add another count to this one."""
+        self.used += other.used
+        self.rejected += other.rejected
+        self.unused += other.unused
+        self.cut += other.cut
+        self.losing += other.losing
+
+
+class Node:
+    """One drafted token. `position` is its place in the sequence, counted from 0."""
+
+    __slots__ = ("born", "children", "fate", "has_served", "is_submitted", "law", "parent", "position", "token")
+
+    def __init__(self, token: int, parent: Node | None, position: int, born: int) -> None:
+        self.token = token
+        self.parent = parent
+        self.position = position
+        self.born = born
+        self.children: list[Node] = []
+        self.law: Law | None = None
+        self.is_submitted = False
+        self.fate: Fate | None = None
+        self.has_served = False  # a token drawn after this one was committed
+
+    def child_with(self, token: int) -> Node | None:
+        """The child that holds `token`, if it has been drawn."""
+        return next((child for child in self.children if child.token == token), None)
+
+    def __repr__(self) -> str:
+        return f"Node({self.token} at {self.position}, {len(self.children)} children)"
+
+
+class Tree:
+    """A tree of drafted tokens below the last committed one."""
+
+    def __init__(self, tokens: Sequence[int], draw: Draw) -> None:
+        if not tokens:
+            raise ValueError("a draft tree needs at least one committed token to stand on")
+        self._draw = draw
+        self.root = Node(tokens[-1], None, len(tokens) - 1, 0)
+        self.submitted: list[Node] | None = None
+        self.num_drafted = 0
+        self.num_alive = 0
+        self._submissions = 0
+        self._unsettled: list[_Left] = []
+
+    @property
+    def end(self) -> Node:
+        """The node after which the next verdict's token will stand if everything submitted is accepted."""
+        return self.submitted[-1] if self.submitted else self.root
+
+    def children(self, node: Node, count: int) -> list[Node]:
+        """The first `count` children of a node whose law is known, drawn as needed; fewer if the law holds no more."""
+        while len(node.children) < count and self._grow(node):
+            pass
+        return node.children[:count]
+
+    def walk(self, start: Node, length: int) -> list[Node]:
+        """The principal chain below `start`, first children all the way, drawn as far as laws are known.
+
+        At most `length` nodes. If it is shorter, its last node (or `start`) is the one to run next.
+        """
+        chain: list[Node] = []
+        node = start
+        while len(chain) < length and (node.children or self._grow(node)):
+            node = node.children[0]
+            chain.append(node)
+        return chain
+
+    def unrun(self, start: Node, length: int) -> Node | None:
+        """The node to run so that the chain below `start` grows to `length` tokens; None if it is that long already.
+
+        None also where the law has no token left to draw.
+        """
+        chain = self.walk(start, length)
+        tip = chain[-1] if chain else start
+        return tip if len(chain) < length and tip.law is None else None
+
+    def find(self, tokens: Sequence[int]) -> Node | None:
+        """The node that stands at the end of `tokens` after the root, if it was drafted."""
+        node: Node | None = self.root
+        for token in tokens:
+            node = node.child_with(token) if node else None
+        return node
+
+    def submit(self, nodes: Sequence[Node]) -> None:
+        """Mark a chain that starts below the root as sent for verification."""
+        parent = self.root
+        for node in nodes:
+            if node.parent is not parent:
+                raise ValueError(f"{node!r} does not continue the submitted chain")
+            node.is_submitted = True
+            parent = node
+        self.submitted = list(nodes)
+        self._submissions += 1
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Re-root at the end of `tokens` and keep every branch below it. What is lost is left for `settle`."""
+        if not tokens:
+            raise ValueError("a verdict commits at least the target's own token")
+        old = self.root
+        path = self._follow(tokens)
+        is_drafted = len(path) == len(tokens)
+        root = path[-1] if is_drafted else Node(tokens[-1], None, old.position + len(tokens), self._submissions)
+        end = self.end if self.submitted is not None else None
+        self._unsettled.append(_Left(old, root, end, len(path), self._submissions))
+        root.parent = None
+        self.root = root
+        self.submitted = None
+
+    def settle(self) -> Settled:
+        """Give every token that verdicts have left behind its fate, and count them.
+
+        Apart from `commit`, because an answer to the target must not wait for it: the answer costs the length of the
+        verdict, settling costs the size of what is lost.
+        """
+        total = Settled()
+        for left in self._unsettled:
+            total.add(_drop(left))
+        self._unsettled.clear()
+        self.num_alive -= total.used + total.rolled_back
+        return total
+
+    def nodes(self) -> Iterator[Node]:
+        """Every drafted node still alive, the root not included."""
+        stack = list(self.root.children)
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+    def _grow(self, node: Node) -> bool:
+        """Draw one more child of a node; False if its law is unknown or has nothing left."""
+        if node.law is None:
+            return False
+        token = self._draw.draw(node.law, [child.token for child in node.children])
+        if token is None:
+            return False
+        node.children.append(Node(token, node, node.position + 1, self._submissions))
+        self.num_drafted += 1
+        self.num_alive += 1
+        return True
+
+    def _follow(self, tokens: Sequence[int]) -> list[Node]:
+        """The drafted nodes along a verdict's tokens, which are thereby used."""
+        path: list[Node] = []
+        node = self.root
+        for token in tokens:
+            child = node.child_with(token)
+            if child is None:
+                break
+            child.fate = Fate.USED
+            node.has_served = True
+            path.append(child)
+            node = child
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What one verdict left behind: all below `old` that does not stand below `root`."""
+
+    old: Node
+    root: Node
+    end: Node | None  # of the submission
+    num_used: int
+    submissions: int
+
+
+def _drop(left: _Left) -> Settled:
+    settled = Settled(used=left.num_used)
+    stack = [(left.old, False, False)]
+    while stack:
+        node, is_behind, is_losing = stack.pop()
+        if node is left.root:
+            continue
+        if node.fate is None and node is not left.old:
+            settled.losing += is_losing
+            if node.is_submitted:
+                node.fate = Fate.REJECTED
+                settled.rejected += 1
+            elif is_behind and node.born < left.submissions:
+                node.fate = Fate.CUT
+                settled.cut += 1
+            else:
+                node.fate = Fate.UNUSED
+                settled.unused += 1
+        if node.children:
+            is_behind = is_behind or node is left.end
+            first, *others = node.children
+            stack.append((first, is_behind, is_losing))
+            stack += [(child, is_behind, True) for child in others]
+            # Only upward links stay, so settled nodes are freed without a search for cycles.
+            node.children = []
+    return settled

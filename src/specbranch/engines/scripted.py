@@ -1,0 +1,198 @@
+"""A model with given laws and given step times: for exact tests and for simulation, never for a claim about speed.
+
+`ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by either rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+from specbranch.core.chance import Chance
+from specbranch.core.costs import StepCost
+from specbranch.core.law import Law
+from specbranch.core.session import Session
+from specbranch.core.tree import Node
+from specbranch.core.verify import Offer, Verdict, match, reject
+from specbranch.engines.binding import Binding
+from specbranch.engines.protocol import DraftEngine, EngineInfo, Row
+
+State = Hashable
+Rule = Literal["match", "reject"]
+
+
+class Script(Protocol):
+    """A language model as a pure function of the text, folded over its tokens."""
+
+    vocab_len: int
+
+    def start(self) -> State:
+        """The state of the empty text."""
+        ...
+
+    def advance(self, state: State, token: int) -> State:
+        """The state after one more token."""
+        ...
+
+    def law(self, state: State) -> Law:
+        """The next-token law in a state."""
+        ...
+
+
+class TextScript:
+    """A script given by one function from the whole text to a law."""
+
+    def __init__(self, vocab_len: int, law: Callable[[tuple[int, ...]], Law]) -> None:
+        self.vocab_len = vocab_len
+        self._law = law
+
+    def start(self) -> tuple[int, ...]:
+        return ()
+
+    def advance(self, state: Any, token: int) -> tuple[int, ...]:
+        return (*state, token)
+
+    def law(self, state: Any) -> Law:
+        return self._law(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The end of one text; texts share their beginnings, so a fork copies nothing."""
+
+    state: State
+    length: int
+    before: _Cell | None
+
+
+class ScriptedEngine:
+    """A draft engine whose model is a script."""
+
+    def __init__(self, script: Script, row_limit: int = 64) -> None:
+        self.info = EngineInfo("scripted", "none", script.vocab_len, row_limit)
+        self._script = script
+        self._cells: dict[int, _Cell] = {}
+        self._handles = count()
+
+    @property
+    def num_handles(self) -> int:
+        """Handles open now."""
+        return len(self._cells)
+
+    def open(self) -> int:
+        return self._hold(_Cell(self._script.start(), 0, None))
+
+    def fork(self, handle: int, length: int) -> int:
+        return self._hold(self._cell(handle, length))
+
+    def truncate(self, handle: int, length: int) -> None:
+        self._cells[handle] = self._cell(handle, length)
+
+    def close(self, handle: int) -> None:
+        del self._cells[handle]
+
+    def run(self, rows: Sequence[Row]) -> list[Law]:
+        if len({row.handle for row in rows}) < len(rows):
+            raise ValueError("one step takes at most one row per handle")
+        return [self._run(row) for row in rows]
+
+    def _run(self, row: Row) -> Law:
+        cell = self._cells[row.handle]
+        for token in row.tokens:
+            cell = _Cell(self._script.advance(cell.state, token), cell.length + 1, cell)
+        self._cells[row.handle] = cell
+        return self._script.law(cell.state)
+
+    def _hold(self, cell: _Cell) -> int:
+        handle = next(self._handles)
+        self._cells[handle] = cell
+        return handle
+
+    def _cell(self, handle: int, length: int) -> _Cell:
+        cell = self._cells[handle]
+        if not 0 <= length <= cell.length:
+            raise ValueError(f"handle {handle} holds {cell.length} tokens, not {length}")
+        while cell.length > length:
+            assert cell.before is not None
+            cell = cell.before
+        return cell
+
+
+class EngineLane:
+    """A draft engine as a lane of the round loop, with given step times."""
+
+    def __init__(self, engine: DraftEngine, cost: StepCost) -> None:
+        self._engine = engine
+        self._cost = cost
+        self._bindings: dict[Session, Binding] = {}
+        self.row_limit = engine.info.row_limit
+
+    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Law], float]:
+        self._forget_finished()
+        by_session: dict[Session, list[Node]] = {}
+        for session, node in rows:
+            by_session.setdefault(session, []).append(node)
+        fed: dict[Node, Row] = {}
+        for session, nodes in by_session.items():
+            binding = self._bindings.setdefault(session, Binding(self._engine))
+            fed.update(zip(nodes, binding.rows(session.tokens, session.tree, nodes), strict=True))
+        return self._engine.run([fed[node] for _, node in rows]), self._cost.at(len(rows))
+
+    def close(self) -> None:
+        """Give all handles back."""
+        for binding in self._bindings.values():
+            binding.close()
+        self._bindings.clear()
+
+    def _forget_finished(self) -> None:
+        for session in [session for session in self._bindings if session.is_finished]:
+            self._bindings.pop(session).close()
+
+
+class ScriptedTarget:
+    """A target lane whose model is a script, verifying by rule A (`match`) or rule B (`reject`)."""
+
+    def __init__(self, script: Script, cost: StepCost, chance: Chance, rule: Rule = "match") -> None:
+        self._script = script
+        self._cost = cost
+        self._chance = chance
+        self._rule = rule
+        self._states: WeakKeyDictionary[Session, tuple[int, State]] = WeakKeyDictionary()
+
+    def step_s(self, sessions: Sequence[Session]) -> float:
+        return self._cost.at(len(sessions))
+
+    def verify(self, session: Session) -> Verdict:
+        states = [self._state(session)]
+        for token in session.submitted:
+            states.append(self._script.advance(states[-1], token))
+        if self._rule == "match":
+            return match(session.submitted, lambda index: self._sample(self._script.law(states[index])))
+        vocab_len = self._script.vocab_len
+        laws = [self._script.law(state).dense(vocab_len) for state in states]
+        return reject(offers(session, vocab_len), laws, self._chance)
+
+    def _sample(self, law: Law) -> int:
+        return law.ids[self._chance.pick(law.probs)]
+
+    def _state(self, session: Session) -> State:
+        length, state = self._states.get(session, (0, self._script.start()))
+        for token in session.tokens[length:]:
+            state = self._script.advance(state, token)
+        self._states[session] = (len(session.tokens), state)
+        return state
+
+
+def offers(session: Session, vocab_len: int) -> list[Offer]:
+    """What the draft offers to rule B at every submitted place and at the branch point: its law, and all it drew."""
+    places = [session.tree.root, *(session.tree.submitted or ())]
+    return [
+        Offer(
+            node.law.dense(vocab_len) if node.law else Law((), (), 0.0).dense(vocab_len),
+            tuple(c.token for c in node.children),
+        )
+        for node in places
+    ]

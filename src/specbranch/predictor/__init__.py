@@ -1,0 +1,1 @@
+"""Predictors: what will become of the next window of draft tokens."""

@@ -1,0 +1,54 @@
+"""Presets: their figures, and that made traces have the shape they claim."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from specbranch.bench.presets import CONCENTRATION, PAIRS, SECOND_SHARE, fit_shape, make_trace
+from specbranch.bench.theory import pearl_speed
+from specbranch.bench.trace import read_trace
+
+CHAT = Path(__file__).parents[2] / "traces" / "qwen-coder-chat.jsonl.gz"
+PUBLISHED = {"llama-68m-7b": 1.74, "vicuna-68m-13b": 1.77, "deepseek-1.3b-33b": 2.93, "llama3-8b-70b": 3.38}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_reproduces_the_published_speed_of_pearl_by_its_chain(name: str) -> None:
+    pair = PAIRS[name]
+
+    assert pearl_speed(pair.acceptance, pair.gamma, pair.c) == pytest.approx(PUBLISHED[name])
+    assert str(PUBLISHED[name]) in pair.source
+
+
+def test_the_shape_of_made_laws_is_that_of_the_recorded_chat() -> None:
+    shape = fit_shape(read_trace(CHAT))
+
+    assert shape.concentration == pytest.approx(CONCENTRATION, abs=0.05)
+    assert shape.second_share == pytest.approx(SECOND_SHARE, abs=0.005)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_made_trace_has_the_acceptance_and_the_shape_of_its_pair(name: str) -> None:
+    pair = PAIRS[name]
+    trace = make_trace(pair, 40, 500, random.Random(3))
+    shape = fit_shape(trace)
+
+    # 20,000 tokens: five standard errors of a share are at most 0.018.
+    assert trace.match_share() == pytest.approx(pair.acceptance, abs=0.018)
+    assert shape.concentration == pytest.approx(CONCENTRATION, rel=0.15)
+    assert abs(shape.neighbour_correlation) < 0.04
+
+
+def test_a_made_draft_is_calibrated() -> None:
+    """Among laws of one confidence, the target agrees as often as the confidence says."""
+    trace = make_trace(PAIRS["vicuna-68m-13b"], 40, 500, random.Random(4))
+    pairs = [(law, token) for a in trace.answers for law, token in zip(a.laws, a.tokens, strict=True)]
+    for low, high in ((0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.0)):
+        chosen = [(law, token) for law, token in pairs if low <= law.confidence < high]
+        said = sum(float(law.confidence) for law, _ in chosen) / len(chosen)
+        seen = sum(law.ids[0] == token for law, token in chosen) / len(chosen)
+
+        assert seen == pytest.approx(said, abs=5 * (0.25 / len(chosen)) ** 0.5)

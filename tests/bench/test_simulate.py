@@ -1,0 +1,105 @@
+"""Simulation of whole runs on traces."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specbranch.bench.presets import PAIRS, Pair, make_iid_trace, make_trace
+from specbranch.bench.replay import ReplayDraft, ReplayTarget
+from specbranch.bench.simulate import PREDICTORS, Layout, Method, best_gamma, method_for, simulate
+from specbranch.bench.trace import Trace
+from specbranch.core.planners import PLANNERS
+
+WEAK = PAIRS["vicuna-68m-13b"]
+
+
+@pytest.fixture(scope="module")
+def weak_trace() -> Trace:
+    return make_trace(WEAK, 8, 250, random.Random(0))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_every_planner_emits_the_whole_trace(planner: str, weak_trace: Trace) -> None:
+    outcome = simulate(weak_trace, method_for(planner, WEAK), Layout(WEAK.c, WEAK.row_cost))
+
+    assert outcome.stats.emitted == weak_trace.num_tokens
+    assert outcome.stats.superseded == 0
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_every_predictor_leaves_the_text_as_it_is(predictor: str, weak_trace: Trace) -> None:
+    outcome = simulate(weak_trace, method_for("specbranch", WEAK, predictor), Layout(WEAK.c))
+
+    assert outcome.stats.emitted == weak_trace.num_tokens
+
+
+def test_plain_decoding_has_speed_one(weak_trace: Trace) -> None:
+    outcome = simulate(weak_trace, Method("none"), Layout(5.0))
+
+    assert outcome.speedup == pytest.approx(1.0)
+    assert outcome.stats.rows == 0
+
+
+def test_an_oracle_is_worth_more_than_noise(weak_trace: Trace) -> None:
+    speeds = {
+        predictor: simulate(weak_trace, method_for("specbranch", WEAK, predictor), Layout(WEAK.c)).speedup
+        for predictor in ("oracle", "confidence", "random")
+    }
+
+    assert speeds["oracle"] > speeds["confidence"] > speeds["random"]
+
+
+def test_a_perfect_draft_reaches_the_speed_ratio() -> None:
+    """Window c, every token right: c tokens per target step once the pipeline runs."""
+    trace = make_iid_trace(1 - 1e-9, 1, 800, random.Random(0))
+
+    assert simulate(trace, Method("pearl", {"gamma": 8}), Layout(8.0)).speedup == pytest.approx(8.0, rel=0.02)
+
+
+def test_the_best_window_is_at_least_as_fast_as_any_fixed_one(weak_trace: Trace) -> None:
+    method = method_for("sps", WEAK)
+    best = best_gamma(weak_trace, method, Layout(WEAK.c), longest=8)
+
+    assert best.speedup >= simulate(weak_trace, method, Layout(WEAK.c)).speedup
+    assert 1 <= best.method.settings["gamma"] <= 8
+    assert best_gamma(weak_trace, Method("none"), Layout(WEAK.c)).speedup == pytest.approx(1.0)
+
+
+def test_a_batch_shares_the_targets_steps(weak_trace: Trace) -> None:
+    outcome = simulate(weak_trace, method_for("pearl", WEAK), Layout(WEAK.c, WEAK.row_cost, batch=4))
+
+    assert outcome.stats.emitted == weak_trace.num_tokens
+    assert outcome.speedup > 1
+
+
+def test_figures_come_under_the_names_that_every_command_uses(weak_trace: Trace) -> None:
+    figures = simulate(weak_trace, method_for("specbranch", WEAK), Layout(WEAK.c)).as_json()
+
+    assert set(figures) == {
+        "speedup", "emitted_per_round", "hit_rate", "rolled_back", "losing", "wait_share", "rows_per_round",
+    }  # fmt: skip
+    assert set(figures["rolled_back"]) == {"rejected", "unused", "cut"}
+
+
+def test_a_text_that_has_left_the_answer_never_comes_back(weak_trace: Trace) -> None:
+    draft, target = ReplayDraft(weak_trace), ReplayTarget(weak_trace)
+    first = weak_trace.answers[1].tokens[0]
+    on_path = draft.advance(draft.advance(draft.start(), 1), first)
+    off_path = draft.advance(draft.advance(draft.start(), 1), first + 1)
+
+    assert on_path == (1, 1)
+    assert draft.law(on_path) is weak_trace.answers[1].laws[1]
+    assert target.law(on_path).ids == (weak_trace.answers[1].tokens[1],)
+    assert not isinstance(draft.advance(off_path, first), tuple)
+    assert draft.law(off_path).ids
+    assert target.law((1, 250)).ids == (0,)
+
+
+def test_methods_take_what_their_planner_knows() -> None:
+    pair = Pair("x", 6.0, 6, 0.7, "test")
+
+    assert method_for("none", pair).settings == {}
+    assert method_for("pearl", pair).settings == {"gamma": 6}
+    assert method_for("ssd", pair).settings == {"gamma": 6, "acceptance": 0.7}

@@ -1,0 +1,109 @@
+"""`specbranch simulate` as a person and as a machine would call it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specbranch import __version__
+from specbranch.bench.presets import PAIRS, make_trace
+from specbranch.bench.trace import write_trace
+from specbranch.cli import app
+from specbranch.core.planners import PLANNERS
+
+runner = CliRunner()
+
+
+def test_the_version_is_printed() -> None:
+    assert runner.invoke(app, ["--version"]).stdout.strip() == f"specbranch {__version__}"
+
+
+def test_json_is_one_document_on_the_last_line() -> None:
+    result = runner.invoke(app, ["simulate", "--preset", "llama-68m-7b", "--tokens", "300", "--json"])
+
+    assert result.exit_code == 0
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["preset"] == "llama-68m-7b"
+    assert set(document["planners"]) == set(PLANNERS)
+    assert set(document["planners"]["specbranch"]) >= {
+        "speedup", "emitted_per_round", "hit_rate", "rolled_back", "wait_share", "rows_per_round",
+    }  # fmt: skip
+    assert document["planners"]["none"]["speedup"] == pytest.approx(1.0)
+
+
+def test_the_table_names_every_planner() -> None:
+    result = runner.invoke(app, ["simulate", "--tokens", "200"])
+
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in PLANNERS)
+    assert "…" not in result.stdout
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    call = ["simulate", "--tokens", "300", "--planners", "specbranch", "--predictor", "random", "--json", "--seed", "7"]
+
+    assert runner.invoke(app, call).stdout == runner.invoke(app, call).stdout
+
+
+def test_a_pair_of_ones_own_is_simulated() -> None:
+    call = ["simulate", "--acceptance", "0.8", "--c", "6", "--tokens", "300", "--planners", "pearl", "--json"]
+    document = json.loads(runner.invoke(app, [*call, "--row-cost", "0.2", "--gamma", "4", "--batch", "2"]).stdout)
+
+    assert (document["preset"], document["c"], document["row_cost"], document["batch"]) == ("custom", 6.0, 0.2, 2)
+    assert document["planners"]["pearl"]["settings"] == {"gamma": 4}
+
+
+def test_a_recorded_trace_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl.gz"
+    write_trace(path, make_trace(PAIRS["llama3-8b-70b"], 2, 80, random.Random(0)))
+    call = ["simulate", "--trace", str(path), "--c", "5", "--planners", "none,pearl", "--best-gamma", "--json"]
+    document = json.loads(runner.invoke(app, call).stdout.splitlines()[-1])
+
+    assert document["preset"] == "mine.jsonl.gz"
+    assert document["num_tokens"] == 160
+    assert document["planners"]["pearl"]["speedup"] > 1.5
+
+
+def test_presets_are_listed_with_their_sources() -> None:
+    result = runner.invoke(app, ["simulate", "--list"], terminal_width=200)
+
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in PAIRS)
+    assert "chain" in result.stdout
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    call = ["simulate", "--tokens", "250", "--planners", "none,sps,specbranch", "--plot", str(path)]
+
+    assert runner.invoke(app, call).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "gpt"], "choose from llama-68m-7b"),
+        (["--trace", "absent.jsonl", "--c", "3"], "cannot be read"),
+        (["--trace", "absent.jsonl"], "need --c"),
+        (["--acceptance", "0.5"], "need --c"),
+        (["--acceptance", "1.5", "--c", "3"], "between 0 and 1"),
+        (["--acceptance", "0.5", "--c", "3", "--preset", "llama-68m-7b"], "exclude each other"),
+        (["--c", "0"], "positive"),
+        (["--row-cost", "-1"], "at least 0"),
+        (["--planners", "perl"], "did you mean 'pearl'"),
+        (["--planners", ","], "--planners is empty"),
+        (["--predictor", "tarot"], "choose from confidence"),
+        (["--gamma", "0"], "at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_mend(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, ["simulate", "--tokens", "50", *arguments])
+
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,239 @@
+"""The output law of every method equals the target's, with no tolerance; and breaking a rule is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbranch.core import verify
+from specbranch.core.chance import Chance
+from specbranch.core.planners.protocol import Planner, Predictor
+from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
+from specbranch.core.round import Round, Signal
+from specbranch.core.session import Ending
+from specbranch.core.tree import Node
+from specbranch.engines.scripted import Rule, TextScript
+from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
+from tests.enumeration import exact_law
+from tests.toys import (
+    assert_every_drafted_token_is_accounted_for,
+    decode,
+    greedy,
+    misaligned_pair,
+    plain,
+    planner_of,
+    random_script,
+    stream,
+    three_token_pair,
+    two_token_pair,
+)
+
+Pair = tuple[TextScript, TextScript]
+Make = Callable[[Chance], Planner]
+
+_PREDICTORS: dict[str, Callable[[Chance], Predictor]] = {
+    "always none": lambda chance: ConstantPredictor(Signal.NONE),
+    "confidence": lambda chance: ConstantPredictor(Signal.SOME),
+    "always all": lambda chance: ConstantPredictor(Signal.ALL),
+    "random": RandomPredictor,
+}
+
+
+def _methods() -> Iterator[Any]:
+    plain_settings: list[tuple[str, dict[str, Any]]] = [
+        ("none", {}),
+        ("sps", {"gamma": 2}),
+        ("adaedl", {"gamma": 2, "threshold": 0.65}),
+        ("pearl", {"gamma": 2}),
+        ("ssd", {"gamma": 1, "num_guesses": 2}),
+        ("ssd", {"gamma": 2, "num_guesses": 2, "fallback": "fast"}),
+    ]
+    for name, chosen in plain_settings:
+        yield pytest.param(lambda chance, n=name, s=chosen: planner_of(n, s), id=f"{name} {chosen.get('fallback', '')}")
+    for label, predictor in _PREDICTORS.items():
+        chosen = {"gamma": 2, "confidence": 0.6, "max_branches": 4}
+        yield pytest.param(
+            lambda chance, s=chosen, p=predictor: planner_of("specbranch", s, p(chance)), id=f"specbranch {label}"
+        )
+
+
+METHODS = list(_methods())
+
+
+def emitted_law(pair: Pair, make: Make, rule: Rule, ending: Ending) -> dict[tuple[int, ...], Fraction]:
+    target, draft = pair
+    # Rule B draws every drafted token by chance; a shorter overlap keeps the number of ways in bounds.
+    c = 2.0 if rule == "match" else 1.0
+    return exact_law(
+        lambda chance: tuple(decode(target, draft, make(chance), chance, rule=rule, c=c, ending=ending).output)
+    )
+
+
+def target_law(pair: Pair, ending: Ending) -> dict[tuple[int, ...], Fraction]:
+    return exact_law(lambda chance: tuple(plain(pair[0], chance, (0,), ending)))
+
+
+@pytest.mark.parametrize("make", METHODS)
+@pytest.mark.parametrize("rule", ["match", "reject"])
+def test_emitted_sequences_follow_the_target_law_exactly(make: Make, rule: Rule) -> None:
+    """Two tokens, three of them emitted: every way that chance can go, in rational numbers."""
+    ending = Ending(max_new_tokens=3)
+
+    assert emitted_law(two_token_pair(), make, rule, ending) == target_law(two_token_pair(), ending)
+
+
+@pytest.mark.parametrize("make", METHODS)
+def test_the_law_is_exact_for_rule_a_on_three_tokens_with_an_end_token(make: Make) -> None:
+    """The end token may be submitted, may be a root, and may follow a cut; what stands behind it is never emitted."""
+    ending = Ending(max_new_tokens=5, eos_ids=frozenset({2}))
+
+    assert emitted_law(three_token_pair(), make, "match", ending) == target_law(three_token_pair(), ending)
+
+
+@pytest.mark.parametrize("make", [m for m in METHODS if "random" not in str(m.id) and "ssd" not in str(m.id)])
+def test_the_law_is_exact_for_rule_b_on_three_tokens_with_an_end_token(make: Make) -> None:
+    ending = Ending(max_new_tokens=2, eos_ids=frozenset({2}))
+
+    assert emitted_law(three_token_pair(), make, "reject", ending) == target_law(three_token_pair(), ending)
+
+
+class TokenStop(SpecbranchPlanner):
+    """The mistake that invites itself: the drawn token's own probability decides if it is submitted or forgotten."""
+
+    def submit(self, round: Round) -> list[Node] | None:
+        chain: list[Node] = []
+        node = round.tree.root
+        while len(chain) < 2:
+            if node.law is None:
+                return chain if round.is_hit else None
+            (child,) = round.tree.children(node, 1)
+            if dict(zip(node.law.ids, node.law.probs, strict=True))[child.token] < Fraction(1, 2):
+                node.children.clear()
+                break
+            chain.append(child)
+            node = child
+        return chain
+
+    def prepare(self, round: Round) -> list[Node]:
+        tip = round.tree.unrun(round.tree.root if round.is_waiting else round.tree.end, 2)
+        return [tip] if tip else []
+
+
+def _token_stop(chance: Chance) -> Planner:
+    return TokenStop(SpecbranchSettings(gamma=2), ConstantPredictor(Signal.SOME))
+
+
+def test_stopping_on_the_token_instead_of_the_law_is_noticed_under_rule_b() -> None:
+    ending = Ending(max_new_tokens=3)
+
+    assert emitted_law(two_token_pair(), _token_stop, "reject", ending) != target_law(two_token_pair(), ending)
+
+
+def test_rule_a_is_immune_to_stopping_on_the_token() -> None:
+    ending = Ending(max_new_tokens=3)
+
+    assert emitted_law(two_token_pair(), _token_stop, "match", ending) == target_law(two_token_pair(), ending)
+
+
+_MUTATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "accepts everything": ("keep_chance", lambda p, q, token: Fraction(1)),
+    "ratio upside down": ("keep_chance", lambda p, q, token: min(Fraction(1), q[token] / p[token] if p[token] else 1)),
+    "keeps by p alone": ("keep_chance", lambda p, q, token: p[token]),
+    "recovers from p": ("recovery_law", lambda p, q: p),
+    "recovers from q": ("recovery_law", lambda p, q: q),
+    "puts drawn roots back": ("without", lambda q, token: q),
+}
+
+
+@pytest.mark.parametrize("name", _MUTATIONS)
+def test_a_broken_rule_b_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exactness test above can fail: each of these one-line mistakes changes the enumerated law."""
+    attribute, broken = _MUTATIONS[name]
+    monkeypatch.setattr(verify, attribute, broken)
+    pair = misaligned_pair()
+    ending = Ending(max_new_tokens=2)
+    make = lambda chance: planner_of("specbranch", {"gamma": 1, "confidence": 0.7, "max_branches": 6})  # noqa: E731
+
+    assert emitted_law(pair, make, "reject", ending) != target_law(pair, ending)
+
+
+def test_the_law_of_the_pair_that_shows_mutations_is_exact_without_them() -> None:
+    ending = Ending(max_new_tokens=2)
+    make = lambda chance: planner_of("specbranch", {"gamma": 1, "confidence": 0.7, "max_branches": 6})  # noqa: E731
+
+    assert emitted_law(misaligned_pair(), make, "reject", ending) == target_law(misaligned_pair(), ending)
+
+
+def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(submitted: list[int], sample: Callable[[int], int]) -> verify.Verdict:
+        return verify.Verdict(len(submitted), sample(len(submitted)))
+
+    monkeypatch.setattr("specbranch.engines.scripted.match", lenient)
+    ending = Ending(max_new_tokens=3)
+    make = lambda chance: planner_of("sps", {"gamma": 2})  # noqa: E731
+
+    assert emitted_law(two_token_pair(), make, "match", ending) != target_law(two_token_pair(), ending)
+
+
+@st.composite
+def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
+    name = draw(st.sampled_from(["none", "sps", "adaedl", "pearl", "ssd", "specbranch"]))
+    chosen: dict[str, Any] = {} if name == "none" else {"gamma": draw(st.integers(1, 8))}
+    if name == "ssd":
+        chosen |= {"num_guesses": draw(st.integers(1, 8)), "fallback": draw(st.sampled_from(["jit", "fast"]))}
+    if name == "specbranch":
+        chosen |= {"max_branches": draw(st.integers(1, 6)), "confidence": draw(st.floats(0, 1))}
+    return name, chosen, draw(st.sampled_from(list(_PREDICTORS)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    method=any_method(),
+    seed=st.integers(0, 2**32),
+    share=st.sampled_from([0.0, 0.7, 0.95]),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    limit=st.integers(1, 24),
+    eos=st.sampled_from([frozenset[int](), frozenset({0}), frozenset({1, 3})]),
+    c=st.floats(0.3, 9),
+)
+def test_greedy_output_equals_plain_greedy_token_by_token(
+    method: tuple[str, dict[str, Any], str],
+    seed: int,
+    share: float,
+    prompt: list[int],
+    limit: int,
+    eos: frozenset[int],
+    c: float,
+) -> None:
+    name, chosen, predictor = method
+    base = random_script(seed, 5)
+    target, draft = greedy(base), random_script(seed + 1, 5, like=base, share=share)
+    planner = planner_of(name, chosen, _PREDICTORS[predictor](stream(seed)))
+    ending = Ending(limit, eos)
+
+    session = decode(target, draft, planner, stream(seed), prompt=prompt, c=c, ending=ending)
+
+    assert session.output == plain(target, stream(seed), prompt, ending)
+    assert_every_drafted_token_is_accounted_for(session)
+
+
+@settings(max_examples=150, deadline=None)
+@given(method=any_method(), seed=st.integers(0, 2**32), limit=st.integers(1, 24))
+def test_sampled_output_equals_plain_sampling_with_the_same_stream(
+    method: tuple[str, dict[str, Any], str], seed: int, limit: int
+) -> None:
+    """Rule A takes one number per emitted token, so equal streams give equal texts at temperature 1."""
+    name, chosen, predictor = method
+    target = random_script(seed, 5)
+    draft = random_script(seed + 1, 5, like=target, share=0.8)
+    planner = planner_of(name, chosen, _PREDICTORS[predictor](stream(seed)))
+    ending = Ending(max_new_tokens=limit)
+
+    session = decode(target, draft, planner, stream(seed + 2), prompt=(1, 2), ending=ending)
+
+    assert session.output == plain(target, stream(seed + 2), (1, 2), ending)

@@ -1,0 +1,272 @@
+"""What each planner submits and prepares, seen step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specbranch.core.costs import Costs
+from specbranch.core.draw import TopDraw
+from specbranch.core.law import Law
+from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
+from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
+from specbranch.core.planners.ssd import fan_out
+from specbranch.core.round import Signal
+from specbranch.core.session import Session
+from specbranch.core.tree import Node
+from specbranch.core.verify import Verdict
+from specbranch.predictor.fixed import ConstantPredictor
+from tests.toys import SOME
+
+SURE = Law((1, 2, 3, 4, 5, 6), (0.9, 0.04, 0.03, 0.01, 0.01, 0.01), 0.5)
+DOUBTFUL = Law((1, 2, 3, 4, 5, 6), (0.2, 0.2, 0.2, 0.2, 0.1, 0.1), 1.7)
+
+
+def session_of(name: str, signal: Signal = Signal.SOME, costs: Costs | None = None, **settings: Any) -> Session:
+    planner = make_planner(name, settings, ConstantPredictor(signal))
+    return Session([0], planner, TopDraw(), costs or Costs())
+
+
+def run(session: Session, law: Law = SURE, steps: int = 1) -> None:
+    """Draft steps in which every row gets the same law."""
+    for _ in range(steps):
+        for node in session.rows():
+            session.grow(node, law)
+
+
+def depths(rows: Sequence[Node]) -> list[int]:
+    return [node.position for node in rows]
+
+
+def test_none_submits_and_prepares_nothing() -> None:
+    session = session_of("none")
+
+    assert session.propose() == []
+    assert session.rows() == ()
+
+
+def test_sps_lets_the_target_wait_for_gamma_tokens_then_rests() -> None:
+    session = session_of("sps", gamma=3)
+
+    proposals = []
+    for _ in range(4):
+        proposals.append(session.propose())
+        run(session)
+
+    assert proposals == [None, None, None, [1, 1, 1]]
+    assert session.rows() == ()
+
+
+def test_adaedl_submits_up_to_and_with_the_first_doubtful_token() -> None:
+    session = session_of("adaedl", gamma=9, threshold=0.5)
+    run(session, SURE, 2)
+    run(session, DOUBTFUL)
+
+    assert session.propose() == [1, 1, 1]
+    assert session.rows() == ()
+
+
+def test_adaedl_stops_at_gamma_and_at_an_exhausted_law() -> None:
+    session = session_of("adaedl", gamma=2)
+    run(session, SURE, 2)
+    empty = session_of("adaedl", gamma=2)
+    run(empty, Law((), (), 0.0))
+
+    assert session.propose() == [1, 1]
+    assert empty.propose() == []
+
+
+def test_adaedl_raises_its_threshold_when_too_much_is_refused_and_lowers_it_again() -> None:
+    session = session_of("adaedl", gamma=1)
+    planner = session._planner
+    assert isinstance(planner, AdaedlPlanner)
+    seen = [planner.threshold]
+    for verdict in (Verdict(0, 2), Verdict(1, 2), Verdict(1, 2), Verdict(1, 2), Verdict(1, 2)):
+        run(session)
+        session.propose()
+        session.commit(verdict, session.round.index)
+        seen.append(planner.threshold)
+
+    assert seen[1] > seen[0]
+    assert seen[-1] < seen[-2]
+
+
+def test_adaedl_learns_nothing_from_an_empty_submission() -> None:
+    session = session_of("adaedl")
+    planner = session._planner
+    assert isinstance(planner, AdaedlPlanner)
+    session.stand_aside()
+    session.commit(Verdict(0, 2), 0)
+
+    assert planner.threshold == AdaedlSettings().threshold
+
+
+def test_pearl_submits_nothing_after_a_miss_and_drafts_a_window_meanwhile() -> None:
+    session = session_of("pearl", gamma=3)
+
+    assert session.propose() == []
+    run(session, steps=9)
+    assert session.tree.num_drafted == 3
+    assert session.rows() == ()
+
+
+def test_pearl_submits_the_rest_of_the_window_after_a_hit_and_goes_on_drafting() -> None:
+    session = session_of("pearl", gamma=3)
+    session.propose()
+    run(session, steps=3)
+    session.commit(Verdict(0, 1), 0)
+
+    assert session.rows() == ()
+    assert session.propose() == [1, 1]
+    assert depths(session.rows()) == [3]
+
+
+def test_ssd_waits_for_gamma_tokens_then_guesses_at_every_stop_point() -> None:
+    session = session_of("ssd", gamma=2, num_guesses=6, acceptance=0.5, decay=1.0)
+    run(session, steps=2)
+
+    assert session.rows() == ()
+    assert session.propose() == [1, 1]
+    rows = session.rows()
+    assert rows[0] is session.tree.end
+    assert depths(rows) == [2, 1, 1, 2, 2]
+    run(session, steps=1)
+    assert sum(node.parent is session.tree.end for node in session.rows()) == 2
+
+
+def test_ssd_fast_goes_without_a_draft_after_a_miss_and_jit_waits() -> None:
+    fast = session_of("ssd", fallback="fast")
+    jit = session_of("ssd", fallback="jit")
+
+    assert fast.propose() == []
+    assert jit.propose() is None
+    assert depths(jit.rows()) == [0]
+
+
+def test_ssd_submits_what_it_has_guessed_right() -> None:
+    session = session_of("ssd", gamma=2, num_guesses=6, fallback="fast")
+    session.propose()
+    run(session, steps=4)
+    session.commit(Verdict(0, 3), 0)
+
+    assert session.round.is_hit
+    assert session.propose() == [1, 1]
+
+
+def test_fan_out_spends_the_whole_budget_and_falls_with_the_stop_point() -> None:
+    counts = fan_out(24, 7, 0.8, 1.34)
+
+    assert sum(counts) == 24
+    assert list(counts[:-1]) == sorted(counts[:-1], reverse=True)
+    assert counts[-1] > counts[-2]
+    assert fan_out(5, 0, 0.8, 1.0) == (5,)
+
+
+def test_specbranch_drafts_to_the_first_doubtful_law_and_branches_there() -> None:
+    session = session_of("specbranch", gamma=8, confidence=0.3, max_branches=5)
+    run(session, SURE, 2)
+    assert session.propose() is None
+    run(session, DOUBTFUL)
+
+    assert session.propose() == [1, 1]
+    rows = session.rows()
+    assert [node.token for node in rows] == [1, 2, 3, 4]
+    assert all(node.parent is session.tree.end for node in rows)
+
+
+def test_specbranch_without_hope_submits_nothing_and_branches_at_once() -> None:
+    session = session_of("specbranch", Signal.NONE, gamma=4)
+
+    assert session.propose() == []
+    assert depths(session.rows()) == [0]
+    run(session, DOUBTFUL)
+    assert depths(session.rows()) == [1, 1, 1, 1]
+
+
+def test_specbranch_with_full_hope_drafts_a_whole_window_through_doubt() -> None:
+    session = session_of("specbranch", Signal.ALL, gamma=3)
+    run(session, DOUBTFUL, 3)
+
+    assert session.rows() == ()
+    assert session.propose() == [1, 1, 1]
+
+
+def test_a_sure_law_gets_one_branch() -> None:
+    session = session_of("specbranch", Signal.NONE, gamma=4)
+    session.propose()
+    run(session, SURE)
+
+    assert len(session.rows()) == 1
+
+
+def test_specbranch_cuts_the_surviving_branch_and_starts_the_target_at_once() -> None:
+    """Posterior drafting: the cut comes after the verdict; what it leaves out stays as the first branch."""
+    session = session_of("specbranch", Signal.SOME, gamma=4, confidence=0.3)
+    run(session, DOUBTFUL)
+    session.propose()
+    run(session, SURE)
+    run(session, DOUBTFUL)
+    session.commit(Verdict(0, 2), 0)
+
+    assert session.round.is_hit
+    assert session.propose() == [1]
+    assert [node.token for node in session.rows()] == [1, 2, 3, 4]
+
+
+def test_after_a_hit_specbranch_submits_what_is_there_without_a_wait() -> None:
+    session = session_of("specbranch", Signal.ALL, gamma=4)
+    run(session, SURE, 4)
+    session.propose()
+    run(session, SURE, 3)
+    session.commit(Verdict(4, 1), 0)
+
+    assert session.propose() == [1, 1]
+    assert depths(session.rows()) == [7]
+
+
+def test_branches_are_no_longer_than_the_targets_step_leaves_time_for() -> None:
+    costs = Costs()
+    costs.draft.observe(1, 1.0)
+    costs.target.observe(1, 2.5)
+    session = session_of("specbranch", Signal.NONE, costs=costs, gamma=8)
+    session.propose()
+    run(session, SURE, 9)
+
+    assert session.tree.num_drafted == 2
+
+
+def test_specbranch_stops_where_the_law_is_exhausted() -> None:
+    session = session_of("specbranch", Signal.ALL)
+    run(session, Law((), (), 0.0))
+
+    assert session.propose() == []
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_planner_is_made_by_name_with_its_defaults(name: str) -> None:
+    assert make_planner(name, {}, SOME).submit is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("specbrunch", {}, "did you mean 'specbranch'"),
+        ("zzz", {}, "it takes none, sps"),
+        ("sps", {"gama": 3}, "did you mean 'gamma'"),
+        ("none", {"gamma": 3}, "it takes none"),
+        ("sps", {"gamma": 0}, "at least 1"),
+        ("pearl", {"gamma": 2.5}, "whole number"),
+        ("specbranch", {"confidence": 1.5}, "from 0 to 1"),
+        ("ssd", {"fallback": "wait"}, "choose from jit, fast"),
+        ("ssd", {"acceptance": 1.0}, "0 < acceptance < 1"),
+    ],
+)
+def test_bad_names_and_values_raise_with_a_mend(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        make_planner(name, settings, SOME)
+
+
+def test_settings_can_be_listed() -> None:
+    assert setting_names("specbranch") == ("gamma", "confidence", "max_branches")

@@ -1,0 +1,134 @@
+"""A session: rounds, endings, superseded verdicts, and counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.core.costs import Costs
+from specbranch.core.draw import TopDraw
+from specbranch.core.law import Law
+from specbranch.core.session import Ending, Session
+from specbranch.core.stats import Stats
+from specbranch.core.verify import Verdict
+from tests.toys import planner_of
+
+SURE = Law((1, 2), (0.9, 0.1), 0.3)
+
+
+def submitted_session(ending: Ending | None = None) -> Session:
+    """Three tokens under verification."""
+    session = Session([0], planner_of("sps", {"gamma": 3}), TopDraw(), Costs(), ending)
+    while session.propose() is None:
+        for node in session.rows():
+            session.grow(node, SURE)
+    return session
+
+
+def test_asking_again_repeats_the_proposal() -> None:
+    session = submitted_session()
+
+    assert session.propose() == session.propose() == [1, 1, 1]
+
+
+def test_a_verdict_emits_what_it_accepts_and_its_own_token() -> None:
+    session = submitted_session()
+
+    assert session.commit(Verdict(2, 7), 0) == [1, 1, 7]
+    assert session.tokens == [0, 1, 1, 7]
+    assert session.round.index == 1
+
+
+@pytest.mark.parametrize("round_index", [-1, 1, 5])
+def test_a_verdict_for_another_round_changes_nothing(round_index: int) -> None:
+    session = submitted_session()
+
+    assert session.commit(Verdict(2, 7), round_index) == []
+    assert session.tokens == [0]
+    assert session.stats.superseded == 1
+
+
+def test_a_verdict_is_taken_once_and_only_for_a_submission() -> None:
+    session = submitted_session()
+    session.commit(Verdict(0, 7), 0)
+
+    assert session.commit(Verdict(0, 7), 0) == []
+    assert session.commit(Verdict(0, 7), 1) == []
+    assert session.output == [7]
+    assert session.stats.superseded == 2
+
+
+def test_a_verdict_cannot_accept_what_was_not_submitted() -> None:
+    with pytest.raises(ValueError, match="accepts 4 of 3"):
+        submitted_session().commit(Verdict(4, 7), 0)
+
+
+def test_an_end_token_inside_the_submission_ends_the_sequence_there() -> None:
+    session = submitted_session(Ending(eos_ids=frozenset({1})))
+
+    assert session.commit(Verdict(3, 7), 0) == [1]
+    assert session.is_finished
+    assert session.stats.accepted == session.stats.emitted == 1
+
+
+def test_the_token_limit_inside_a_submission_holds() -> None:
+    session = submitted_session(Ending(max_new_tokens=2))
+
+    assert session.commit(Verdict(3, 7), 0) == [1, 1]
+    assert session.is_finished
+    assert session.commit(Verdict(0, 7), 1) == []
+
+
+def test_a_sequence_that_may_go_on_is_not_finished() -> None:
+    session = submitted_session(Ending(max_new_tokens=5, eos_ids=frozenset({9})))
+
+    session.commit(Verdict(3, 7), 0)
+
+    assert not session.is_finished
+
+
+def test_standing_aside_submits_nothing_and_only_while_the_target_waits() -> None:
+    session = Session([0], planner_of("sps"), TopDraw(), Costs())
+    session.stand_aside()
+    other = submitted_session()
+    other.stand_aside()
+
+    assert session.submitted == []
+    assert other.submitted == [1, 1, 1]
+
+
+def test_a_law_that_lands_after_a_rollback_does_no_harm() -> None:
+    session = Session([0], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    session.propose()
+    session.grow(session.rows()[0], SURE)
+    late = session.rows()[0]
+    session.commit(Verdict(0, 5), 0)
+
+    session.grow(late, SURE)
+
+    assert session.propose() == []
+    assert list(session.tree.nodes()) == []
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one committed token"):
+        Session([], planner_of("none"), TopDraw(), Costs())
+
+
+def test_counters_add_up_and_ratios_follow() -> None:
+    session = submitted_session()
+    session.commit(Verdict(2, 7), 0)
+    session.settle()
+    total = Stats(wait_s=1.0, target_s=3.0)
+    total.add(session.stats)
+
+    assert (total.rounds, total.submitted, total.accepted, total.emitted, total.rows) == (1, 3, 2, 3, 3)
+    assert (total.used, total.rolled_back, total.hit_rate) == (2, 1, 0.0)
+    assert (total.accepted_per_round, total.emitted_per_round, total.rows_per_round) == (2, 3, 3)
+    assert total.wait_share == 0.25
+
+
+def test_ratios_of_nothing_are_zero() -> None:
+    stats = Stats()
+
+    ratios = (stats.hit_rate, stats.accepted_per_round, stats.emitted_per_round, stats.rows_per_round, stats.wait_share)
+    assert ratios == (0.0,) * 5

@@ -1,0 +1,191 @@
+"""What every draft engine must do. One suite; each engine's test module says how to make the engine.
+
+The reference is always the same: a fresh handle that is fed the whole text in one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from specbranch.core.law import Law
+from specbranch.engines.protocol import DraftEngine, Row
+
+Close = Callable[[Law, Law], bool]
+
+
+def fresh_law(engine: DraftEngine, tokens: Sequence[int]) -> Law:
+    """The law after a text, by a handle that has seen nothing else."""
+    handle = engine.open()
+    (law,) = engine.run([Row(handle, tuple(tokens))])
+    engine.close(handle)
+    return law
+
+
+class EngineConformance:
+    """Subclass with fixtures `engine` and `is_close`; both may be shared by all tests."""
+
+    @pytest.fixture
+    def engine(self) -> DraftEngine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def is_close(self) -> Close:
+        return lambda a, b: a == b
+
+    def test_it_says_what_it_is(self, engine: DraftEngine) -> None:
+        info = engine.info
+
+        assert info.model and info.device
+        assert info.vocab_len > 4 and info.row_limit >= 1
+
+    def test_a_law_is_a_head_with_falling_probabilities(self, engine: DraftEngine) -> None:
+        law = fresh_law(engine, [1, 2, 3])
+
+        assert len(law.ids) == len(law.probs) == len(set(law.ids))
+        assert list(law.probs) == sorted(law.probs, reverse=True)
+        assert 0 < sum(law.probs) <= 1 + 1e-6
+        assert law.entropy >= 0
+
+    def test_feeding_piece_by_piece_equals_feeding_at_once(self, engine: DraftEngine, is_close: Close) -> None:
+        handle = engine.open()
+        for piece in ((1, 2), (3,), (4, 1, 2)):
+            (law,) = engine.run([Row(handle, piece)])
+        engine.close(handle)
+
+        assert is_close(law, fresh_law(engine, [1, 2, 3, 4, 1, 2]))
+
+    def test_forks_go_their_own_ways_in_one_step(self, engine: DraftEngine, is_close: Close) -> None:
+        trunk = engine.open()
+        engine.run([Row(trunk, (1, 2, 3))])
+        forks = [engine.fork(trunk, length) for length in (3, 2, 3)]
+        laws = engine.run([Row(trunk, (4,)), Row(forks[0], (1,)), Row(forks[1], (2,)), Row(forks[2], (3, 3))])
+        for handle in (trunk, *forks):
+            engine.close(handle)
+
+        texts = ([1, 2, 3, 4], [1, 2, 3, 1], [1, 2, 2], [1, 2, 3, 3, 3])
+        assert all(is_close(law, fresh_law(engine, text)) for law, text in zip(laws, texts, strict=True))
+
+    def test_a_fork_outlives_its_origin(self, engine: DraftEngine, is_close: Close) -> None:
+        trunk = engine.open()
+        engine.run([Row(trunk, (1, 2, 3))])
+        fork = engine.fork(trunk, 3)
+        engine.close(trunk)
+        (law,) = engine.run([Row(fork, (4,))])
+        engine.close(fork)
+
+        assert is_close(law, fresh_law(engine, [1, 2, 3, 4]))
+
+    def test_truncating_forgets_and_leaves_forks_alone(self, engine: DraftEngine, is_close: Close) -> None:
+        trunk = engine.open()
+        engine.run([Row(trunk, (1, 2, 3, 4))])
+        fork = engine.fork(trunk, 4)
+        engine.truncate(trunk, 1)
+        laws = engine.run([Row(trunk, (3,)), Row(fork, (1,))])
+        engine.close(trunk)
+        engine.close(fork)
+
+        assert is_close(laws[0], fresh_law(engine, [1, 3]))
+        assert is_close(laws[1], fresh_law(engine, [1, 2, 3, 4, 1]))
+
+    def test_the_order_of_rows_does_not_matter(self, engine: DraftEngine, is_close: Close) -> None:
+        handles = [engine.open() for _ in range(3)]
+        texts = [(1, 2), (3,), (2, 2, 4)]
+        rows = [Row(handle, text) for handle, text in zip(handles, texts, strict=True)]
+        laws = engine.run(rows[::-1])[::-1]
+        for handle in handles:
+            engine.close(handle)
+
+        assert all(is_close(law, fresh_law(engine, text)) for law, text in zip(laws, texts, strict=True))
+
+    def test_two_rows_for_one_handle_are_refused(self, engine: DraftEngine) -> None:
+        handle = engine.open()
+        with pytest.raises(ValueError, match="one row per handle"):
+            engine.run([Row(handle, (1,)), Row(handle, (2,))])
+        engine.close(handle)
+
+    def test_a_place_that_a_handle_does_not_hold_is_refused(self, engine: DraftEngine) -> None:
+        handle = engine.open()
+        engine.run([Row(handle, (1, 2))])
+        with pytest.raises(ValueError, match="holds 2 tokens"):
+            engine.fork(handle, 3)
+        with pytest.raises(ValueError, match="holds 2 tokens"):
+            engine.truncate(handle, -1)
+        engine.close(handle)
+
+
+def machine_for(
+    engine: DraftEngine, is_close: Close, num_cells: Callable[[], int] | None = None, most_handles: int = 12
+) -> type[RuleBasedStateMachine]:
+    """Random opens, runs, forks, truncations and closes: never a wrong law, and no cell left at the end."""
+
+    class EngineMachine(RuleBasedStateMachine):
+        handles = Bundle("handles")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.texts: dict[int, list[int]] = {}
+            self.cells_before = num_cells() if num_cells else 0
+
+        @initialize(target=handles)
+        def begin(self) -> int:
+            return self._hold(engine.open(), [])
+
+        @rule(target=handles)
+        def open(self) -> object:
+            return self._hold(engine.open(), []) if len(self.texts) < most_handles else multiple()
+
+        @rule(target=handles, handle=handles, keep=st.integers(0, 6))
+        def fork(self, handle: int, keep: int) -> object:
+            if handle not in self.texts or len(self.texts) >= most_handles:
+                return multiple()
+            length = min(keep, len(self.texts[handle]))
+            return self._hold(engine.fork(handle, length), self.texts[handle][:length])
+
+        @rule(handle=handles, keep=st.integers(0, 6))
+        def truncate(self, handle: int, keep: int) -> None:
+            if handle in self.texts:
+                length = min(keep, len(self.texts[handle]))
+                engine.truncate(handle, length)
+                del self.texts[handle][length:]
+
+        @rule(handle=handles)
+        def close(self, handle: int) -> None:
+            if handle in self.texts:
+                engine.close(handle)
+                del self.texts[handle]
+
+        @rule(data=st.data())
+        def run(self, data: st.DataObject) -> None:
+            if not self.texts:
+                return
+            chosen = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, max_size=4, unique=True))
+            pieces = [data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) for _ in chosen]
+            laws = engine.run([Row(h, tuple(piece)) for h, piece in zip(chosen, pieces, strict=True)])
+            for handle, piece, law in zip(chosen, pieces, laws, strict=True):
+                self.texts[handle] += piece
+                assert is_close(law, fresh_law(engine, self.texts[handle])), self.texts[handle]
+
+        @invariant()
+        def cells_hold_no_more_than_the_texts(self) -> None:
+            if num_cells:
+                assert num_cells() - self.cells_before <= sum(len(text) for text in self.texts.values())
+
+        def teardown(self) -> None:
+            for handle in self.texts:
+                engine.close(handle)
+            if num_cells:
+                assert num_cells() == self.cells_before
+
+        def _hold(self, handle: int, text: Sequence[int]) -> int:
+            self.texts[handle] = list(text)
+            return handle
+
+    return EngineMachine
+
+
+STATEFUL = settings(max_examples=200, stateful_step_count=30, deadline=None)

@@ -1,0 +1,152 @@
+"""Small models with laws in rational numbers or pseudo-random floats, and one way to decode with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from specbranch.core.chance import Chance, RandomChance
+from specbranch.core.costs import Costs, StepCost
+from specbranch.core.draw import Draw, SampledDraw, TopDraw
+from specbranch.core.law import Law, Prob, law_of
+from specbranch.core.loop import Loop
+from specbranch.core.planners import make_planner
+from specbranch.core.planners.protocol import Planner, Predictor
+from specbranch.core.round import Signal
+from specbranch.core.session import Ending, Session
+from specbranch.core.tree import Node
+from specbranch.engines.scripted import EngineLane, Rule, ScriptedEngine, ScriptedTarget, TextScript
+from specbranch.predictor.fixed import ConstantPredictor
+
+SOME = ConstantPredictor(Signal.SOME)
+
+
+def thirds(*parts: int) -> Law:
+    """A rational law from whole-number weights."""
+    return law_of([Fraction(part, sum(parts)) for part in parts])
+
+
+# Laws that depend on the last token and on the parity of the length; some tokens are impossible for one of the models.
+_TARGET = {(0, 0): (3, 1), (0, 1): (1, 4), (1, 0): (2, 3), (1, 1): (1, 0)}
+_DRAFT = {(0, 0): (1, 1), (0, 1): (2, 3), (1, 0): (4, 1), (1, 1): (1, 2)}
+_TARGET3 = {0: (3, 1, 2), 1: (0, 1, 1), 2: (5, 1, 0)}
+_DRAFT3 = {0: (1, 1, 1), 1: (2, 1, 3), 2: (1, 0, 1)}
+
+
+def two_token_pair() -> tuple[TextScript, TextScript]:
+    """A target and a draft over two tokens."""
+    return (
+        TextScript(2, lambda text: thirds(*_TARGET[text[-1], len(text) % 2])),
+        TextScript(2, lambda text: thirds(*_DRAFT[text[-1], len(text) % 2])),
+    )
+
+
+def three_token_pair() -> tuple[TextScript, TextScript]:
+    """A target and a draft over three tokens."""
+    return (
+        TextScript(3, lambda text: thirds(*_TARGET3[text[-1]])),
+        TextScript(3, lambda text: thirds(*_DRAFT3[text[-1]])),
+    )
+
+
+def misaligned_pair() -> tuple[TextScript, TextScript]:
+    """A draft that favours what the target never says: every root is tested against a residual."""
+    return TextScript(3, lambda text: thirds(0, 2, 4)), TextScript(3, lambda text: thirds(4, 1, 1))
+
+
+def random_script(seed: int, vocab_len: int, like: TextScript | None = None, share: float = 0.0) -> TextScript:
+    """Pseudo-random laws, a pure function of the text; with `like`, its law is mixed in with that share."""
+
+    def law(text: tuple[int, ...]) -> Law:
+        rng = random.Random(f"{seed}:{text}")
+        weights = [rng.random() ** 3 + 1e-6 for _ in range(vocab_len)]
+        probs: list[Prob] = [weight / sum(weights) for weight in weights]
+        if like is not None:
+            other = like.law(text)
+            by_token = dict(zip(other.ids, other.probs, strict=True))
+            probs = [(1 - share) * prob + share * float(by_token.get(i, 0)) for i, prob in enumerate(probs)]
+        return law_of(probs)
+
+    return TextScript(vocab_len, law)
+
+
+def greedy(script: TextScript) -> TextScript:
+    """The same model at temperature 0."""
+    return TextScript(script.vocab_len, lambda text: Law(script.law(text).ids[:1], (1.0,), 0.0))
+
+
+class CheckedLane(EngineLane):
+    """A draft lane that holds every law against a fresh reading of the whole text."""
+
+    def __init__(self, script: TextScript, cost: StepCost) -> None:
+        self.engine = ScriptedEngine(script)
+        super().__init__(self.engine, cost)
+        self._script = script
+
+    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Law], float]:
+        laws, step_s = super().run(rows)
+        for (session, node), law in zip(rows, laws, strict=True):
+            assert law == self._script.law(text_to(session, node))
+        return laws, step_s
+
+
+def text_to(session: Session, node: Node) -> tuple[int, ...]:
+    """The committed tokens and the drafted ones up to a node."""
+    path: list[int] = []
+    here: Node | None = node
+    while here is not None and here is not session.tree.root:
+        path.append(here.token)
+        here = here.parent
+    return (*session.tokens, *reversed(path))
+
+
+def decode(
+    target: TextScript,
+    draft: TextScript,
+    planner: Planner,
+    chance: Chance,
+    *,
+    prompt: Sequence[int] = (0,),
+    rule: Rule = "match",
+    c: float = 2.0,
+    ending: Ending,
+) -> Session:
+    """Decode one sequence in virtual time."""
+    costs = Costs()
+    draw: Draw = TopDraw() if rule == "match" else SampledDraw(chance)
+    session = Session(prompt, planner, draw, costs, ending)
+    lane = CheckedLane(draft, StepCost(1.0))
+    Loop([session], ScriptedTarget(target, StepCost(c), chance, rule), lane, costs).run()
+    return session
+
+
+def assert_every_drafted_token_is_accounted_for(session: Session) -> None:
+    """Drafted tokens were used, were rolled back for one cause, or are still in the tree."""
+    stats, tree = session.stats, session.tree
+    assert tree.num_drafted == stats.used + stats.rolled_back + tree.num_alive
+    assert tree.num_alive == sum(1 for _ in tree.nodes())
+    assert stats.losing <= stats.rolled_back
+
+
+def plain(target: TextScript, chance: Chance, prompt: Sequence[int], ending: Ending) -> list[int]:
+    """The target alone, token by token: what every method must reproduce."""
+    tokens = list(prompt)
+    while True:
+        law = target.law(tuple(tokens))
+        token = law.ids[chance.pick(law.probs)]
+        emitted, is_finished = ending.trim([token], len(tokens) - len(prompt))
+        tokens += emitted
+        if is_finished:
+            return tokens[len(prompt) :]
+
+
+def planner_of(name: str, settings: Mapping[str, Any] | None = None, predictor: Predictor = SOME) -> Planner:
+    """A planner with small settings."""
+    return make_planner(name, settings or {}, predictor)
+
+
+def stream(seed: int) -> Chance:
+    """A seeded source of chance."""
+    return RandomChance(random.Random(seed))
