@@ -78,7 +78,7 @@ def test_figures_come_under_the_names_that_every_command_uses(weak_trace: Trace)
     figures = simulate(weak_trace, method_for("specbranch", WEAK), Layout(WEAK.c)).as_json()
 
     assert set(figures) == {
-        "speedup", "emitted_per_round", "hit_rate", "rolled_back", "losing", "wait_share", "rows_per_round",
+        "speedup", "emitted_per_round", "hit_rate", "rolled_back", "losing", "used", "wait_share", "rows_per_round",
     }  # fmt: skip
     assert set(figures["rolled_back"]) == {"rejected", "unused", "cut"}
 

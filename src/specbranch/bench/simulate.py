@@ -64,7 +64,7 @@ class Outcome:
     stats: Stats
 
     def as_json(self) -> dict[str, Any]:
-        """The figures under the names that every command uses; rolled-back tokens are per emitted token.
+        """The figures under the names that every command uses; drafted tokens are per emitted token.
 
         `losing` is the part of them on branches that were not the draft's first choice, which papers leave out.
         """
@@ -75,6 +75,7 @@ class Outcome:
             "hit_rate": stats.hit_rate,
             "rolled_back": {cause: getattr(stats, cause) / stats.emitted for cause in ("rejected", "unused", "cut")},
             "losing": stats.losing / stats.emitted,
+            "used": stats.used / stats.emitted,
             "wait_share": stats.wait_share,
             "rows_per_round": stats.rows_per_round,
         }
