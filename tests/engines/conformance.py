@@ -108,6 +108,25 @@ class EngineConformance:
             engine.run([Row(handle, (1,)), Row(handle, (2,))])
         engine.close(handle)
 
+    def test_a_row_without_tokens_is_refused(self, engine: DraftEngine) -> None:
+        handle = engine.open()
+        with pytest.raises(ValueError, match="at least one token"):
+            engine.run([Row(handle, ())])
+        engine.close(handle)
+
+    def test_forks_share_their_cells_and_closing_gives_them_back(self, engine: DraftEngine) -> None:
+        before = engine.num_tokens
+        trunk = engine.open()
+        engine.run([Row(trunk, (1, 2, 3))])
+        forks = [engine.fork(trunk, 3) for _ in range(3)]
+        shared = engine.num_tokens - before
+        engine.run([Row(fork, (token,)) for token, fork in enumerate(forks, start=1)])
+        grown = engine.num_tokens - before
+        for handle in (trunk, *forks):
+            engine.close(handle)
+
+        assert (shared, grown, engine.num_tokens) == (3, 6, before)
+
     def test_a_place_that_a_handle_does_not_hold_is_refused(self, engine: DraftEngine) -> None:
         handle = engine.open()
         engine.run([Row(handle, (1, 2))])
@@ -118,9 +137,7 @@ class EngineConformance:
         engine.close(handle)
 
 
-def machine_for(
-    engine: DraftEngine, is_close: Close, num_cells: Callable[[], int] | None = None, most_handles: int = 12
-) -> type[RuleBasedStateMachine]:
+def machine_for(engine: DraftEngine, is_close: Close, most_handles: int = 12) -> type[RuleBasedStateMachine]:
     """Random opens, runs, forks, truncations and closes: never a wrong law, and no cell left at the end."""
 
     class EngineMachine(RuleBasedStateMachine):
@@ -129,7 +146,7 @@ def machine_for(
         def __init__(self) -> None:
             super().__init__()
             self.texts: dict[int, list[int]] = {}
-            self.cells_before = num_cells() if num_cells else 0
+            self.tokens_before = engine.num_tokens
 
         @initialize(target=handles)
         def begin(self) -> int:
@@ -172,14 +189,12 @@ def machine_for(
 
         @invariant()
         def cells_hold_no_more_than_the_texts(self) -> None:
-            if num_cells:
-                assert num_cells() - self.cells_before <= sum(len(text) for text in self.texts.values())
+            assert engine.num_tokens - self.tokens_before <= sum(len(text) for text in self.texts.values())
 
         def teardown(self) -> None:
             for handle in self.texts:
                 engine.close(handle)
-            if num_cells:
-                assert num_cells() == self.cells_before
+            assert engine.num_tokens == self.tokens_before
 
         def _hold(self, handle: int, text: Sequence[int]) -> int:
             self.texts[handle] = list(text)

@@ -9,6 +9,14 @@ from typing import Protocol
 from specbranch.core.law import Law
 
 
+class EngineError(RuntimeError):
+    """An engine cannot do what was asked; the message says why and what would help."""
+
+
+class EngineFull(EngineError):
+    """No room for another handle or for more tokens. Nothing was changed; close something and try again."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a caller must know of an engine."""
@@ -17,22 +25,29 @@ class EngineInfo:
     device: str
     vocab_len: int
     row_limit: int  # rows in one step
+    max_handles: int  # handles open at once
+    max_tokens: int  # tokens in the cache, shared ones counted once
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens to feed to one handle. The law comes back for the place behind the last of them."""
+    """Tokens to feed to one handle, at least one. The law comes back for the place behind the last of them."""
 
     handle: int
     tokens: tuple[int, ...]
 
 
 class DraftEngine(Protocol):
-    """A model that turns rows into laws, many rows at a time."""
+    """A model that turns rows into laws, many rows at a time. One thread at a time may use it."""
 
     @property
     def info(self) -> EngineInfo:
         """Model, device and limits."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the cache now, shared ones counted once."""
         ...
 
     def open(self) -> int:
@@ -53,4 +68,8 @@ class DraftEngine(Protocol):
 
     def run(self, rows: Sequence[Row]) -> list[Law]:
         """Feed every row, at most one per handle, in one batch."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give memory and devices back. The engine is of no use afterwards."""
         ...

@@ -72,7 +72,7 @@ class ScriptedEngine:
     """A draft engine whose model is a script."""
 
     def __init__(self, script: Script, row_limit: int = 64) -> None:
-        self.info = EngineInfo("scripted", "none", script.vocab_len, row_limit)
+        self.info = EngineInfo("scripted", "none", script.vocab_len, row_limit, 1 << 30, 1 << 30)
         self._script = script
         self._cells: dict[int, _Cell] = {}
         self._handles = count()
@@ -81,6 +81,16 @@ class ScriptedEngine:
     def num_handles(self) -> int:
         """Handles open now."""
         return len(self._cells)
+
+    @property
+    def num_tokens(self) -> int:
+        seen: set[int] = set()
+        for end in self._cells.values():
+            cell: _Cell | None = end
+            while cell is not None and cell.length and id(cell) not in seen:
+                seen.add(id(cell))
+                cell = cell.before
+        return len(seen)
 
     def open(self) -> int:
         return self._hold(_Cell(self._script.start(), 0, None))
@@ -97,7 +107,12 @@ class ScriptedEngine:
     def run(self, rows: Sequence[Row]) -> list[Law]:
         if len({row.handle for row in rows}) < len(rows):
             raise ValueError("one step takes at most one row per handle")
+        if not all(row.tokens for row in rows):
+            raise ValueError("a row needs at least one token")
         return [self._run(row) for row in rows]
+
+    def shutdown(self) -> None:
+        self._cells.clear()
 
     def _run(self, row: Row) -> Law:
         cell = self._cells[row.handle]

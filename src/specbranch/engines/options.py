@@ -1,0 +1,68 @@
+"""How to open a draft engine by name. Heavy libraries are imported only for the engine that is asked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbranch.engines.protocol import DraftEngine, EngineError
+
+ENGINES = ("llamacpp", "torch")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What to load, where, and how much of it at once.
+
+    `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the Hugging Face hub (`repo` for torch,
+    `repo:file.gguf` for llama.cpp). `threads` None means the engine's own choice.
+    """
+
+    model: str
+    device: str = "cpu"
+    threads: int | None = None
+    dtype: str = "auto"
+    max_tokens: int = 16384
+    max_handles: int = 128
+    row_limit: int = 64
+    head_len: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_handles", "row_limit", "head_len"):
+            if getattr(self, name) < 1:
+                raise EngineError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise EngineError(f"threads is {self.threads}; give at least 1")
+
+
+def open_engine(name: str, options: EngineOptions) -> DraftEngine:
+    """Load a model into an engine."""
+    if name == "llamacpp":
+        from specbranch.engines.llamacpp import LlamaCppEngine
+
+        return LlamaCppEngine(options)
+    if name == "torch":
+        from specbranch.engines.torch import TorchEngine
+
+        return TorchEngine(options)
+    raise EngineError(f"no engine is called {name!r}; choose from {', '.join(ENGINES)}")
+
+
+def engine_for(model: str) -> str:
+    """The engine that suits a model's name: GGUF files go to llama.cpp, all else to torch."""
+    path = local_model(model)
+    if model.endswith(".gguf") or (path is not None and path.is_dir() and any(path.glob("*.gguf"))):
+        return "llamacpp"
+    return "torch"
+
+
+def local_model(model: str) -> Path | None:
+    """Where a model lies on this machine: as given, or below $SPECBRANCH_MODELS; None if it must come from the hub."""
+    given = Path(model).expanduser()
+    if given.exists():
+        return given
+    shelf = os.environ.get("SPECBRANCH_MODELS")
+    if shelf and (Path(shelf) / model).exists():
+        return Path(shelf) / model
+    return None

@@ -1,0 +1,24 @@
+"""The head of a law from logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbranch.engines.head import head_of
+
+
+@given(seed=st.integers(0, 2**32), scale=st.sampled_from([0.0, 1.0, 5.0, 30.0]))
+def test_the_head_equals_a_plain_softmax(seed: int, scale: float) -> None:
+    logits = (np.random.default_rng(seed).standard_normal(200) * scale).astype(np.float32)
+    exact = np.exp(logits.astype(np.float64) - logits.max())
+    exact /= exact.sum()
+
+    law = head_of(logits, 8)
+
+    assert list(law.probs) == pytest.approx(sorted(exact, reverse=True)[:8], rel=1e-4, abs=1e-9)
+    assert [exact[i] for i in law.ids] == pytest.approx(list(law.probs), rel=1e-4, abs=1e-9)
+    positive = exact[exact > 0]
+    assert law.entropy == pytest.approx(-(positive * np.log(positive)).sum(), abs=1e-3)
