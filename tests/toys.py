@@ -56,12 +56,14 @@ def misaligned_pair() -> tuple[TextScript, TextScript]:
     return TextScript(3, lambda text: thirds(0, 2, 4)), TextScript(3, lambda text: thirds(4, 1, 1))
 
 
-def random_script(seed: int, vocab_len: int, like: TextScript | None = None, share: float = 0.0) -> TextScript:
+def random_script(
+    seed: int, vocab_len: int, like: TextScript | None = None, share: float = 0.0, sharpness: int = 3
+) -> TextScript:
     """Pseudo-random laws, a pure function of the text; with `like`, its law is mixed in with that share."""
 
     def law(text: tuple[int, ...]) -> Law:
         rng = random.Random(f"{seed}:{text}")
-        weights = [rng.random() ** 3 + 1e-6 for _ in range(vocab_len)]
+        weights = [rng.random() ** sharpness + 1e-6 for _ in range(vocab_len)]
         probs: list[Prob] = [weight / sum(weights) for weight in weights]
         if like is not None:
             other = like.law(text)

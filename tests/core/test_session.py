@@ -86,6 +86,39 @@ def test_a_sequence_that_may_go_on_is_not_finished() -> None:
     assert not session.is_finished
 
 
+@pytest.mark.parametrize(
+    ("tokens", "num_submitted", "accepted", "rejected"),
+    [
+        ([1, 1, 7], 3, 2, 1),
+        ([1, 1, 1, 7], 3, 3, 0),
+        ([7], 3, 0, 3),
+        ([7], 0, 0, 0),
+        ([1, 7], 1, 1, 0),
+        ([1, 9, 9, 9], 3, 1, 2),
+    ],
+)
+def test_an_engine_that_drives_itself_reports_by_content(
+    tokens: list[int], num_submitted: int, accepted: int, rejected: int
+) -> None:
+    session = submitted_session()
+
+    session.follow(tokens, num_submitted)
+    session.settle()
+
+    assert session.tokens == [0, *tokens]
+    assert (session.stats.accepted, session.stats.rejected) == (accepted, rejected)
+    assert session.round.index == 1
+
+
+def test_an_engine_may_go_on_without_a_submission_but_not_without_a_token() -> None:
+    session = Session([0], planner_of("sps"), TopDraw(), Costs())
+    session.follow([5, 6], 0)
+
+    assert session.tokens == [0, 5, 6]
+    with pytest.raises(ValueError, match="at least the target's own token"):
+        session.follow([], 0)
+
+
 def test_standing_aside_submits_nothing_and_only_while_the_target_waits() -> None:
     session = Session([0], planner_of("sps"), TopDraw(), Costs())
     session.stand_aside()

@@ -69,6 +69,27 @@ def test_positions_count_from_the_start_of_the_sequence(tree: Tree) -> None:
     assert [node.position for node in tree.walk(tree.root, 3)] == [2, 3, 4]
 
 
+def test_the_chance_of_a_node_is_the_product_along_its_path(tree: Tree) -> None:
+    seven, three = tree.find([1, 7]), tree.find([1, 2, 3])
+    assert seven and three
+
+    assert tree.chance(tree.root) == 1
+    assert tree.chance(seven) == pytest.approx(1 / 2 * 1 / 3)
+    assert tree.chance(three) == pytest.approx(1 / 8)
+    tree.commit([1])
+    assert tree.chance(seven) == pytest.approx(1 / 3)
+
+
+def test_what_was_not_sent_after_all_is_not_rejected(tree: Tree) -> None:
+    tree.retract(0)
+    tree.submit(tree.walk(tree.root, 3))
+    tree.retract(1)
+
+    settled = settle(tree, 4)
+
+    assert (settled.rejected, settled.cut, settled.unused) == (1, 4, 0)
+
+
 def test_find_looks_a_verdict_up(tree: Tree) -> None:
     found = tree.find([1, 7, 8])
 

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from specbranch import __version__
+from specbranch.cli.draft import draft, keys
+from specbranch.cli.profile import profile
 from specbranch.cli.simulate import simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -27,4 +29,5 @@ def main(
     """Branch-parallel speculative decoding: a draft on its own device prepares for the target's verdicts."""
 
 
-app.command()(simulate)
+for command in (draft, keys, profile, simulate):
+    app.command()(command)

@@ -13,6 +13,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+class UsageError(ValueError):
+    """Options that are wrong or do not go together."""
+
+
 def console_for(as_json: bool) -> Console:
     """Standard output for people; standard error once `--json` has taken standard output."""
     return Console(stderr=as_json)

@@ -15,7 +15,7 @@ from specbranch.bench.presets import PAIRS, ROW_COST, Pair, make_trace
 from specbranch.bench.simulate import PREDICTORS, Layout, Outcome, best_gamma, method_for
 from specbranch.bench.simulate import simulate as run_simulation
 from specbranch.bench.trace import Trace, TraceError, read_trace
-from specbranch.cli.console import console_for, friendly_errors, print_json, progress_bar
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 
 ANSWER_LEN = 250
@@ -31,10 +31,6 @@ _COLUMNS = (
     "wait",
     "rows\n/round",
 )
-
-
-class UsageError(ValueError):
-    """Options that do not go together."""
 
 
 @dataclass(frozen=True, slots=True)

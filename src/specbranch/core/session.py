@@ -103,12 +103,33 @@ class Session:
         self._planner.learn(self.round, verdict)
         committed = verdict.committed(submitted)
         emitted, self.is_finished = self._ending.trim(committed, len(self.tokens) - self.prompt_len)
+        self._enter(committed, emitted, verdict, len(submitted))
+        return emitted
+
+    def follow(self, tokens: Sequence[int], num_submitted: int) -> None:
+        """Settle a round by content alone: these tokens were committed after `num_submitted` had been sent.
+
+        This is how an engine that drives itself reports. It may have gone on by several tokens without asking.
+        """
+        if not tokens:
+            raise ValueError("a verdict commits at least the target's own token")
+        self.stand_aside()
+        self.tree.retract(num_submitted)
+        submitted = self.submitted
+        accepted = 0
+        while accepted < min(len(submitted), len(tokens) - 1) and submitted[accepted] == tokens[accepted]:
+            accepted += 1
+        verdict = Verdict(accepted, tokens[accepted])
+        self._planner.learn(self.round, verdict)
+        self._enter(tokens, tokens, verdict, len(submitted))
+
+    def _enter(self, committed: Sequence[int], emitted: Sequence[int], verdict: Verdict, num_submitted: int) -> None:
+        """Take tokens in and begin the next round."""
         self.tokens += emitted
         tree = self.tree
         tree.commit(committed)
         self.round = Round(self.round.index + 1, tree, self.round.costs, is_hit=tree.root.law is not None)
-        self._count(verdict, len(submitted), len(emitted))
-        return emitted
+        self._count(verdict, num_submitted, len(emitted))
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:
         stats = self.stats

@@ -9,6 +9,7 @@ Each node is created once and settled once, so all book-keeping is linear in the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -53,7 +54,9 @@ class Settled:
 class Node:
     """One drafted token. `position` is its place in the sequence, counted from 0."""
 
-    __slots__ = ("born", "children", "fate", "has_served", "is_submitted", "law", "parent", "position", "token")
+    __slots__ = (
+        "born", "children", "fate", "has_served", "is_submitted", "law", "log_chance", "parent", "position", "token",
+    )  # fmt: skip
 
     def __init__(self, token: int, parent: Node | None, position: int, born: int) -> None:
         self.token = token
@@ -65,6 +68,7 @@ class Node:
         self.is_submitted = False
         self.fate: Fate | None = None
         self.has_served = False  # a token drawn after this one was committed
+        self.log_chance = 0.0  # of the path from the tree's first root, by the draft's own laws
 
     def child_with(self, token: int) -> Node | None:
         """The child that holds `token`, if it has been drawn."""
@@ -138,6 +142,17 @@ class Tree:
         self.submitted = list(nodes)
         self._submissions += 1
 
+    def retract(self, length: int) -> None:
+        """Take back what was not sent after all: only the first `length` submitted tokens are under verification."""
+        if self.submitted is not None:
+            for node in self.submitted[length:]:
+                node.is_submitted = False
+            del self.submitted[length:]
+
+    def chance(self, node: Node) -> float:
+        """How likely the draft thinks it that the text goes on to this node."""
+        return math.exp(node.log_chance - self.root.log_chance)
+
     def commit(self, tokens: Sequence[int]) -> None:
         """Re-root at the end of `tokens` and keep every branch below it. What is lost is left for `settle`."""
         if not tokens:
@@ -180,7 +195,11 @@ class Tree:
         token = self._draw.draw(node.law, [child.token for child in node.children])
         if token is None:
             return False
-        node.children.append(Node(token, node, node.position + 1, self._submissions))
+        child = Node(token, node, node.position + 1, self._submissions)
+        prob = float(node.law.probs[node.law.ids.index(token)])
+        # The far end of a head may have been rounded to nothing.
+        child.log_chance = node.log_chance + math.log(max(prob, 1e-30))
+        node.children.append(child)
         self.num_drafted += 1
         self.num_alive += 1
         return True

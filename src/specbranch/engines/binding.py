@@ -2,55 +2,79 @@
 
 A handle is known by its tip, the last node that was fed to it. A node whose parent is a free tip extends that handle;
 any other place in the tree is reached by a fork. After a verdict the handles that lost their branch are closed; if
-none is left below the new root, the longest one is cut back to what it shares with the committed tokens and kept.
+none is left below the new root, the longest one is cut back to what it shares with the committed tokens and kept as
+the trunk, which is then fed up to the root, a piece at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specbranch.core.tree import Fate, Node, Tree
-from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.protocol import DraftEngine, EngineFull, Row
 
 _LOST = (Fate.REJECTED, Fate.UNUSED, Fate.CUT)
 
 
-class Binding:
-    """The handles of one session."""
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """A row for the engine. Without a node it only brings the trunk closer to the root, and its law means nothing."""
 
-    def __init__(self, engine: DraftEngine) -> None:
+    row: Row
+    node: Node | None
+
+
+class Binding:
+    """The handles of one session. If a step fails, `close` the binding: the next rows start from the text again."""
+
+    def __init__(self, engine: DraftEngine, piece_len: int = 1 << 30) -> None:
         self._engine = engine
+        self._piece_len = piece_len
         self._tips: dict[int, Node] = {}
+        self._trunk: tuple[int, int] | None = None  # a handle, and how many committed tokens it holds
 
     @property
-    def handles(self) -> tuple[int, ...]:
-        """The handles held now."""
-        return tuple(self._tips)
+    def num_handles(self) -> int:
+        """Handles held now."""
+        return len(self._tips) + (self._trunk is not None)
 
-    def rows(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node]) -> list[Row]:
-        """The rows that run these nodes, forked where needed. `tokens` are the committed ones."""
+    def feeds(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node]) -> list[Feed]:
+        """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed."""
         self._follow(tree)
         covered = self._covered()
         free = set(self._tips)
-        return [
-            self._row_at_root(tokens, node) if node is tree.root else self._row_below(node, covered, free)
-            for node in nodes
-        ]
+        feeds = []
+        for node in nodes:
+            try:
+                feeds.append(
+                    self._feed_root(tokens, node) if node is tree.root else self._feed_below(node, covered, free)
+                )
+            except EngineFull:
+                break
+        return feeds
 
     def close(self) -> None:
         """Give all handles back."""
         for handle in self._tips:
             self._engine.close(handle)
+        if self._trunk:
+            self._engine.close(self._trunk[0])
         self._tips.clear()
+        self._trunk = None
 
-    def _row_at_root(self, tokens: Sequence[int], root: Node) -> Row:
-        # A root that has not been run has nothing below it, so at most one handle is left: a committed prefix.
-        held = next(iter(self._tips.items()), None)
-        handle, start = (held[0], held[1].position + 1) if held else (self._engine.open(), 0)
+    def _feed_root(self, tokens: Sequence[int], root: Node) -> Feed:
+        handle, start = self._trunk or (self._engine.open(), 0)
+        end = min(root.position + 1, start + self._piece_len)
+        row = Row(handle, tuple(tokens[start:end]))
+        if end <= root.position:
+            self._trunk = (handle, end)
+            return Feed(row, None)
+        self._trunk = None
         self._tips[handle] = root
-        return Row(handle, tuple(tokens[start : root.position + 1]))
+        return Feed(row, root)
 
-    def _row_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> Row:
+    def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> Feed:
         parent = node.parent
         assert parent is not None, "only the root has no parent"
         handle = covered[parent]
@@ -59,25 +83,25 @@ class Binding:
         else:
             handle = self._engine.fork(handle, parent.position + 1)
         self._tips[handle] = node
-        return Row(handle, (node.token,))
+        return Feed(Row(handle, (node.token,)), node)
 
     def _follow(self, tree: Tree) -> None:
         """Bring the handles to the tree's present root."""
-        stale = []
-        for handle, tip in self._tips.items():
+        stale: list[tuple[int, int]] = []  # how many committed tokens, and which handle holds them
+        for handle, tip in list(self._tips.items()):
             node = tip
             while node.fate in _LOST and node.parent:
                 node = node.parent
-            self._tips[handle] = node
             if node.position <= tree.root.position and node is not tree.root:
-                stale.append(handle)
-        stale.sort(key=lambda handle: self._tips[handle].position)
-        if stale and len(stale) == len(self._tips):
-            kept = stale.pop()
-            self._engine.truncate(kept, self._tips[kept].position + 1)
-        for handle in stale:
+                stale.append((node.position + 1, handle))
+                del self._tips[handle]
+        if stale and not self._tips:
+            length, handle = max(stale)
+            stale.remove((length, handle))
+            self._engine.truncate(handle, length)
+            self._trunk = (handle, length)
+        for _, handle in stale:
             self._engine.close(handle)
-            del self._tips[handle]
 
     def _covered(self) -> dict[Node, int]:
         """For every node that some handle holds, one such handle."""

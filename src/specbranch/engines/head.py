@@ -19,6 +19,8 @@ def head_of(logits: NDArray[np.float32], head_len: int) -> Law:
     entropy = np.log(total) - float(weights @ shifted) / total
     near = np.flatnonzero(shifted > -_REACH)
     if len(near) < head_len:
-        near = np.argpartition(shifted, -head_len)[-head_len:]
+        near = np.arange(len(shifted))
+    if len(near) > 4 * head_len:
+        near = near[np.argpartition(shifted[near], -head_len)[-head_len:]]
     best = near[np.argsort(-shifted[near], kind="stable")][:head_len]
     return Law(tuple(best.tolist()), tuple((weights[best] / total).tolist()), max(float(entropy), 0.0))

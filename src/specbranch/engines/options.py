@@ -16,7 +16,8 @@ class EngineOptions:
     """What to load, where, and how much of it at once.
 
     `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the Hugging Face hub (`repo` for torch,
-    `repo:file.gguf` for llama.cpp). `threads` None means the engine's own choice.
+    `repo:file.gguf` for llama.cpp). `threads` None means the engine's own choice. `dtype` is that of
+    the weights for torch; llama.cpp takes weights as they are and, with float32, keeps its cache in 32 bits.
     """
 
     model: str

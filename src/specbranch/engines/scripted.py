@@ -153,7 +153,8 @@ class EngineLane:
         fed: dict[Node, Row] = {}
         for session, nodes in by_session.items():
             binding = self._bindings.setdefault(session, Binding(self._engine))
-            fed.update(zip(nodes, binding.rows(session.tokens, session.tree, nodes), strict=True))
+            feeds = binding.feeds(session.tokens, session.tree, nodes)
+            fed.update(zip(nodes, (feed.row for feed in feeds), strict=True))
         return self._engine.run([fed[node] for _, node in rows]), self._cost.at(len(rows))
 
     def close(self) -> None:

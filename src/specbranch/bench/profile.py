@@ -1,0 +1,340 @@
+"""What a draft engine's step costs: step time against rows, a fitted line, and the bound that memory sets.
+
+`measure` times an engine with a clock that is handed in; the fit and the verdict are pure functions of its figures.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbranch import __version__
+from specbranch.core.costs import StepCost
+from specbranch.engines.protocol import DraftEngine, EngineInfo, Row
+
+Clock = Callable[[], float]
+
+MEMORY_REACH = 1.5  # a step this close to its bound is limited by memory
+FREE_ROWS = 1.3  # rows are nearly free while a step with many costs less than this many one-row steps
+MANY_ROWS = 8
+LOUD = 2.0  # p90 over p10 from which on a verdict is worth little
+_CACHE_REACH = 0.9  # a step this far below its bound has not read all weights from memory
+_BLOCK_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Middle and edges of repeated measurements."""
+
+    median_s: float
+    p10_s: float
+    p90_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """What was measured of one engine at one context length."""
+
+    context_len: int
+    by_rows: dict[int, Spread]
+    fork_s: float
+    fork_copies_tokens: bool
+    prefill_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A straight line through the medians, and how far the worst of them lies from it, as a share of that median."""
+
+    cost: StepCost
+    worst_deviation: float
+
+
+def measure(
+    engine: DraftEngine,
+    rows: Sequence[int],
+    context_len: int,
+    num_steps: int,
+    *,
+    seed: int = 0,
+    clock: Clock = time.perf_counter,
+    on_round: Callable[[], object] = lambda: None,
+) -> Timings:
+    """Time steps of each row count behind the same context; one warm-up round is not counted.
+
+    Every round takes one step of each row count, in a new order, so that noise of the machine and the step before
+    hit all row counts alike.
+    """
+    bench = _Bench(engine, context_len, random.Random(seed), clock)
+    try:
+        for _ in range(num_steps + 1):
+            bench.take_round(rows)
+            on_round()
+        return bench.timings(rows)
+    finally:
+        bench.close()
+
+
+class _Bench:
+    """One prefilled handle that is forked for every step, so that each step sees the same context."""
+
+    def __init__(self, engine: DraftEngine, context_len: int, rng: random.Random, clock: Clock) -> None:
+        self._engine = engine
+        self._context_len = context_len
+        self._rng = rng
+        self._clock = clock
+        self._steps_s: dict[int, list[float]] = {}
+        self._forks_s: list[list[float]] = []  # [round][fork]
+        self._has_copied = False
+        self._touch_weights()
+        self._trunk = engine.open()
+        self._prefill_s = self._run([Row(self._trunk, self._tokens(context_len))])
+
+    def take_round(self, rows: Sequence[int]) -> None:
+        self._forks_s.append([])
+        for num_rows in self._rng.sample(rows, len(rows)):
+            handles = self._fork(num_rows)
+            step_s = self._run([Row(handle, self._tokens(1)) for handle in handles])
+            self._steps_s.setdefault(num_rows, []).append(step_s)
+            for handle in handles:
+                self._engine.close(handle)
+
+    def timings(self, rows: Sequence[int]) -> Timings:
+        """All rounds but the first, which warmed up."""
+        forks_s = [fork_s for round_s in self._forks_s[1:] for fork_s in round_s]
+        return Timings(
+            self._context_len,
+            {num_rows: spread_of(self._steps_s[num_rows][1:]) for num_rows in sorted(rows)},
+            float(np.median(forks_s)),
+            self._has_copied,
+            self._context_len / self._prefill_s,
+        )
+
+    def close(self) -> None:
+        self._engine.close(self._trunk)
+
+    def _touch_weights(self) -> None:
+        # The first step reads the model from disk; it must not count as prefill.
+        handle = self._engine.open()
+        self._engine.run([Row(handle, self._tokens(1))])
+        self._engine.close(handle)
+
+    def _fork(self, num_rows: int) -> list[int]:
+        before = self._engine.num_tokens
+        handles = []
+        for _ in range(num_rows):
+            start = self._clock()
+            handles.append(self._engine.fork(self._trunk, self._context_len))
+            self._forks_s[-1].append(self._clock() - start)
+        self._has_copied |= self._engine.num_tokens != before
+        return handles
+
+    def _run(self, rows: Sequence[Row]) -> float:
+        start = self._clock()
+        self._engine.run(rows)
+        return self._clock() - start
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(self._engine.info.vocab_len) for _ in range(count))
+
+
+def spread_of(times_s: Sequence[float]) -> Spread:
+    """Median, tenth and ninetieth percentile."""
+    p10_s, median_s, p90_s = np.percentile(times_s, (10, 50, 90)).tolist()
+    return Spread(median_s, p10_s, p90_s)
+
+
+def fit_line(medians_s: Mapping[int, float]) -> Fit:
+    """The least-squares line through step times by row count; at least two row counts are needed.
+
+    A slope below zero is left as it is: it says that the noise is larger than the cost of a row.
+    """
+    count = len(medians_s)
+    x = sum(rows - 1 for rows in medians_s)
+    xx = sum((rows - 1) ** 2 for rows in medians_s)
+    y = sum(medians_s.values())
+    xy = sum((rows - 1) * step_s for rows, step_s in medians_s.items())
+    more_s = (count * xy - x * y) / (count * xx - x * x)
+    cost = StepCost((y - more_s * x) / count, more_s)
+    worst = max(abs(step_s - cost.at(rows)) / step_s for rows, step_s in medians_s.items())
+    return Fit(cost, worst)
+
+
+def step_limit(one_row_s: float, bound_s: float | None) -> str:
+    """What limits a step of one row, given the time in which memory could deliver all weights."""
+    if bound_s is None:
+        return "no bound is known for a step of one row"
+    if one_row_s < _CACHE_REACH * bound_s:
+        return "a step of one row beats the bound: some weights stay in the processor's cache or are not read"
+    if one_row_s <= MEMORY_REACH * bound_s:
+        return "memory bandwidth limits a step of one row"
+    return "computation or overhead limits a step of one row"
+
+
+def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
+    """What more rows cost, judged at 8 rows or, where 8 were not measured, at the most that were."""
+    many = MANY_ROWS if MANY_ROWS in medians_s else max(medians_s)
+    if medians_s[many] < FREE_ROWS * medians_s[1]:
+        return "rows are nearly free"
+    return f"each row costs compute: {1e3 * cost.more_s:.3g} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured figures of an engine, and what follows from them."""
+
+    engine: str
+    info: EngineInfo
+    threads: int
+    timings: Timings
+    weight_bytes: int | None  # None: the engine does not tell
+    bandwidth: float | None  # bytes per second; None: nothing here can measure that device
+
+    @property
+    def medians_s(self) -> dict[int, float]:
+        """Median step time by row count."""
+        return {rows: spread.median_s for rows, spread in self.timings.by_rows.items()}
+
+    @property
+    def fit(self) -> Fit:
+        """The line through the medians."""
+        return fit_line(self.medians_s)
+
+    @property
+    def bound_s(self) -> float | None:
+        """The time in which memory delivers all weights once. Reading the context's keys and values comes on top."""
+        if self.weight_bytes is None or self.bandwidth is None:
+            return None
+        return self.weight_bytes / self.bandwidth
+
+    @property
+    def bound_share(self) -> float | None:
+        """The bound over the measured time of a one-row step."""
+        return None if self.bound_s is None else self.bound_s / self.medians_s[1]
+
+    @property
+    def noise(self) -> float:
+        """p90 over p10 of the row count where it is worst."""
+        return max(spread.p90_s / spread.p10_s for spread in self.timings.by_rows.values())
+
+    @property
+    def limit(self) -> str:
+        """One sentence on what limits steps and rows, with a warning where noise drowns it."""
+        parts = [step_limit(self.medians_s[1], self.bound_s), rows_limit(self.medians_s, self.fit.cost)]
+        if self.noise > LOUD:
+            parts.append(f"but p90 is up to {self.noise:.1f} times p10, too noisy to trust: measure on idle cores")
+        return "; ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures, in plain types."""
+        timings, fit = self.timings, self.fit
+        return {
+            "model": self.info.model,
+            "engine": self.engine,
+            "device": self.info.device,
+            "threads": self.threads,
+            "context": timings.context_len,
+            "vocab_len": self.info.vocab_len,
+            "rows": {str(rows): _spread_json(spread) for rows, spread in timings.by_rows.items()},
+            "fit": {
+                "first_ms": 1e3 * fit.cost.first_s,
+                "more_ms": 1e3 * fit.cost.more_s,
+                "worst_deviation": fit.worst_deviation,
+            },
+            "fork_us": 1e6 * timings.fork_s,
+            "fork_copies_tokens": timings.fork_copies_tokens,
+            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
+            "bandwidth_gb_per_s": None if self.bandwidth is None else self.bandwidth / 1e9,
+            "weight_bytes": self.weight_bytes,
+            "bound_ms": None if self.bound_s is None else 1e3 * self.bound_s,
+            "bound_share": self.bound_share,
+            "noise": self.noise,
+            "limit": self.limit,
+        }
+
+
+def _spread_json(spread: Spread) -> dict[str, float]:
+    return {"median_ms": 1e3 * spread.median_s, "p10_ms": 1e3 * spread.p10_s, "p90_ms": 1e3 * spread.p90_s}
+
+
+def weight_bytes(engine: DraftEngine) -> int | None:
+    """Bytes of the model's weights, from engines that tell."""
+    told = getattr(engine, "weight_bytes", None)
+    return None if told is None else int(told)
+
+
+def read_bandwidth(
+    engine: str, device: str, threads: int, num_bytes: int | None = None, num_reads: int = 5
+) -> float | None:
+    """Bytes per second that this process reads from the device's memory; None for a device out of reach.
+
+    The block is at least twice as large as the last cache, and the best of several reads counts.
+    """
+    num_bytes = num_bytes or max(_BLOCK_BYTES, 2 * (cache_bytes() or 0))
+    if engine == "torch":
+        return _torch_bandwidth(device, num_bytes, num_reads)
+    return _numpy_bandwidth(threads, num_bytes, num_reads) if device == "cpu" else None
+
+
+def _numpy_bandwidth(threads: int, num_bytes: int, num_reads: int) -> float:
+    # The largest element, not the sum: numpy's sum of one thread is slower than memory.
+    block = np.ones(num_bytes // 4, dtype=np.float32)
+    parts = np.array_split(block, threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return block.nbytes / _best_s(lambda: list(pool.map(np.max, parts)), num_reads)
+
+
+def _torch_bandwidth(device: str, num_bytes: int, num_reads: int) -> float:
+    import torch
+
+    block = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    # Fetching the number waits for the device. Threads are those the engine has set for the whole process.
+    return float(4 * block.numel() / _best_s(lambda: block.sum().item(), num_reads))
+
+
+def _best_s(work: Callable[[], object], num_reads: int) -> float:
+    best_s = float("inf")
+    for _ in range(num_reads):
+        start = time.perf_counter()
+        work()
+        best_s = min(best_s, time.perf_counter() - start)
+    return best_s
+
+
+def cache_bytes() -> int | None:
+    """Size of the processor's last cache, where Linux tells it."""
+    sizes = [_read(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    kib = [int(size[:-1]) for size in sizes if size[:-1].isdigit() and size.endswith("K")]
+    return max(kib) * 1024 if kib else None
+
+
+def provenance() -> dict[str, Any]:
+    """Where the figures come from, without the name of the host."""
+    return {
+        "version": __version__,
+        "cpu": cpu_name(_read(Path("/proc/cpuinfo"))),
+        "num_cores": os.cpu_count(),
+        "cache_bytes": cache_bytes(),
+        "numpy": np.__version__,
+    }
+
+
+def cpu_name(cpuinfo: str) -> str | None:
+    """The model name in the text of /proc/cpuinfo."""
+    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    return names[0] if names else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,215 @@
+"""A draft engine on llama.cpp: handles are sequences of one unified cache, all rows of all sessions are one batch.
+
+A fork is `llama_memory_seq_cp`, which marks cells and copies none. Models whose memory cannot be cut back (recurrent,
+hybrid) are refused. Needs the `llamacpp` extra.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbranch.core.law import Law
+from specbranch.engines.cells import Cells
+from specbranch.engines.head import head_of
+from specbranch.engines.options import EngineOptions, local_model
+from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
+
+try:
+    import llama_cpp
+except ImportError as error:
+    raise EngineError("this engine needs llama-cpp-python: pip install 'specbranch[llamacpp]'") from error
+
+_BATCH = 512  # tokens in one call of llama.cpp; a longer prompt goes in several
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _keep_quiet(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
+    # llama.cpp keeps the address: this object must live as long as the process.
+    pass
+
+
+@dataclass(slots=True)
+class _Fed:
+    """One token on its way into the cache."""
+
+    token: int
+    position: int
+    handle: int
+    row: int | None  # the row whose law stands behind this token
+
+
+class LlamaCppEngine:
+    """A GGUF model in llama.cpp."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        path = gguf_path(options.model)
+        self._model = _load_model(path, options.device)
+        self._require_plain_memory(path)
+        most = llama_cpp.llama_max_parallel_sequences()
+        max_handles = min(options.max_handles, most)
+        self._cells = Cells(options.max_tokens, max_handles)
+        self._head_len = options.head_len
+        self._context = self._make_context(options, max_handles)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+        vocab_len = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.info = EngineInfo(path.name, options.device, vocab_len, options.row_limit, max_handles, options.max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._cells.num_used
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's weights: what one step must at least read."""
+        return int(llama_cpp.llama_model_size(self._model))
+
+    def open(self) -> int:
+        return self._cells.open()
+
+    def fork(self, handle: int, length: int) -> int:
+        fork = self._cells.fork(handle, length)
+        llama_cpp.llama_memory_seq_cp(self._memory, handle, fork, 0, length)
+        return fork
+
+    def truncate(self, handle: int, length: int) -> None:
+        self._cells.truncate(handle, length)
+        self._forget(handle, length)
+
+    def close(self, handle: int) -> None:
+        self._cells.close(handle)
+        self._forget(handle, 0)
+
+    def run(self, rows: Sequence[Row]) -> list[Law]:
+        lengths = [len(self._cells.path(row.handle)) for row in rows]
+        self._cells.extend(rows)
+        laws: list[Law | None] = [None] * len(rows)
+        fed = list(_fed(rows, lengths))
+        for start in range(0, len(fed), _BATCH):
+            chunk = fed[start : start + _BATCH]
+            if not self._decode(chunk):
+                self._undo(rows, lengths)
+                raise EngineFull("llama.cpp found no room in its cache for this step")
+            for index, item in enumerate(chunk):
+                if item.row is not None:
+                    laws[item.row] = self._law(index)
+        return [law for law in laws if law is not None]
+
+    def shutdown(self) -> None:
+        if self._context is not None:
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self._context)
+            llama_cpp.llama_model_free(self._model)
+            self._context = None
+
+    def _decode(self, chunk: list[_Fed]) -> bool:
+        batch = self._batch
+        batch.n_tokens = len(chunk)
+        for index, item in enumerate(chunk):
+            batch.token[index] = item.token
+            batch.pos[index] = item.position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = item.handle
+            batch.logits[index] = item.row is not None
+        code = llama_cpp.llama_decode(self._context, batch)
+        if code < 0 or code > 1:
+            raise EngineError(f"llama.cpp could not compute a step (code {code})")
+        return bool(code == 0)
+
+    def _law(self, index: int) -> Law:
+        pointer = llama_cpp.llama_get_logits_ith(self._context, index)
+        return head_of(np.ctypeslib.as_array(pointer, shape=(self.info.vocab_len,)), self._head_len)
+
+    def _undo(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        for row, length in zip(rows, lengths, strict=True):
+            self.truncate(row.handle, length)
+
+    def _forget(self, handle: int, length: int) -> None:
+        if not llama_cpp.llama_memory_seq_rm(self._memory, handle, length, -1):
+            raise EngineError("this model's memory cannot be cut back; use a plain attention model as draft")
+
+    def _require_plain_memory(self, path: Path) -> None:
+        if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
+            llama_cpp.llama_model_free(self._model)
+            raise EngineError(
+                f"{path.name} is a recurrent or hybrid model, whose memory cannot be cut back to an earlier token; "
+                "use a plain attention model as draft"
+            )
+
+    def _make_context(self, options: EngineOptions, max_handles: int) -> Any:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = -(-options.max_tokens // 256) * 256
+        params.n_batch = _BATCH
+        params.n_ubatch = _BATCH
+        params.n_seq_max = max_handles
+        params.kv_unified = True
+        params.swa_full = True  # without it the cache forgets what a truncation would need
+        params.n_threads = params.n_threads_batch = options.threads or len(os.sched_getaffinity(0))
+        params.offload_kqv = options.device != "cpu"
+        if options.device == "cpu":
+            # On a CPU, flash attention sums in half precision: the same text in other cells gave probabilities that
+            # differ by up to 0.17 (SmolLM2, Q4_1). Plain attention differs by rounding only.
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.no_perf = True
+        if options.dtype == "float32":
+            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+        context = llama_cpp.llama_init_from_model(self._model, params)
+        if not context:
+            llama_cpp.llama_model_free(self._model)
+            raise EngineError(f"no memory for a cache of {options.max_tokens} tokens; ask for fewer")
+        return context
+
+
+def gguf_path(model: str) -> Path:
+    """The GGUF file of a model: a path, a name below $SPECBRANCH_MODELS, or `repo:file.gguf` on the hub."""
+    path = local_model(model)
+    if path is None and ":" in model:
+        return _from_hub(*model.split(":", 1))
+    if path is not None and path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return files[0]
+        raise EngineError(f"{path} holds {len(files)} GGUF files; name one of them")
+    if path is None:
+        raise EngineError(f"no model {model!r} here; give a path, a name below $SPECBRANCH_MODELS, or repo:file.gguf")
+    return path
+
+
+def _from_hub(repo: str, name: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise EngineError("models from the hub need huggingface_hub: pip install huggingface_hub") from error
+    try:
+        return Path(hf_hub_download(repo, name))
+    except Exception as error:  # the hub's client raises many kinds
+        raise EngineError(f"{repo}:{name} could not be had from the hub: {error}") from error
+
+
+def _load_model(path: Path, device: str) -> Any:
+    params = llama_cpp.llama_model_default_params()
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "gpu", "cuda", "metal", "vulkan") or not (index or "0").isdecimal():
+        raise EngineError(f"no device is called {device!r}; choose cpu, or gpu:N for what llama.cpp was built for")
+    params.n_gpu_layers = 0 if kind == "cpu" else -1
+    params.main_gpu = int(index or 0)
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        raise EngineError(f"{path} could not be loaded; is it a complete GGUF file that this llama.cpp knows?")
+    return model
+
+
+def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        last = len(row.tokens) - 1
+        for offset, token in enumerate(row.tokens):
+            yield _Fed(token, length + offset, row.handle, number if offset == last else None)

@@ -1,0 +1,225 @@
+"""The target's side of the wire: verdicts in, proposals out, one message per engine step for the whole batch.
+
+No call raises into the engine, and none takes longer than its deadline. While answers do not come in time the client
+still tells the service what was committed, but waits for nothing; the first answer that comes turns it back on. When
+there is no service at all, a call costs microseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zmq
+
+from specbranch.service.digest import Digest
+from specbranch.service.endpoint import ClientKeys, connected
+from specbranch.service.wire import (
+    MAX_NEW,
+    MAX_ROWS,
+    MAX_TEXT,
+    VERSION,
+    FrameError,
+    Hello,
+    Open,
+    Proposals,
+    Refused,
+    Reply,
+    Step,
+    StepRow,
+    Welcome,
+    decode_reply,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted."""
+
+    tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]
+    num_new: int
+    num_submitted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Where the service is, how long to wait for it, and which planner it shall use for us.
+
+    Clients that were given the same `namespace` share drafts for equal texts; without one a random one is made.
+    """
+
+    address: str
+    planner: str = "specbranch"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    predictor: str = "confidence"
+    deadline_s: float = 0.05
+    namespace: bytes | None = None
+    keys: ClientKeys | None = None
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """What the client did, and what it gave up."""
+
+    calls: int = 0
+    answered: int = 0
+    timeouts: int = 0
+    unreachable: int = 0
+    unawaited: int = 0  # told the service, did not wait for it
+    late: int = 0
+    refused: int = 0
+    faults: int = 0
+    opened: int = 0
+    wait_s: float = 0.0
+
+
+class DraftClient:
+    """One connection to a draft service. One thread at a time may use it."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        self._options = options
+        self._namespace = options.namespace or os.urandom(16)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = connected(self._context, options.address, options.keys)
+        self._round = 0
+        self._is_lagging = False
+        self.counts = ClientCounts()
+
+    @property
+    def is_lagging(self) -> bool:
+        """Whether the service has stopped to answer in time."""
+        return self._is_lagging
+
+    def propose(self, rows: Sequence[Committed]) -> list[list[int]]:
+        """Tokens to submit for every row; empty lists where there are none in time. Never raises."""
+        nothing: list[list[int]] = [[] for _ in rows]
+        self.counts.calls += 1
+        start_s = time.monotonic()
+        try:
+            return self._propose(rows, start_s + self._options.deadline_s) or nothing
+        except Exception:
+            self.counts.faults += 1
+            log.exception("the draft client met a fault; this step goes without drafts")
+            return nothing
+        finally:
+            self.counts.wait_s += time.monotonic() - start_s
+
+    def hello(self, timeout_s: float) -> Welcome | None:
+        """Ask the service what it is; None if it does not answer in time. Never raises."""
+        end_s = time.monotonic() + timeout_s
+        self._round += 1
+        try:
+            while time.monotonic() < end_s:
+                if self._send(Hello(VERSION, self._round)):
+                    reply = self._await(end_s)
+                    return reply if isinstance(reply, Welcome) else None
+                time.sleep(0.01)
+        except Exception:
+            self.counts.faults += 1
+            log.exception("the draft client met a fault")
+        return None
+
+    def close(self) -> None:
+        """Let go of the connection; nothing that is still queued is waited for."""
+        self._context.destroy(linger=0)
+
+    def _propose(self, rows: Sequence[Committed], end_s: float) -> list[list[int]] | None:
+        self._drain()
+        sent = [index for index, row in enumerate(rows) if _fits(row)][:MAX_ROWS]
+        if not sent:
+            return None
+        self._round += 1
+        wait_s = 0.0 if self._is_lagging else max(end_s - time.monotonic(), 0.0)
+        # The service answers a little before we stop to listen.
+        step = Step(self._round, self._namespace, wait_s * 1000 * 0.9, [_step_row(rows[index]) for index in sent])
+        if not self._send(step):
+            self.counts.unreachable += 1
+            return None
+        if self._is_lagging:
+            self.counts.unawaited += 1
+            return None
+        reply = self._await(end_s)
+        if not isinstance(reply, Proposals) or len(reply.rows) != len(sent):
+            return None
+        self.counts.answered += 1
+        self._open([rows[index] for index, proposal in zip(sent, reply.rows, strict=True) if proposal is None])
+        found: list[list[int]] = [[] for _ in rows]
+        for index, proposal in zip(sent, reply.rows, strict=True):
+            found[index] = proposal or []
+        return found
+
+    def _open(self, rows: Sequence[Committed]) -> None:
+        """Send whole texts that the service does not know, each in a message of its own."""
+        options = self._options
+        for row in rows:
+            text = np.asarray(row.tokens).tolist()
+            if self._send(Open(self._namespace, options.planner, dict(options.settings), options.predictor, [text])):
+                self.counts.opened += 1
+
+    def _send(self, message: Hello | Step | Open) -> bool:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _await(self, end_s: float) -> Reply | None:
+        """The reply of this round; None, and lagging from now on, if it does not come in time."""
+        while (left_s := end_s - time.monotonic()) > 0:
+            if not self._socket.poll(math.ceil(left_s * 1000)):
+                break
+            reply = self._receive()
+            if isinstance(reply, Refused):
+                return reply
+            if reply is not None and reply.round == self._round:
+                return reply
+            self.counts.late += reply is not None
+        self.counts.timeouts += 1
+        self._is_lagging = True
+        return None
+
+    def _drain(self) -> None:
+        """Take in replies that came too late. The service is alive, so the next step waits for it again."""
+        while self._socket.poll(0):
+            reply = self._receive()
+            if reply is not None:
+                self.counts.late += not isinstance(reply, Refused)
+                self._is_lagging = False
+
+    def _receive(self) -> Reply | None:
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            if len(frames) != 1:
+                raise FrameError(f"a message of {len(frames)} frames; one is taken")
+            reply = decode_reply(frames[0])
+        except FrameError as error:
+            self.counts.refused += 1
+            log.warning("the service sent what is no message: %s", error)
+            return None
+        if isinstance(reply, Refused):
+            self.counts.refused += 1
+            log.warning("the service refused: %s", reply.reason)
+        return reply
+
+
+def _fits(row: Committed) -> bool:
+    """Whether a row can go over the wire: something new, a text before it, and no more than the bounds."""
+    length = len(row.tokens)
+    return 0 < row.num_new <= MAX_NEW and row.num_new < length <= MAX_TEXT
+
+
+def _step_row(row: Committed) -> StepRow:
+    tokens = np.asarray(row.tokens, dtype="<i4")
+    border = len(tokens) - row.num_new
+    before = Digest(tokens[:border])
+    new = tokens[border:].tolist()
+    return StepRow(before.name, new, before.extend(new).name, min(row.num_submitted, MAX_NEW))

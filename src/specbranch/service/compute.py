@@ -1,0 +1,204 @@
+"""The compute thread: plan, run one batched step, put the laws in place, look for news, again.
+
+It alone touches the engine. Rows of all sessions compete for a step: first those that a target stands still for, then
+by how likely the draft thinks it that their text comes true.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specbranch.core.costs import StepEstimate
+from specbranch.core.law import Law
+from specbranch.core.tree import Node
+from specbranch.engines.binding import Feed
+from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
+from specbranch.service.shelf import Draft, Shelf
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ComputeCounts:
+    """What the compute thread did."""
+
+    steps: int = 0
+    rows: int = 0
+    step_s: float = 0.0
+    failed_steps: int = 0
+
+
+@dataclass(slots=True)
+class _Wish:
+    """The nodes that one draft would like to run, each with its worth."""
+
+    draft: Draft
+    round_index: int
+    nodes: Sequence[Node]
+    worths: list[float]
+    chosen: list[Node] = field(default_factory=list)
+
+
+class Compute:
+    """Runs on its own thread from `start` to `stop`. `notify` is called after every step that a target waits for."""
+
+    def __init__(
+        self,
+        engine: DraftEngine,
+        shelf: Shelf,
+        notify: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._shelf = shelf
+        self._notify = notify
+        self._clock = clock
+        self._news: queue.SimpleQueue[Draft | None] = queue.SimpleQueue()
+        self._busy: dict[Draft, None] = {}
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self.cost = StepEstimate()
+        self.counts = ComputeCounts()
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step under way."""
+        self._is_stopping = True
+        self._news.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def tell(self, draft: Draft) -> None:
+        """There may be work for this draft. Called by the lookup thread."""
+        self._news.put(draft)
+
+    def work(self) -> bool:
+        """One turn of the loop; False if there was nothing to do."""
+        self._take_news()
+        self._close_forgotten()
+        feeds = self._plan()
+        if feeds:
+            self._step(feeds)
+        return bool(feeds)
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                if not self.work():
+                    self._wait_for_news()
+            except EngineError:
+                # The engine said no; its sessions were forgotten and will be opened anew.
+                log.exception("a draft step failed")
+            except Exception:
+                log.exception("the compute thread met a fault; all sessions are forgotten")
+                self._forget_all()
+
+    def _wait_for_news(self) -> None:
+        if not self._busy:
+            draft = self._news.get()
+            if draft is not None:
+                self._busy[draft] = None
+
+    def _take_news(self) -> None:
+        while not self._news.empty():
+            draft = self._news.get()
+            if draft is not None:
+                self._busy[draft] = None
+
+    def _close_forgotten(self) -> None:
+        for draft in self._shelf.take_forgotten():
+            self._busy.pop(draft, None)
+            with draft.lock:
+                draft.binding.close()
+
+    def _plan(self) -> list[tuple[Draft, Feed]]:
+        wishes = [wish for draft in list(self._busy) if (wish := self._wish(draft))]
+        ranked = sorted(
+            ((worth, number, wish, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
+            key=lambda item: (-item[0], item[1]),
+        )
+        for _, _, wish, node in ranked[: self._engine.info.row_limit]:
+            wish.chosen.append(node)
+        chosen = [wish for wish in wishes if wish.chosen]
+        feeds = [(wish.draft, feed) for wish in chosen for feed in self._feeds(wish)]
+        if chosen and not feeds:
+            self._make_room([wish.draft for wish in chosen])
+        return feeds
+
+    def _wish(self, draft: Draft) -> _Wish | None:
+        with draft.lock:
+            session = draft.session
+            nodes = session.rows()
+            if not nodes or draft.is_forgotten:
+                del self._busy[draft]
+                return None
+            lead = 1.0 if draft.is_awaited else 0.0
+            worths = [lead + session.tree.chance(node) for node in nodes]
+            return _Wish(draft, session.round.index, nodes, worths)
+
+    def _feeds(self, wish: _Wish) -> list[Feed]:
+        draft = wish.draft
+        with draft.lock:
+            session = draft.session
+            nodes: Sequence[Node] = wish.chosen
+            if session.round.index != wish.round_index:
+                # A verdict came in between: the old nodes may be gone.
+                nodes = session.rows()[: len(nodes)]
+            return [] if draft.is_forgotten else draft.binding.feeds(session.tokens, session.tree, nodes)
+
+    def _step(self, feeds: list[tuple[Draft, Feed]]) -> None:
+        start_s = self._clock()
+        try:
+            laws = self._engine.run([feed.row for _, feed in feeds])
+        except EngineError as error:
+            self.counts.failed_steps += 1
+            self._recover(list(dict.fromkeys(draft for draft, _ in feeds)))
+            if isinstance(error, EngineFull):
+                return
+            raise
+        step_s = self._clock() - start_s
+        self._place(feeds, laws)
+        self._count(feeds, step_s)
+        if any(draft.is_awaited for draft, _ in feeds):
+            self._notify()
+
+    def _place(self, feeds: list[tuple[Draft, Feed]], laws: list[Law]) -> None:
+        for (draft, feed), law in zip(feeds, laws, strict=True):
+            if feed.node is not None:
+                with draft.lock:
+                    draft.session.grow(feed.node, law)
+
+    def _count(self, feeds: list[tuple[Draft, Feed]], step_s: float) -> None:
+        self.counts.steps += 1
+        self.counts.rows += len(feeds)
+        self.counts.step_s += step_s
+        if all(len(feed.row.tokens) == 1 for _, feed in feeds):
+            self.cost.observe(len(feeds), step_s)
+
+    def _recover(self, drafts: list[Draft]) -> None:
+        """After a failed step the handles of its drafts are not to be trusted: they start from the text again."""
+        for draft in drafts:
+            with draft.lock:
+                draft.binding.close()
+        self._make_room(drafts)
+
+    def _make_room(self, spared: list[Draft]) -> None:
+        if not self._shelf.evict_oldest(spared):
+            # Nothing else is left to forget: the largest of the step itself goes.
+            self._shelf.forget(max(spared, key=lambda draft: len(draft.session.tokens)))
+
+    def _forget_all(self) -> None:
+        for draft in self._shelf.snapshot():
+            self._shelf.forget(draft)
+
+
+def _pairs(wish: _Wish) -> list[tuple[float, Node]]:
+    return list(zip(wish.worths, wish.nodes, strict=True))

@@ -1,0 +1,34 @@
+"""A text's name: a chained hash of its tokens, so that sessions are found by content and extended in O(new tokens)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+DIGEST_LEN = 16
+
+
+class Digest:
+    """The running hash of a text. Both sides of the wire compute it; tokens are hashed as 32-bit little-endian."""
+
+    def __init__(self, tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]] = ()) -> None:
+        self._hash = hashlib.blake2b(_bytes(tokens), digest_size=DIGEST_LEN)
+
+    def extend(self, tokens: Sequence[int]) -> Digest:
+        """The digest of a longer text; this one stays as it is."""
+        longer = Digest.__new__(Digest)
+        longer._hash = self._hash.copy()
+        longer._hash.update(_bytes(tokens))
+        return longer
+
+    @property
+    def name(self) -> bytes:
+        """Sixteen bytes that stand for the text."""
+        return self._hash.digest()
+
+
+def _bytes(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
+    return np.asarray(tokens, dtype="<i4").tobytes()

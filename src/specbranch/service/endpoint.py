@@ -1,0 +1,173 @@
+"""Where a service listens, and who may reach it.
+
+A Unix socket with owner-only rights by default. TCP only with CURVE keys on both sides; without them it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from specbranch.service.wire import MAX_FRAME
+
+_LINGER_MS = 0
+
+
+class EndpointError(RuntimeError):
+    """An address or a key that cannot be used; the message says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceKeys:
+    """Of the service: its own secret key file, and the directory of the public keys of its clients."""
+
+    secret: Path
+    clients: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """Of a client: its own secret key file, and the service's public key file."""
+
+    secret: Path
+    service: Path
+
+
+def default_address() -> str:
+    """A Unix socket that only this user can reach."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/specbranch-{os.getuid()}"
+    return f"ipc://{base}/specbranch-draft.sock"
+
+
+def make_keys(directory: Path) -> list[Path]:
+    """Write a key pair for a service and one for a client, readable by their owner only."""
+    clients = directory / "clients"
+    clients.mkdir(parents=True, exist_ok=True, mode=0o700)
+    files = []
+    for name in ("service", "client"):
+        public, secret = zmq.auth.create_certificates(directory, name)
+        Path(secret).chmod(0o600)
+        files += [Path(public), Path(secret)]
+    (clients / "client.key").write_bytes((directory / "client.key").read_bytes())
+    return files
+
+
+@contextlib.contextmanager
+def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
+    """A bound ROUTER socket; the socket file and the authenticator go with it."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, _LINGER_MS)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    authenticator = None
+    path = _socket_path(address)
+    try:
+        if path is not None:
+            _bind_unix(router, address, path)
+        else:
+            authenticator = _bind_tcp(context, router, address, keys)
+        yield router
+    finally:
+        router.close()
+        if authenticator is not None:
+            authenticator.stop()
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
+    """A DEALER socket that connects by itself, again and again, with back-off."""
+    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, _LINGER_MS)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    # Nothing is queued for a service that is not there: a send then fails at once instead of waiting.
+    dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.setsockopt(zmq.SNDHWM, 64)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    if _socket_path(address) is None:
+        if keys is None:
+            raise EndpointError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
+        public, secret = _load(keys.secret)
+        dealer.curve_publickey, dealer.curve_secretkey = public, secret
+        dealer.curve_serverkey = zmq.auth.load_certificate(keys.service)[0]
+    dealer.connect(address)
+    return dealer
+
+
+def _socket_path(address: str) -> Path | None:
+    """The file of a Unix address; None for TCP."""
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return Path(address.removeprefix("ipc://"))
+    if address.startswith("tcp://"):
+        return None
+    raise EndpointError(f"{address!r} is no address; give ipc://PATH, or tcp://HOST:PORT with keys")
+
+
+def _bind_unix(router: zmq.Socket[bytes], address: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.exists():
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise EndpointError(f"{path} exists and is no socket; choose another address")
+        if _is_alive(path):
+            raise EndpointError(f"a service listens at {address} already; stop it or choose another address")
+        path.unlink()
+    before = os.umask(0o177)
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        raise EndpointError(f"cannot listen at {address}: {error}") from error
+    finally:
+        os.umask(before)
+    path.chmod(0o600)
+
+
+def _is_alive(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _bind_tcp(
+    context: zmq.Context[Any], router: zmq.Socket[bytes], address: str, keys: ServiceKeys | None
+) -> ThreadAuthenticator:
+    if keys is None:
+        raise EndpointError(
+            f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR"
+        )
+    public, secret = _load(keys.secret)
+    if not list(keys.clients.glob("*.key")):
+        raise EndpointError(f"{keys.clients} holds no client's public key; nobody could connect")
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve(domain="*", location=str(keys.clients))
+    router.curve_server = True
+    router.curve_publickey, router.curve_secretkey = public, secret
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        authenticator.stop()
+        raise EndpointError(f"cannot listen at {address}: {error}") from error
+    return authenticator
+
+
+def _load(path: Path) -> tuple[bytes, bytes]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise EndpointError(f"{path} cannot be read as a key: {error}") from error
+    if secret is None:
+        raise EndpointError(f"{path} holds no secret key; name the file that ends in .key_secret")
+    return public, secret

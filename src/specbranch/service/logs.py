@@ -1,0 +1,34 @@
+"""Structured logs: one line per event, for people or as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["error"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def set_up_logs(style: LogFormat, level: str) -> None:
+    """Send the package's logs to standard error."""
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonFormatter() if style == "json" else text)
+    logger = logging.getLogger("specbranch")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())

@@ -1,0 +1,267 @@
+"""Lookups: a verdict comes in, a proposal goes out, without waiting for the draft step that is under way.
+
+No socket and no thread here: frames in, frames out. A planner may let a target wait; such an answer is held back until
+the draft is long enough or the client's time is up, whichever is first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbranch.core.costs import Costs
+from specbranch.core.draw import TopDraw
+from specbranch.core.planners import SettingError, make_planner
+from specbranch.core.planners.protocol import Planner, Predictor
+from specbranch.core.round import Signal
+from specbranch.core.session import Session
+from specbranch.engines.binding import Binding
+from specbranch.engines.protocol import DraftEngine
+from specbranch.predictor.fixed import ConstantPredictor
+from specbranch.service.compute import Compute
+from specbranch.service.shelf import Draft, Shelf
+from specbranch.service.wire import (
+    VERSION,
+    FrameError,
+    Hello,
+    Open,
+    Proposals,
+    Refused,
+    Reply,
+    Step,
+    StepRow,
+    Welcome,
+    decode_request,
+)
+
+log = logging.getLogger(__name__)
+
+Client = bytes
+Answer = tuple[Client, Reply]
+_PREDICTORS: dict[str, Predictor] = {
+    "confidence": ConstantPredictor(Signal.SOME),
+    "none": ConstantPredictor(Signal.NONE),
+    "all": ConstantPredictor(Signal.ALL),
+}
+_MAX_NAMESPACES = 1024
+# A pause longer than this between two steps is a client at rest, not a target's step.
+_LONGEST_STEP_S = 10.0
+
+
+@dataclass(slots=True)
+class LookupCounts:
+    """What the lookup thread did."""
+
+    steps: int = 0
+    lookups: int = 0
+    unknown: int = 0
+    opened: int = 0
+    muted: int = 0
+    refused: int = 0
+    overdue: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What is known of one namespace: how long its target's steps take."""
+
+    costs: Costs
+    answered_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step whose answer waits for drafts."""
+
+    client: Client
+    step: Step
+    drafts: list[Draft | None]
+    proposals: list[list[int] | None]
+    since_s: float
+    deadline_s: float
+    waiting: set[int] = field(default_factory=set)
+
+
+class Lookup:
+    """Answers clients. Called by one thread only."""
+
+    def __init__(
+        self,
+        engine: DraftEngine,
+        shelf: Shelf,
+        compute: Compute,
+        clock: Callable[[], float] = time.monotonic,
+        piece_len: int = 128,
+    ) -> None:
+        self._engine = engine
+        self._info = engine.info
+        self._shelf = shelf
+        self._compute = compute
+        self._clock = clock
+        self._piece_len = piece_len
+        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
+        self._pending: dict[Client, _Pending] = {}
+        self.counts = LookupCounts()
+
+    def handle(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
+        """Serve one message. A frame that is none of ours is refused, counted and logged; it never raises."""
+        try:
+            if len(frames) != 1:
+                raise FrameError(f"a message of {len(frames)} frames; one is taken")
+            request = decode_request(frames[0])
+            if isinstance(request, Step):
+                return self._serve_step(client, request)
+            if isinstance(request, Hello):
+                return [(client, self._serve_hello(request))]
+            self._serve_open(request)
+            return []
+        except (FrameError, SettingError) as error:
+            self.counts.refused += 1
+            log.warning("refused a message: %s", error)
+            return [(client, Refused(str(error)[:500]))]
+
+    def next_deadline_s(self) -> float | None:
+        """When `answer_overdue` must be called at the latest."""
+        return min((pending.deadline_s for pending in self._pending.values()), default=None)
+
+    def answer_ready(self) -> list[Answer]:
+        """Answers that were held back and are complete now; asked after draft steps."""
+        return self._answers(pending for pending in list(self._pending.values()) if self._is_ready(pending))
+
+    def answer_overdue(self) -> list[Answer]:
+        """Answers whose time is up: rows that are not ready go without a draft."""
+        now_s = self._clock()
+        overdue = [pending for pending in self._pending.values() if pending.deadline_s <= now_s]
+        for pending in overdue:
+            self.counts.overdue += 1
+            for index in list(pending.waiting):
+                self._give_up(pending, index)
+        return self._answers(overdue)
+
+    def _serve_hello(self, hello: Hello) -> Welcome:
+        if hello.version != VERSION:
+            raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
+        return Welcome(VERSION, hello.round, self._info.model, self._info.vocab_len)
+
+    def _serve_open(self, request: Open) -> None:
+        if request.predictor not in _PREDICTORS:
+            raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
+        for text in request.texts:
+            planner = self._planner(request.planner, request.settings, request.predictor)
+            self._put(request.namespace, text, planner)
+            self.counts.opened += 1
+
+    def _planner(self, name: str, settings: dict[str, Any], predictor: str) -> Planner:
+        try:
+            return make_planner(name, settings, _PREDICTORS[predictor])
+        except TypeError as error:  # a setting of the wrong type, compared or computed with
+            raise SettingError(f"planner {name!r} cannot be made with {settings!r}: {error}") from error
+
+    def _put(self, namespace: bytes, text: Sequence[int], planner: Planner) -> Draft:
+        if not self._can_draft(text):
+            planner = make_planner("none", {}, _PREDICTORS["confidence"])
+            self.counts.muted += 1
+        session = Session(text, planner, TopDraw(), self._tenant(namespace).costs)
+        draft = Draft(namespace, session, Binding(self._engine, self._piece_len))
+        self._shelf.put(draft)
+        # The target goes on without a draft; reading the text in and preparing for its verdict begins at once.
+        session.stand_aside()
+        self._compute.tell(draft)
+        return draft
+
+    def _can_draft(self, text: Sequence[int]) -> bool:
+        """Whether the draft model knows every token, and its cache can hold the text with some room to draft."""
+        return max(text) < self._info.vocab_len and len(text) + 64 <= self._info.max_tokens
+
+    def _serve_step(self, client: Client, step: Step) -> list[Answer]:
+        now_s = self._clock()
+        self._observe_target(step.namespace, now_s)
+        self._pending.pop(client, None)
+        self.counts.steps += 1
+        pending = _Pending(client, step, [], [], now_s, now_s + step.wait_ms / 1000)
+        for index, row in enumerate(step.rows):
+            draft = self._draft_of(step.namespace, row)
+            proposal = self._propose(draft) if draft else None
+            if draft and proposal is None:
+                pending.waiting.add(index)
+                draft.is_awaited = True
+            pending.drafts.append(draft)
+            pending.proposals.append(proposal)
+            if draft:
+                self._compute.tell(draft)
+        self._pending[client] = pending
+        if not pending.waiting:
+            return self._answers([pending])
+        return self.answer_overdue() if pending.deadline_s <= now_s else []
+
+    def _draft_of(self, namespace: bytes, row: StepRow) -> Draft | None:
+        """The draft of a row, brought up to the row's text; None if the text is not known."""
+        self.counts.lookups += 1
+        # An equal text may have come this far already: two requests then share one draft.
+        draft = self._shelf.find((namespace, row.after))
+        if draft is not None:
+            return draft
+        draft = self._shelf.find((namespace, row.before))
+        if draft is None or not self._shelf.follow(draft, row.tokens, row.num_submitted):
+            self.counts.unknown += 1
+            return None
+        if not self._can_draft(row.tokens) or not self._can_draft(draft.session.tokens):
+            return self._put(namespace, draft.session.tokens, make_planner("none", {}, _PREDICTORS["confidence"]))
+        return draft
+
+    def _propose(self, draft: Draft) -> list[int] | None:
+        with draft.lock:
+            return draft.session.propose()
+
+    def _is_ready(self, pending: _Pending) -> bool:
+        for index in list(pending.waiting):
+            draft = pending.drafts[index]
+            assert draft is not None, "only drafts wait"
+            if draft.is_forgotten:
+                self._give_up(pending, index)
+                continue
+            proposal = self._propose(draft)
+            if proposal is not None:
+                pending.proposals[index] = proposal
+                pending.waiting.discard(index)
+                draft.is_awaited = False
+        return not pending.waiting
+
+    def _give_up(self, pending: _Pending, index: int) -> None:
+        draft = pending.drafts[index]
+        assert draft is not None, "only drafts wait"
+        with draft.lock:
+            draft.session.stand_aside()
+            draft.is_awaited = False
+            pending.proposals[index] = draft.session.propose()
+        pending.waiting.discard(index)
+        self._compute.tell(draft)
+
+    def _answers(self, done: Iterable[_Pending]) -> list[Answer]:
+        answers: list[Answer] = []
+        now_s = self._clock()
+        for pending in done:
+            self._pending.pop(pending.client, None)
+            self.counts.wait_s += now_s - pending.since_s
+            self._tenant(pending.step.namespace).answered_s = now_s
+            answers.append((pending.client, Proposals(pending.step.round, pending.proposals)))
+        return answers
+
+    def _observe_target(self, namespace: bytes, now_s: float) -> None:
+        tenant = self._tenant(namespace)
+        if tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
+            tenant.costs.target.observe(1, now_s - tenant.answered_s)
+
+    def _tenant(self, namespace: bytes) -> _Tenant:
+        tenant = self._tenants.get(namespace)
+        if tenant is None:
+            tenant = self._tenants[namespace] = _Tenant(Costs(draft=self._compute.cost))
+            if len(self._tenants) > _MAX_NAMESPACES:
+                self._tenants.popitem(last=False)
+        self._tenants.move_to_end(namespace)
+        return tenant

@@ -1,0 +1,73 @@
+"""Prometheus metrics of a service, collected when they are asked for. Needs the `metrics` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from specbranch.core.stats import Stats
+from specbranch.service.server import Server
+
+
+def serve_metrics(server: Server, port: int, host: str = "127.0.0.1") -> Any:
+    """Answer scrapes at a port; returns what must be shut down."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise ImportError("metrics need prometheus_client: pip install 'specbranch[metrics]'") from error
+    registry = CollectorRegistry()
+    registry.register(_Collector(server))
+    httpd, _ = start_http_server(port, addr=host, registry=registry)
+    return httpd
+
+
+class _Collector:
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, text, value in counters(self._server):
+            yield CounterMetricFamily(f"specbranch_draft_{name}", text, value=value)
+        rolled = CounterMetricFamily(
+            "specbranch_draft_rolled_back_tokens", "Drafted tokens that a verdict made useless.", labels=["cause"]
+        )
+        stats = self._server.shelf.stats()
+        for cause in ("rejected", "unused", "cut"):
+            rolled.add_metric([cause], getattr(stats, cause))
+        yield rolled
+        for name, text, value in gauges(self._server):
+            yield GaugeMetricFamily(f"specbranch_draft_{name}", text, value=value)
+
+
+def counters(server: Server) -> list[tuple[str, str, float]]:
+    """Name, meaning and value of everything that only grows."""
+    stats: Stats = server.shelf.stats()
+    lookup, compute = server.lookup.counts, server.compute.counts
+    return [
+        ("hits", "Verdicts whose root had been drawn and run.", stats.hits),
+        ("misses", "Verdicts that were not prepared.", stats.rounds - stats.hits),
+        ("submitted_tokens", "Tokens proposed for verification.", stats.submitted),
+        ("accepted_tokens", "Proposed tokens that the target accepted.", stats.accepted),
+        ("rows", "Draft rows run.", compute.rows),
+        ("steps", "Draft steps run.", compute.steps),
+        ("step_seconds", "Time in draft steps.", compute.step_s),
+        ("failed_steps", "Draft steps that the engine refused.", compute.failed_steps),
+        ("lookups", "Sequences looked up.", lookup.lookups),
+        ("unknown", "Lookups of a text that was not known.", lookup.unknown),
+        ("opened", "Texts opened.", lookup.opened),
+        ("muted", "Texts that the draft model cannot take.", lookup.muted),
+        ("refused_frames", "Messages that were refused.", lookup.refused),
+        ("overdue", "Answers given without a full draft because time was up.", lookup.overdue),
+        ("wait_seconds", "Time that answers were held back for a draft.", lookup.wait_s),
+        ("evictions", "Sessions forgotten for want of room.", server.shelf.num_evictions),
+    ]
+
+
+def gauges(server: Server) -> list[tuple[str, str, float]]:
+    """Name, meaning and value of everything that goes up and down."""
+    return [
+        ("sessions", "Sessions remembered.", len(server.shelf)),
+        ("session_tokens", "Tokens of text remembered.", server.shelf.num_tokens),
+    ]

@@ -1,0 +1,117 @@
+"""The draft service as a running thing: one socket, a lookup thread (the caller's) and a compute thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from specbranch.engines.protocol import DraftEngine
+from specbranch.service.compute import Compute
+from specbranch.service.endpoint import ServiceKeys, listening
+from specbranch.service.lookup import Answer, Lookup
+from specbranch.service.shelf import Shelf
+from specbranch.service.wire import encode
+
+log = logging.getLogger(__name__)
+
+_WAKE = "inproc://wake"
+_POLL_MS = 500
+# Python lets a thread keep the interpreter for 5 ms; a lookup must not wait that long while the other thread plans.
+_SWITCH_S = 0.0001
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """Where to listen, and how much to remember."""
+
+    address: str
+    keys: ServiceKeys | None = None
+    max_sessions: int = 256
+    max_session_tokens: int = 4_000_000
+    piece_len: int = 128
+
+
+class Server:
+    """Serves until `stop`. `stop` may be called from a signal handler or another thread."""
+
+    def __init__(self, engine: DraftEngine, options: ServiceOptions) -> None:
+        self._engine = engine
+        self._options = options
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._wake_sender = self._context.socket(zmq.PUSH)
+        self._wake_sender.setsockopt(zmq.SNDHWM, 1)
+        self._wake_sender.setsockopt(zmq.LINGER, 0)
+        self._is_stopping = False
+        self.shelf = Shelf(options.max_sessions, options.max_session_tokens)
+        self.compute = Compute(engine, self.shelf, notify=self._wake)
+        self.lookup = Lookup(engine, self.shelf, self.compute, piece_len=options.piece_len)
+
+    def stop(self) -> None:
+        """End soon."""
+        self._is_stopping = True
+
+    def serve(self) -> None:
+        """Listen and answer until stopped; then close everything."""
+        sys.setswitchinterval(_SWITCH_S)
+        wake = self._context.socket(zmq.PULL)
+        wake.bind(_WAKE)
+        self._wake_sender.connect(_WAKE)
+        try:
+            with listening(self._context, self._options.address, self._options.keys) as router:
+                self.compute.start()
+                log.info("listening at %s", self._options.address)
+                self._loop(router, wake)
+        finally:
+            self.compute.stop()
+            wake.close()
+            self._wake_sender.close()
+            self._context.term()
+            self._engine.shutdown()
+            log.info("stopped")
+
+    def _loop(self, router: zmq.Socket[bytes], wake: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
+        while not self._is_stopping:
+            events = dict(poller.poll(self._timeout_ms()))
+            if router in events:
+                self._receive(router)
+            if wake in events:
+                wake.recv()
+                self._send(router, self.lookup.answer_ready())
+            self._send(router, self.lookup.answer_overdue())
+
+    def _timeout_ms(self) -> int:
+        deadline_s = self.lookup.next_deadline_s()
+        if deadline_s is None:
+            return _POLL_MS
+        return min(max(math.ceil((deadline_s - time.monotonic()) * 1000), 0), _POLL_MS)
+
+    def _receive(self, router: zmq.Socket[bytes]) -> None:
+        # A few at a time, so that a flood from one client cannot keep deadlines from being met.
+        for _ in range(64):
+            try:
+                client, *frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._send(router, self.lookup.handle(client, frames))
+
+    def _send(self, router: zmq.Socket[bytes], answers: list[Answer]) -> None:
+        for client, reply in answers:
+            try:
+                router.send_multipart((client, encode(reply)), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                log.debug("an answer found no client: %s", error)
+
+    def _wake(self) -> None:
+        """Called by the compute thread. One wake-up in the pipe is enough."""
+        with contextlib.suppress(zmq.Again):
+            self._wake_sender.send(b"", zmq.NOBLOCK)

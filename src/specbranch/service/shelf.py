@@ -1,0 +1,141 @@
+"""The sessions of a service, found by content, forgotten when they are the least recently used.
+
+A key is a namespace and the digest of the committed text. One lock guards the order of the shelf; each draft has a lock
+of its own, which the lookup thread and the compute thread hold for microseconds at a time, never during a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from specbranch.core.session import Session
+from specbranch.core.stats import Stats
+from specbranch.engines.binding import Binding
+from specbranch.service.digest import Digest
+
+Key = tuple[bytes, bytes]  # namespace, digest
+
+
+class Draft:
+    """One session of the service: what is drafted, and the engine handles that hold it."""
+
+    def __init__(self, namespace: bytes, session: Session, binding: Binding) -> None:
+        self.namespace = namespace
+        self.session = session
+        self.binding = binding
+        self.lock = threading.Lock()
+        self.is_forgotten = False
+        self.is_awaited = False  # the target stands still for this one
+        self._digest = Digest(session.tokens)
+
+    @property
+    def key(self) -> Key:
+        """Where the draft stands on the shelf."""
+        return (self.namespace, self._digest.name)
+
+    def follow(self, tokens: Sequence[int], num_submitted: int) -> None:
+        """Take in a verdict; the caller holds the lock and moves the draft on the shelf."""
+        self.session.follow(tokens, num_submitted)
+        self._digest = self._digest.extend(tokens)
+
+
+class Shelf:
+    """Drafts by key, most recently used last; at most `max_drafts`, and at most `max_tokens` of text in all."""
+
+    def __init__(self, max_drafts: int, max_tokens: int) -> None:
+        self._max_drafts = max_drafts
+        self._max_tokens = max_tokens
+        self._drafts: OrderedDict[Key, Draft] = OrderedDict()
+        self._lock = threading.Lock()
+        self._num_tokens = 0
+        self._forgotten: list[Draft] = []
+        self._retired = Stats()
+        self.num_evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._drafts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of text on the shelf."""
+        return self._num_tokens
+
+    def find(self, key: Key) -> Draft | None:
+        """The draft of a text, which is thereby the most recently used."""
+        with self._lock:
+            draft = self._drafts.get(key)
+            if draft is not None:
+                self._drafts.move_to_end(key)
+            return draft
+
+    def put(self, draft: Draft) -> None:
+        """Add a draft; one with the same key makes way, and so do the oldest where the budget asks for it."""
+        with self._lock:
+            self._remove(self._drafts.get(draft.key))
+            self._drafts[draft.key] = draft
+            self._num_tokens += len(draft.session.tokens)
+            self._shrink()
+
+    def follow(self, draft: Draft, tokens: Sequence[int], num_submitted: int) -> bool:
+        """Let a draft take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
+        with self._lock:
+            if draft.is_forgotten:
+                return False
+            del self._drafts[draft.key]
+            with draft.lock:
+                draft.follow(tokens, num_submitted)
+            self._remove(self._drafts.get(draft.key))
+            self._drafts[draft.key] = draft
+            self._num_tokens += len(tokens)
+            self._shrink()
+            return not draft.is_forgotten
+
+    def evict_oldest(self, spared: Sequence[Draft] = ()) -> bool:
+        """Forget the least recently used draft that holds engine handles; False if there is none to forget."""
+        with self._lock:
+            for draft in self._drafts.values():
+                if draft.binding.num_handles and draft not in spared:
+                    self._remove(draft)
+                    self.num_evictions += 1
+                    return True
+            return False
+
+    def forget(self, draft: Draft) -> None:
+        """Forget one draft."""
+        with self._lock:
+            self._remove(draft)
+
+    def take_forgotten(self) -> list[Draft]:
+        """Drafts forgotten since the last call. Whoever owns the engine closes their handles."""
+        with self._lock:
+            forgotten, self._forgotten = self._forgotten, []
+            return forgotten
+
+    def snapshot(self) -> list[Draft]:
+        """All drafts, least recently used first."""
+        with self._lock:
+            return list(self._drafts.values())
+
+    def stats(self) -> Stats:
+        """The counters of all sessions, the forgotten ones included."""
+        total = Stats()
+        with self._lock:
+            total.add(self._retired)
+            for draft in self._drafts.values():
+                total.add(draft.session.stats)
+        return total
+
+    def _shrink(self) -> None:
+        while len(self._drafts) > 1 and (len(self._drafts) > self._max_drafts or self._num_tokens > self._max_tokens):
+            self._remove(next(iter(self._drafts.values())))
+            self.num_evictions += 1
+
+    def _remove(self, draft: Draft | None) -> None:
+        if draft is not None and not draft.is_forgotten:
+            draft.is_forgotten = True
+            self._drafts.pop(draft.key, None)
+            self._num_tokens -= len(draft.session.tokens)
+            self._forgotten.append(draft)
+            self._retired.add(draft.session.stats)

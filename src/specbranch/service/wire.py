@@ -1,0 +1,125 @@
+"""What crosses the wire: small, versioned, bounded messages of token ids. MessagePack by msgspec; never pickle.
+
+A text is named by its digest. A namespace keeps one client's texts apart from another's; it is random unless two
+clients were given the same one on purpose. Every exchange carries the client's round number, so a late reply can be
+told from the one awaited.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from specbranch.service.digest import DIGEST_LEN
+
+VERSION = 1
+MAX_FRAME = 8 << 20  # bytes
+MAX_ROWS = 1024
+MAX_TEXT = 1 << 20  # tokens
+MAX_NEW = 4096  # tokens committed in one step
+
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Version = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Name = Annotated[bytes, Meta(min_length=DIGEST_LEN, max_length=DIGEST_LEN)]
+Namespace = Annotated[bytes, Meta(min_length=1, max_length=64)]
+Word = Annotated[str, Meta(min_length=1, max_length=64)]
+NewTokens = Annotated[list[Token], Meta(min_length=1, max_length=MAX_NEW)]
+Text = Annotated[list[Token], Meta(min_length=1, max_length=MAX_TEXT)]
+Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
+
+
+class FrameError(ValueError):
+    """A frame that is not a message of this protocol."""
+
+
+class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Are you there, and is this what I think you are?"""
+
+    version: Version
+    round: Round
+
+
+class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The answer to `Hello`."""
+
+    version: Version
+    round: Round
+    model: Annotated[str, Meta(max_length=256)]
+    vocab_len: Annotated[int, Meta(ge=1)]
+
+
+class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One sequence of an engine step: the text before, the tokens just committed, and the text with them."""
+
+    before: Name
+    tokens: NewTokens
+    after: Name
+    num_submitted: Annotated[int, Meta(ge=0, le=MAX_NEW)]
+
+
+class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One engine step, all its sequences in one message. The answer may take up to `wait_ms`."""
+
+    round: Round
+    namespace: Namespace
+    wait_ms: Annotated[float, Meta(ge=0, le=60_000)]
+    rows: Annotated[list[StepRow], Meta(min_length=1, max_length=MAX_ROWS)]
+
+
+class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What to submit for every row; None where the text is not known and must be opened."""
+
+    round: Round
+    rows: Annotated[list[Annotated[list[Token], Meta(max_length=MAX_NEW)] | None], Meta(max_length=MAX_ROWS)]
+
+
+class Open(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Whole texts to draft for, and the planner that shall do it. There is no answer."""
+
+    namespace: Namespace
+    planner: Word
+    settings: Annotated[dict[Word, Setting], Meta(max_length=16)]
+    predictor: Word
+    texts: Annotated[list[Text], Meta(min_length=1, max_length=MAX_ROWS)]
+
+
+class Refused(Struct, tag="refused", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Why a message could not be served."""
+
+    reason: Annotated[str, Meta(max_length=512)]
+
+
+Request = Hello | Step | Open
+Reply = Welcome | Proposals | Refused
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """A message as one frame."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> Request:
+    """A client's message, or `FrameError`."""
+    return _decode(_requests, frame)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """The service's message, or `FrameError`."""
+    return _decode(_replies, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    if len(frame) > MAX_FRAME:
+        raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME} are taken")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(str(error)) from error

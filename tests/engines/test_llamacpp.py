@@ -1,0 +1,196 @@
+"""llama.cpp as a draft engine, on real weights."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from specbranch.core.law import Law
+from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path
+from specbranch.engines.options import EngineOptions, engine_for, open_engine
+from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
+from tests.engines.closeness import close_laws
+from tests.engines.conformance import Close, EngineConformance, fresh_law, machine_for
+from tests.engines.models import model_path
+
+
+def is_close(a: Law, b: Law) -> bool:
+    """With weights and cache in 32 bits only the order of summation changes from cell to cell."""
+    return close_laws(a, b, 1e-4)
+
+
+def is_roughly_close(a: Law, b: Law) -> bool:
+    """With packed weights activations are rounded to eight bits: a last digit can tip one over, and the law with it."""
+    return close_laws(a, b, 0.1)
+
+
+def engine_of(path: Path, dtype: str = "auto", max_tokens: int = 1024, max_handles: int = 64) -> LlamaCppEngine:
+    options = EngineOptions(str(path), threads=2, dtype=dtype, max_tokens=max_tokens, max_handles=max_handles)
+    return LlamaCppEngine(options)
+
+
+@pytest.fixture(scope="module")
+def dense_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with its weights unpacked to 32 bits, by llama.cpp's own converter."""
+    import llama_cpp
+
+    path = tmp_path_factory.mktemp("dense") / "smollm2-f32.gguf"
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
+    params.allow_requantize = True
+    source = gguf_path(str(model_path("smollm2-135m")))
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def dense(dense_gguf: Path) -> Iterator[LlamaCppEngine]:
+    engine = engine_of(dense_gguf, "float32")
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[LlamaCppEngine]:
+    engine = engine_of(model_path("smollm2-135m"))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[LlamaCppEngine]:
+    engine = engine_of(model_path("qwen-coder-0.5b"))
+    yield engine
+    engine.shutdown()
+
+
+class TestDenseSmolLM2(EngineConformance):
+    @pytest.fixture
+    def engine(self, dense: LlamaCppEngine) -> DraftEngine:
+        return dense
+
+    @pytest.fixture
+    def is_close(self) -> Close:
+        return is_close
+
+
+class TestPackedSmolLM2(EngineConformance):
+    @pytest.fixture
+    def engine(self, smollm2: LlamaCppEngine) -> DraftEngine:
+        return smollm2
+
+    @pytest.fixture
+    def is_close(self) -> Close:
+        return is_roughly_close
+
+
+class TestQwenDraft(EngineConformance):
+    @pytest.fixture
+    def engine(self, qwen: LlamaCppEngine) -> DraftEngine:
+        return qwen
+
+    @pytest.fixture
+    def is_close(self) -> Close:
+        return is_roughly_close
+
+
+@pytest.mark.timeout(300)
+def test_random_histories_never_give_a_wrong_law_or_leave_a_cell(dense: LlamaCppEngine) -> None:
+    hundred = settings(max_examples=100, stateful_step_count=10, deadline=None)
+    run_state_machine_as_test(machine_for(dense, is_close), settings=hundred)
+
+    assert dense.num_tokens == 0
+
+
+def test_after_all_handles_are_closed_the_whole_cache_can_be_filled(dense: LlamaCppEngine) -> None:
+    """llama.cpp itself has room for every token that the books say is free."""
+    handle = dense.open()
+    for _ in range(1024 // 256):
+        dense.run([Row(handle, tuple(range(100, 356)))])
+    with pytest.raises(EngineFull, match="room for 0 more"):
+        dense.run([Row(handle, (1,))])
+    dense.close(handle)
+
+    assert dense.num_tokens == 0
+    assert fresh_law(dense, [1, 2, 3]).ids
+
+
+def test_a_fork_of_four_thousand_tokens_takes_no_time_and_no_cell(
+    dense_gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = engine_of(dense_gguf, max_tokens=4352, max_handles=40)
+    trunk = engine.open()
+    engine.run([Row(trunk, tuple(100 + i % 5000 for i in range(4000)))])
+    before = engine.num_tokens, _resident_bytes()
+    times_s = []
+    for _ in range(32):
+        start_s = time.perf_counter()
+        engine.fork(trunk, 4000)
+        times_s.append(time.perf_counter() - start_s)
+    after = engine.num_tokens, _resident_bytes()
+    engine.shutdown()
+
+    with capsys.disabled():
+        print(f"\nfork of 4,000 tokens, llama.cpp: median {statistics.median(times_s) * 1e6:.0f} us")
+    assert statistics.median(times_s) < 0.001
+    assert after[0] == before[0] == 4000
+    # One copy of these 4,000 tokens would be 92 MB: 30 layers of 2 times 192 numbers of 2 bytes each.
+    assert after[1] - before[1] < 8 << 20
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_llamacpp_and_torch_give_the_same_laws_for_the_same_weights(dense: LlamaCppEngine) -> None:
+    """The same GGUF, its weights unpacked to 32 bits on both sides."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    from specbranch.engines.torch import TorchEngine
+
+    other = TorchEngine(EngineOptions(str(model_path("smollm2-135m")), dtype="float32", threads=2))
+    texts = [[504, 2365, 6354, 16438], [28, 253, 1165, 30, 100, 2000], list(range(300, 340))]
+    pairs = [(fresh_law(dense, text), fresh_law(other, text)) for text in texts]
+    other.shutdown()
+
+    assert all(close_laws(a, b, 1e-3) for a, b in pairs)
+
+
+def test_a_missing_or_broken_model_is_refused_with_a_mend(tmp_path: Path) -> None:
+    broken, empty = tmp_path / "broken.gguf", tmp_path / "empty"
+    broken.write_bytes(b"not a model")
+    empty.mkdir()
+
+    with pytest.raises(EngineError, match="could not be loaded"):
+        LlamaCppEngine(EngineOptions(str(broken)))
+    with pytest.raises(EngineError, match="give a path"):
+        gguf_path("nowhere")
+    with pytest.raises(EngineError, match="holds 0 GGUF files"):
+        gguf_path(str(empty))
+    for device in ("abacus", "gpu:x"):
+        with pytest.raises(EngineError, match="no device is called"):
+            LlamaCppEngine(EngineOptions(str(broken), device=device))
+    with pytest.raises(EngineError, match="no engine is called"):
+        open_engine("abacus", EngineOptions("x"))
+    with pytest.raises(EngineError, match="max_tokens is 0"):
+        EngineOptions("x", max_tokens=0)
+    with pytest.raises(EngineError, match="threads is 0"):
+        EngineOptions("x", threads=0)
+    assert engine_for("x.gguf") == "llamacpp"
+    assert engine_for("org/model") == "torch"
+
+
+def test_a_recurrent_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No recurrent weights are at hand; llama.cpp's own answer is replaced."""
+    monkeypatch.setattr("specbranch.engines.llamacpp.llama_cpp.llama_model_is_recurrent", lambda model: True)
+
+    with pytest.raises(EngineError, match="cannot be cut back"):
+        engine_of(model_path("smollm2-135m"))

@@ -1,0 +1,328 @@
+"""The torch engine on tiny models of known weights, and on SmolLM2 where its files are at hand."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
+
+from specbranch.core.law import Law  # noqa: E402
+from specbranch.engines.head import head_of  # noqa: E402
+from specbranch.engines.options import EngineOptions, open_engine  # noqa: E402
+from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
+from specbranch.engines.torch import TorchEngine  # noqa: E402
+from tests.engines.closeness import close_laws  # noqa: E402
+from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_law, machine_for  # noqa: E402
+
+SHELF = Path(os.environ.get("SPECBRANCH_MODELS", "/nowhere"))
+SMOLLM2 = SHELF / "smollm2-135m-dense"
+SMOLLM2_GGUF = SHELF / "smollm2-135m" / "smollm2-135m.gguf"
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2.exists(), reason="no smollm2-135m-dense below $SPECBRANCH_MODELS")
+needs_gguf = pytest.mark.skipif(not SMOLLM2_GGUF.exists(), reason="no smollm2-135m below $SPECBRANCH_MODELS")
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.3,  # at the usual 0.02 all laws are flat and all texts alike
+}
+
+Save = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Write a tiny model of random but fixed weights, and say where."""
+
+    def save_tiny(name: str, **more: Any) -> str:
+        config = transformers.AutoConfig.for_model(name, **TINY | more)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        path = tmp_path_factory.mktemp(name)
+        model.save_pretrained(path)
+        return str(path)
+
+    return save_tiny
+
+
+@pytest.fixture(scope="module")
+def llama_path(save: Save) -> str:
+    return save("llama")
+
+
+@pytest.fixture(scope="module")
+def llama(llama_path: str) -> TorchEngine:
+    return TorchEngine(EngineOptions(llama_path))
+
+
+@pytest.fixture(scope="module")
+def qwen2(save: Save) -> TorchEngine:
+    return TorchEngine(EngineOptions(save("qwen2")))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> TorchEngine:
+    return TorchEngine(EngineOptions(str(SMOLLM2), dtype="float32"))
+
+
+class _Close:
+    @pytest.fixture
+    def is_close(self) -> Close:
+        return close_laws
+
+
+class TestTinyLlama(_Close, EngineConformance):
+    @pytest.fixture
+    def engine(self, llama: TorchEngine) -> DraftEngine:
+        return llama
+
+
+class TestTinyQwen2(_Close, EngineConformance):
+    @pytest.fixture
+    def engine(self, qwen2: TorchEngine) -> DraftEngine:
+        return qwen2
+
+
+@needs_smollm2
+class TestSmolLM2(_Close, EngineConformance):
+    @pytest.fixture
+    def engine(self, smollm2: TorchEngine) -> DraftEngine:
+        return smollm2
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_random_histories_never_give_a_wrong_law_or_leave_a_slot(name: str, request: pytest.FixtureRequest) -> None:
+    engine = request.getfixturevalue(name)
+
+    run_state_machine_as_test(machine_for(engine, close_laws), settings=STATEFUL)
+
+    assert (engine.num_tokens, engine.num_bytes) == (0, 0)
+
+
+@needs_smollm2
+def test_random_histories_of_a_real_model_never_give_a_wrong_law(smollm2: TorchEngine) -> None:
+    few = settings(max_examples=25, stateful_step_count=12, deadline=None)
+
+    run_state_machine_as_test(machine_for(smollm2, close_laws), settings=few)
+
+    assert (smollm2.num_tokens, smollm2.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_the_laws_of_a_tiny_model_tell_texts_apart(name: str, request: pytest.FixtureRequest) -> None:
+    """Else the suite above would pass whatever a token sees."""
+    engine = request.getfixturevalue(name)
+    law = fresh_law(engine, [1, 2, 3, 4])
+
+    for other in ([1, 2, 4], [2, 1, 3, 4], [1, 1, 2, 3, 4], [3, 2, 3, 4], [1, 2, 3, 4, 4], [2, 3, 4]):
+        assert not close_laws(law, fresh_law(engine, other), tolerance=1e-3)
+
+
+def test_a_law_is_that_of_the_plain_model(llama: TorchEngine, llama_path: str) -> None:
+    plain = transformers.AutoModelForCausalLM.from_pretrained(llama_path, attn_implementation="eager")
+    text = [(7 * place + place * place) % 64 for place in range(150)]
+    trunk = llama.open()
+    llama.run([Row(trunk, tuple(text[:100]))])
+    other, fork = llama.fork(trunk, 90), llama.fork(trunk, 80)
+    llama.run([Row(other, (1, 2, 3)), Row(fork, tuple(text[80:120]))])
+    laws = llama.run([Row(fork, tuple(text[120:])), Row(other, (4,))])
+    for handle in (trunk, other, fork):
+        llama.close(handle)
+
+    for law, whole in zip(laws, (text, [*text[:90], 1, 2, 3, 4]), strict=True):
+        assert close_laws(law, _plain_law(plain, whole))
+
+
+@needs_smollm2
+def test_a_law_of_a_real_model_is_that_of_the_plain_model(smollm2: TorchEngine) -> None:
+    plain = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype="float32", attn_implementation="eager")
+    text = list(range(500, 540))
+
+    assert close_laws(fresh_law(smollm2, text), _plain_law(plain, text))
+
+
+@needs_gguf
+@needs_smollm2
+def test_a_gguf_file_gives_the_laws_of_its_dense_weights() -> None:
+    engines = [TorchEngine(EngineOptions(str(path), dtype="bfloat16")) for path in (SMOLLM2_GGUF, SMOLLM2)]
+    law, dense_law = (fresh_law(engine, range(500, 520)) for engine in engines)
+
+    assert close_laws(law, dense_law)
+
+
+def test_a_full_cache_refuses_all_rows_of_a_step_and_changes_nothing(llama_path: str) -> None:
+    engine = TorchEngine(EngineOptions(llama_path, max_tokens=6, max_handles=2))
+    a = engine.open()
+    engine.run([Row(a, (1, 2, 3))])
+    b = engine.fork(a, 3)
+
+    with pytest.raises(EngineFull, match="room for 3 more tokens, not 4"):
+        engine.run([Row(a, (4, 5)), Row(b, (6, 7))])
+    with pytest.raises(EngineFull, match="all 2 handles"):
+        engine.fork(a, 1)
+    with pytest.raises(EngineFull, match="all 2 handles"):
+        engine.open()
+    assert engine.num_tokens == 3
+    law, _ = engine.run([Row(a, (4, 5)), Row(b, (6,))])
+    engine.close(a)
+    engine.close(b)
+    assert close_laws(law, fresh_law(engine, [1, 2, 3, 4, 5]))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(torch.cuda.OutOfMemoryError("full"), EngineFull), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_step_that_fails_changes_nothing(
+    llama: TorchEngine, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
+) -> None:
+    handle = llama.open()
+    llama.run([Row(handle, (1, 2))])
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(raised):
+        patch.setattr(llama, "_forward", fail)
+        llama.run([Row(handle, (3,))])
+    assert llama.num_tokens == 2
+    (law,) = llama.run([Row(handle, (4,))])
+    llama.close(handle)
+    assert close_laws(law, fresh_law(llama, [1, 2, 4]))
+
+
+def test_a_step_without_rows_does_nothing(llama: TorchEngine) -> None:
+    assert llama.run([]) == []
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_token_outside_the_vocabulary_is_refused(llama: TorchEngine, token: int) -> None:
+    handle = llama.open()
+    with pytest.raises(ValueError, match="below 64"):
+        llama.run([Row(handle, (1, token))])
+    assert llama.num_tokens == 0
+    llama.close(handle)
+
+
+def test_a_fork_of_a_long_text_is_quick_and_adds_no_bytes(llama: TorchEngine) -> None:
+    trunk = llama.open()
+    llama.run([Row(trunk, tuple(place % 64 for place in range(4000)))])
+    bytes_before = llama.num_bytes
+    forks, times_s = [], []
+    for _ in range(100):
+        start_s = time.perf_counter()
+        forks.append(llama.fork(trunk, 4000))
+        times_s.append(time.perf_counter() - start_s)
+    bytes_after = llama.num_bytes
+    for handle in (trunk, *forks):
+        llama.close(handle)
+
+    assert bytes_after == bytes_before > 4000 * 4
+    assert median(times_s) < 1e-3
+    assert llama.num_bytes == 0
+
+
+def test_slots_of_closed_branches_are_used_again(llama: TorchEngine) -> None:
+    trunk = llama.open()
+    llama.run([Row(trunk, tuple(range(50)))])
+    bytes_before = llama.num_bytes
+    for _ in range(30):
+        fork = llama.fork(trunk, 50)
+        llama.run([Row(fork, (1, 2, 3, 4))])
+        llama.close(fork)
+    bytes_after = llama.num_bytes
+    llama.close(trunk)
+
+    assert bytes_after == bytes_before
+
+
+def test_an_engine_is_opened_by_name_and_shut_down(llama_path: str) -> None:
+    engine = open_engine("torch", EngineOptions(llama_path, threads=torch.get_num_threads(), head_len=100))
+    law = fresh_law(engine, [1])
+    engine.shutdown()
+
+    assert len(law.ids) == engine.info.vocab_len == 64
+    assert engine.num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"model": "/no/such/model"}, "cannot load '/no/such/model'.*; give a directory"),
+        ({"model": "{llama}", "device": "nodevice"}, "cannot load .* on nodevice"),
+        ({"model": "{llama}", "dtype": "float31"}, "no dtype 'float31'; give auto"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_with_its_cause(options: dict[str, str], cause: str, llama_path: str) -> None:
+    with pytest.raises(EngineError, match=cause):
+        TorchEngine(EngineOptions(**{name: value.format(llama=llama_path) for name, value in options.items()}))  # type: ignore[arg-type]
+
+
+def test_a_directory_with_several_gguf_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+
+    with pytest.raises(EngineError, match="holds 2 GGUF files; name one"):
+        TorchEngine(EngineOptions(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "cause"),
+    [
+        ("mistral", {"sliding_window": 16}, "sliding window is 16"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding window is 16"),
+        ("mamba", {"state_size": 4}, "recurrent"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
+        ("gemma2", {"sliding_window": 1 << 20, "head_dim": 8}, "attention is not plain"),
+    ],
+)
+def test_a_model_without_full_attention_is_refused(save: Save, name: str, more: dict[str, Any], cause: str) -> None:
+    path = save(name, **more)
+
+    with pytest.raises(EngineError, match=f"{cause}.*; choose a model with full attention"):
+        TorchEngine(EngineOptions(path))
+
+
+def test_a_sliding_window_that_no_text_can_leave_is_no_reason_to_refuse(save: Save) -> None:
+    engine = TorchEngine(EngineOptions(save("mistral", sliding_window=16), max_tokens=16))
+
+    assert fresh_law(engine, range(16)).ids
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "specbranch.engines.torch")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    with pytest.raises(EngineError, match=r"pip install 'specbranch\[torch\]'"):
+        import_module("specbranch.engines.torch")
+
+
+def test_laws_are_close_if_only_a_near_tie_swaps() -> None:
+    law = Law((1, 2, 3), (0.5, 0.2, 0.1), 1.0)
+
+    assert close_laws(law, Law((1, 2, 4), (0.5, 0.2, 0.10001), 1.0))
+    assert not close_laws(law, Law((1, 3, 2), (0.5, 0.2, 0.1), 1.0))
+    assert not close_laws(law, Law((1, 2, 4), (0.5, 0.2, 0.15), 1.0))
+    assert not close_laws(law, Law((1, 2, 3), (0.5, 0.2, 0.1), 1.01))
+
+
+def _plain_law(model: Any, text: list[int]) -> Law:
+    with torch.inference_mode():
+        logits = model(torch.tensor([text])).logits[0, -1].float().numpy()
+    return head_of(logits, 32)

@@ -1,0 +1,127 @@
+"""A target to decode with, and services to start and stop, for the tests of service and client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from specbranch.core.verify import match
+from specbranch.engines.scripted import TextScript
+from specbranch.service.client import ClientOptions, Committed, DraftClient
+from tests.toys import random_script
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 50
+_RECENT = 6  # the scripts look at so many tokens only, which keeps them fast on long texts
+
+
+def _recent(script: TextScript) -> TextScript:
+    law = lru_cache(maxsize=100_000)(script.law)
+    return TextScript(VOCAB, lambda text: law(text[-_RECENT:]))
+
+
+_BASE = random_script(11, VOCAB, sharpness=80)
+TARGET = _recent(_BASE)
+DRAFT = _recent(random_script(12, VOCAB, like=_BASE, share=0.9, sharpness=80))
+
+
+@dataclass
+class Service:
+    """A service in a process of its own."""
+
+    command: list[str]
+    address: str
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """As the kernel would: without a word."""
+        self.signal(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
+        return self.process.wait(10)
+
+    def wait_until_up(self, timeout_s: float = 20.0) -> None:
+        with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
+            assert client.hello(timeout_s) is not None, "the service did not come up"
+
+
+@contextlib.contextmanager
+def scripted_service(directory: Path, *arguments: str) -> Iterator[Service]:
+    """A running service with a scripted draft."""
+    address = f"ipc://{directory}/draft.sock"
+    command = [sys.executable, "-m", "tests.service.scripted_service", "--listen", address, *arguments]
+    with running(Service(command, address)) as service:
+        yield service
+
+
+@contextlib.contextmanager
+def running(service: Service) -> Iterator[Service]:
+    service.start()
+    try:
+        service.wait_until_up()
+        yield service
+    finally:
+        service.stop()
+
+
+@dataclass
+class Walk:
+    """One sequence decoded greedily by the target, with drafts from a client."""
+
+    client: DraftClient
+    prompt: Sequence[int]
+    target: TextScript = TARGET
+    tokens: list[int] = field(init=False)
+    longest_s: float = 0.0
+    num_steps: int = 0
+    num_accepted: int = 0
+    _proposal: list[int] = field(default_factory=list)
+    _num_new: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self._verify()
+
+    def step(self) -> None:
+        """Tell what was committed, take a proposal, verify it."""
+        start_s = time.monotonic()
+        (self._proposal,) = self.client.propose([Committed(self.tokens, self._num_new, len(self._proposal))])
+        self.longest_s = max(self.longest_s, time.monotonic() - start_s)
+        self._verify()
+        self.num_steps += 1
+
+    def assert_text_is_the_targets(self) -> None:
+        text = list(self.prompt)
+        while len(text) < len(self.tokens):
+            text.append(self.target.law(tuple(text)).ids[0])
+        assert self.tokens == text
+
+    def _verify(self) -> None:
+        base = tuple(self.tokens)
+        proposal = self._proposal
+        verdict = match(proposal, lambda index: self.target.law((*base, *proposal[:index])).ids[0])
+        committed = verdict.committed(proposal)
+        self.num_accepted += verdict.accepted
+        self._num_new = len(committed)
+        self.tokens += committed

@@ -1,0 +1,50 @@
+"""A draft service with a scripted engine, as a process: for faults and timing, where a model would only add noise.
+
+The draft agrees with the target of `tests.service.harness` most of the time. A step takes as long as it is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Sequence
+
+from specbranch.core.law import Law
+from specbranch.engines.protocol import Row
+from specbranch.engines.scripted import ScriptedEngine
+from specbranch.service.logs import set_up_logs
+from specbranch.service.metrics import serve_metrics
+from specbranch.service.server import Server, ServiceOptions
+from tests.service.harness import DRAFT
+
+
+class SlowEngine(ScriptedEngine):
+    """A scripted engine whose steps take time; like a real one it lets other threads run meanwhile."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__(DRAFT)
+        self._step_s = step_s
+
+    def run(self, rows: Sequence[Row]) -> list[Law]:
+        time.sleep(self._step_s)
+        return super().run(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--step-ms", type=float, default=2.0)
+    parser.add_argument("--metrics-port", type=int)
+    parser.add_argument("--max-sessions", type=int, default=256)
+    args = parser.parse_args()
+    set_up_logs("json", "error")
+    server = Server(SlowEngine(args.step_ms / 1000), ServiceOptions(args.listen, max_sessions=args.max_sessions))
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    if args.metrics_port:
+        serve_metrics(server, args.metrics_port)
+    server.serve()
+
+
+if __name__ == "__main__":
+    main()

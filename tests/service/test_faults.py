@@ -1,0 +1,228 @@
+"""Faults on real processes and sockets: no call raises or overstays, and drafts come back by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.wire import Proposals, Step, decode_request, encode
+from tests.service.harness import Walk, scripted_service
+
+DEADLINE_S = 0.05
+GRACE_S = 0.02
+
+
+def client_for(address: str, planner: str = "pearl", deadline_s: float = DEADLINE_S, **more: bytes) -> DraftClient:
+    settings = {"gamma": 4}
+    return DraftClient(
+        ClientOptions(address, planner, settings, deadline_s=deadline_s, namespace=more.get("namespace"))
+    )
+
+
+def walk_until_accepted(walk: Walk, more: int = 5, timeout_s: float = 15.0) -> None:
+    """Go on until drafts are accepted again."""
+    goal, end_s = walk.num_accepted + more, time.monotonic() + timeout_s
+    while walk.num_accepted < goal:
+        assert time.monotonic() < end_s, f"no drafts were accepted: {walk.client.counts}"
+        walk.step()
+        time.sleep(0.01)
+
+
+class Traffic(threading.Thread):
+    """One client that decodes without pause until it is told to stop."""
+
+    def __init__(self, address: str, number: int, planner: str) -> None:
+        super().__init__(daemon=True)
+        self.client = client_for(address, planner)
+        self.walk = Walk(self.client, [number, number + 1, 3])
+        self.is_stopping = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self.is_stopping:
+                self.walk.step()
+                time.sleep(0.01)
+        except BaseException as error:
+            self.error = error
+
+
+@contextlib.contextmanager
+def driving(traffic: list[Traffic]) -> Iterator[None]:
+    # The clients are threads here only to be many; with Python's 5 ms they would wait for each other, not for the wire.
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.0002)
+    for one in traffic:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in traffic:
+            one.is_stopping = True
+        for one in traffic:
+            one.join(10)
+            one.client.close()
+        sys.setswitchinterval(before_s)
+
+
+@pytest.mark.timeout(300)
+def test_a_service_killed_fifty_times_under_traffic_of_eight_clients_costs_speed_only(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with scripted_service(tmp_path) as service:
+        planners = ["pearl", "sps", "specbranch", "ssd"] * 2
+        traffic = [Traffic(service.address, number, planner) for number, planner in enumerate(planners)]
+        with driving(traffic):
+            for _ in range(50):
+                time.sleep(rng.uniform(0.02, 0.3))
+                service.kill()
+                service.start()
+                service.wait_until_up()
+            time.sleep(1.0)
+            before = [one.walk.num_accepted for one in traffic]
+            time.sleep(2.0)
+            after = [one.walk.num_accepted for one in traffic]
+
+    for one, then, now in zip(traffic, before, after, strict=True):
+        assert one.error is None
+        assert one.client.counts.faults == 0
+        assert one.walk.longest_s < DEADLINE_S + GRACE_S
+        assert now > then, f"no drafts after the last restart: {one.client.counts}"
+        one.walk.assert_text_is_the_targets()
+
+
+def test_a_hung_service_is_waited_for_once_and_used_again_when_it_wakes(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service, contextlib.closing(client_for(service.address)) as client:
+        walk = Walk(client, [1, 2])
+        walk_until_accepted(walk)
+        service.signal(signal.SIGSTOP)
+        start_s, steps = time.monotonic(), 0
+        while time.monotonic() - start_s < 2.0:
+            walk.step()
+            steps += 1
+            time.sleep(0.02)
+        timeouts = client.counts.timeouts
+        service.signal(signal.SIGCONT)
+        walk_until_accepted(walk)
+
+        assert timeouts == 1
+        assert steps > 60
+        assert walk.longest_s < DEADLINE_S + GRACE_S
+        walk.assert_text_is_the_targets()
+
+
+def test_without_a_service_a_call_costs_next_to_nothing_and_drafts_start_when_one_comes(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/draft.sock"
+    with contextlib.closing(client_for(address)) as client:
+        walk = Walk(client, [1, 2])
+        for _ in range(100):
+            walk.step()
+
+        assert walk.longest_s < 0.01
+        assert client.counts.unreachable == 100
+        with scripted_service(tmp_path):
+            walk_until_accepted(walk)
+        walk.assert_text_is_the_targets()
+
+
+@contextlib.contextmanager
+def slow_service(address: str, delay_s: float) -> Iterator[None]:
+    """Something that answers every step with the round's number as its proposal, but late."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.bind(address)
+    done = threading.Event()
+
+    def answer() -> None:
+        while not done.is_set():
+            if router.poll(20):
+                identity, frame = router.recv_multipart()
+                request = decode_request(frame)
+                if isinstance(request, Step):
+                    time.sleep(delay_s)
+                    router.send_multipart((identity, encode(Proposals(request.round, [[request.round]]))))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        router.close()
+        context.term()
+
+
+def test_a_late_reply_is_never_taken_for_the_reply_of_another_round(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/slow.sock"
+    with slow_service(address, delay_s=0.06), contextlib.closing(client_for(address)) as client:
+        time.sleep(0.2)
+        longest_s = 0.0
+        for _ in range(20):
+            before = client._round
+            start_s = time.monotonic()
+            (proposal,) = client.propose([Committed([1, 2, 3], 1)])
+            longest_s = max(longest_s, time.monotonic() - start_s)
+            assert proposal in ([], [before + 1])
+            time.sleep(0.03)
+
+        assert longest_s < DEADLINE_S + GRACE_S
+        assert client.counts.late > 0
+        assert client.counts.timeouts > 0
+
+
+def test_equal_texts_share_a_draft_only_in_a_namespace_given_on_purpose(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service:
+        shared = [client_for(service.address, namespace=b"ours") for _ in range(2)]
+        alone = client_for(service.address)
+        walks = [Walk(client, [7, 8, 9]) for client in (*shared, alone)]
+        walks[0].step()
+        time.sleep(0.2)
+        for walk in walks[1:]:
+            walk.step()
+
+        assert [walk.client.counts.opened for walk in walks] == [1, 0, 1]
+        for _ in range(20):
+            for walk in walks:
+                walk.step()
+                time.sleep(0.01)
+        for walk in walks:
+            assert walk.num_accepted > 0
+            walk.assert_text_is_the_targets()
+            walk.client.close()
+
+
+def test_clients_that_vanish_in_mid_round_leave_the_service_well(tmp_path: Path) -> None:
+    with scripted_service(tmp_path, "--step-ms", "20", "--max-sessions", "16") as service:
+        for number in range(60):
+            gone = client_for(service.address, "sps", deadline_s=0.001)
+            gone.hello(5.0)
+            Walk(gone, [number % VOCAB_SAFE, 2, 3]).step()
+            gone.close()
+        with contextlib.closing(client_for(service.address, "sps", deadline_s=0.2)) as client:
+            walk = Walk(client, [1, 2])
+            walk_until_accepted(walk)
+            walk.assert_text_is_the_targets()
+
+
+VOCAB_SAFE = 40
+
+
+def test_a_service_stops_cleanly_on_sigterm_and_takes_its_socket_along(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service, contextlib.closing(client_for(service.address)) as client:
+        walk = Walk(client, [1, 2])
+        walk_until_accepted(walk)
+        assert (tmp_path / "draft.sock").stat().st_mode & 0o777 == 0o600
+
+        assert service.stop() == 0
+        assert not (tmp_path / "draft.sock").exists()
