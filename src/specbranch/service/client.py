@@ -89,7 +89,11 @@ class DraftClient:
         self._options = options
         self._namespace = options.namespace or os.urandom(16)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = connected(self._context, options.address, options.keys)
+        try:
+            self._socket = connected(self._context, options.address, options.keys)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._round = 0
         self._is_lagging = False
         self.counts = ClientCounts()

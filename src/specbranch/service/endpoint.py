@@ -91,7 +91,7 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     # Nothing is queued for a service that is not there: a send then fails at once instead of waiting.
     dealer.setsockopt(zmq.IMMEDIATE, 1)
-    dealer.setsockopt(zmq.SNDHWM, 64)
+    dealer.setsockopt(zmq.SNDHWM, 1024)
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     if _socket_path(address) is None:

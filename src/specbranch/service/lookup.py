@@ -16,6 +16,7 @@ from typing import Any
 from specbranch.core.costs import Costs
 from specbranch.core.draw import TopDraw
 from specbranch.core.planners import SettingError, make_planner
+from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.round import Signal
 from specbranch.core.session import Session
@@ -163,20 +164,21 @@ class Lookup:
             raise SettingError(f"planner {name!r} cannot be made with {settings!r}: {error}") from error
 
     def _put(self, namespace: bytes, text: Sequence[int], planner: Planner) -> Draft:
-        if not self._can_draft(text):
-            planner = make_planner("none", {}, _PREDICTORS["confidence"])
+        is_mute = not self._can_draft(text, len(text))
+        if is_mute:
+            planner = NonePlanner()
             self.counts.muted += 1
         session = Session(text, planner, TopDraw(), self._tenant(namespace).costs)
-        draft = Draft(namespace, session, Binding(self._engine, self._piece_len))
+        draft = Draft(namespace, session, Binding(self._engine, self._piece_len), is_mute)
         self._shelf.put(draft)
         # The target goes on without a draft; reading the text in and preparing for its verdict begins at once.
         session.stand_aside()
         self._compute.tell(draft)
         return draft
 
-    def _can_draft(self, text: Sequence[int]) -> bool:
-        """Whether the draft model knows every token, and its cache can hold the text with some room to draft."""
-        return max(text) < self._info.vocab_len and len(text) + 64 <= self._info.max_tokens
+    def _can_draft(self, tokens: Sequence[int], text_len: int) -> bool:
+        """Whether the draft model knows these tokens, and its cache can hold the text with some room to draft."""
+        return max(tokens) < self._info.vocab_len and text_len + 64 <= self._info.max_tokens
 
     def _serve_step(self, client: Client, step: Step) -> list[Answer]:
         now_s = self._clock()
@@ -210,9 +212,11 @@ class Lookup:
         if draft is None or not self._shelf.follow(draft, row.tokens, row.num_submitted):
             self.counts.unknown += 1
             return None
-        if not self._can_draft(row.tokens) or not self._can_draft(draft.session.tokens):
-            return self._put(namespace, draft.session.tokens, make_planner("none", {}, _PREDICTORS["confidence"]))
-        return draft
+        text = draft.session.tokens
+        if draft.is_mute or self._can_draft(row.tokens, len(text)):
+            return draft
+        # The same text, mute from now on; putting it there lets the old draft's handles go.
+        return self._put(namespace, text, NonePlanner())
 
     def _propose(self, draft: Draft) -> list[int] | None:
         with draft.lock:

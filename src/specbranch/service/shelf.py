@@ -21,8 +21,9 @@ Key = tuple[bytes, bytes]  # namespace, digest
 class Draft:
     """One session of the service: what is drafted, and the engine handles that hold it."""
 
-    def __init__(self, namespace: bytes, session: Session, binding: Binding) -> None:
+    def __init__(self, namespace: bytes, session: Session, binding: Binding, is_mute: bool = False) -> None:
         self.namespace = namespace
+        self.is_mute = is_mute  # remembered only so that its text is not asked for again
         self.session = session
         self.binding = binding
         self.lock = threading.Lock()

@@ -1,0 +1,286 @@
+"""Lookups and the compute thread's turns, without sockets and threads: every step under control."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.engines.protocol import EngineError, EngineFull, Row
+from specbranch.engines.scripted import ScriptedEngine
+from specbranch.service.compute import Compute
+from specbranch.service.digest import Digest
+from specbranch.service.lookup import Lookup
+from specbranch.service.shelf import Shelf
+from specbranch.service.wire import (
+    VERSION,
+    Hello,
+    Open,
+    Proposals,
+    Refused,
+    Reply,
+    Request,
+    Step,
+    StepRow,
+    Welcome,
+    encode,
+)
+from tests.service.harness import DRAFT, VOCAB
+
+
+class Bench:
+    """A service on a table: a clock that is turned by hand."""
+
+    def __init__(self, engine: ScriptedEngine | None = None, max_drafts: int = 8) -> None:
+        self.now_s = 100.0
+        self.engine = engine or ScriptedEngine(DRAFT)
+        self.shelf = Shelf(max_drafts, 10_000)
+        self.compute = Compute(self.engine, self.shelf, clock=lambda: self.now_s)
+        self.lookup = Lookup(self.engine, self.shelf, self.compute, clock=lambda: self.now_s, piece_len=4)
+
+    def ask(self, request: Request, client: bytes = b"me") -> list[Reply]:
+        return [reply for _, reply in self.lookup.handle(client, [encode(request)])]
+
+    def open(self, *texts: list[int], planner: str = "pearl", namespace: bytes = b"ours", **settings: int) -> None:
+        chosen: dict[str, str | int | float | bool] = {"gamma": 3, **settings}
+        assert self.ask(Open(namespace, planner, chosen, "confidence", list(texts))) == []
+
+    def step(
+        self,
+        text: list[int],
+        *new: int,
+        round: int = 1,
+        wait_ms: float = 0.0,
+        namespace: bytes = b"ours",
+        sent: int = 0,
+    ) -> list[Reply]:
+        before = Digest(text)
+        return self.ask(
+            Step(round, namespace, wait_ms, [StepRow(before.name, list(new), before.extend(new).name, sent)])
+        )
+
+    def work(self, turns: int = 20) -> None:
+        for _ in range(turns):
+            self.compute.work()
+
+
+def likely(text: list[int]) -> int:
+    return DRAFT.law(tuple(text)).ids[0]
+
+
+def test_an_unknown_text_is_asked_for_and_then_drafted() -> None:
+    bench = Bench()
+    assert bench.step([1, 2], 3) == [Proposals(1, [None])]
+    bench.open([1, 2, 3])
+    bench.work()
+    next_token = likely([1, 2, 3])
+    (reply,) = bench.step([1, 2, 3], next_token, round=2)
+
+    assert isinstance(reply, Proposals)
+    assert reply.rows == [[likely([1, 2, 3, next_token]), likely([1, 2, 3, next_token, likely([1, 2, 3, next_token])])]]
+    assert bench.lookup.counts.unknown == 1
+
+
+def test_another_namespace_cannot_reach_a_text() -> None:
+    bench = Bench()
+    bench.open([1, 2, 3], namespace=b"ours")
+
+    assert bench.step([1, 2, 3], 4, namespace=b"theirs") == [Proposals(1, [None])]
+
+
+def test_equal_requests_share_one_draft() -> None:
+    bench = Bench()
+    bench.open([1, 2, 3])
+    bench.work()
+    first = bench.step([1, 2, 3], 4)
+    second = bench.step([1, 2, 3], 4)
+
+    assert first == second
+    assert len(bench.shelf) == 1
+    assert bench.lookup.counts.unknown == 0
+
+
+def test_a_planner_may_hold_an_answer_back_until_the_draft_is_long_enough() -> None:
+    bench = Bench()
+    bench.open([1, 2, 3], planner="sps")
+    assert bench.step([1, 2, 3], 4, wait_ms=50) == []
+    assert bench.lookup.next_deadline_s() == pytest.approx(100.05)
+    assert bench.lookup.answer_ready() == []
+    bench.work()
+    ((client, reply),) = bench.lookup.answer_ready()
+
+    assert client == b"me"
+    assert isinstance(reply, Proposals) and reply.rows[0] is not None and len(reply.rows[0]) == 3
+    assert bench.lookup.next_deadline_s() is None
+
+
+def test_at_the_deadline_the_answer_goes_out_without_a_draft() -> None:
+    bench = Bench()
+    bench.open([1, 2, 3], planner="sps")
+    bench.step([1, 2, 3], 4, wait_ms=50)
+    assert bench.lookup.answer_overdue() == []
+    bench.now_s += 0.06
+
+    assert bench.lookup.answer_overdue() == [(b"me", Proposals(1, [[]]))]
+    assert bench.lookup.counts.overdue == 1
+
+
+def test_a_client_in_a_hurry_is_answered_at_once() -> None:
+    bench = Bench()
+    bench.open([1, 2, 3], planner="sps")
+
+    assert bench.step([1, 2, 3], 4, wait_ms=0) == [Proposals(1, [[]])]
+
+
+def test_a_newer_step_takes_the_place_of_one_that_still_waits() -> None:
+    bench = Bench()
+    bench.open([1, 2, 3], planner="sps")
+    bench.step([1, 2, 3], 4, round=1, wait_ms=50)
+    bench.step([1, 2, 3, 4], 5, round=2, wait_ms=50)
+    bench.work()
+    answers = bench.lookup.answer_ready()
+
+    assert [reply.round for _, reply in answers if isinstance(reply, Proposals)] == [2]
+
+
+def test_the_oldest_session_is_forgotten_first_and_its_handles_are_closed() -> None:
+    bench = Bench(max_drafts=2)
+    bench.open([1], [2], [3])
+    bench.work()
+
+    assert len(bench.shelf) == 2
+    assert bench.shelf.num_evictions == 1
+    assert bench.engine.num_handles == 2
+    assert bench.step([1], 5) == [Proposals(1, [None])]
+
+
+def test_a_text_that_the_draft_model_cannot_read_is_remembered_and_left_alone() -> None:
+    """It would be sent again with every step otherwise."""
+    bench = Bench()
+    bench.open([1, VOCAB + 7])
+    bench.work()
+    assert bench.step([1, VOCAB + 7], 3) == [Proposals(1, [[]])]
+    bench.open([4, 5])
+    bench.work()
+    assert bench.step([4, 5], VOCAB) == [Proposals(1, [[]])]
+    bench.work()
+
+    assert bench.lookup.counts.muted == 2
+    assert bench.engine.num_handles == 0
+
+
+def test_hello_tells_model_and_version() -> None:
+    bench = Bench()
+
+    assert bench.ask(Hello(VERSION, 5)) == [Welcome(VERSION, 5, "scripted", VOCAB)]
+    (refusal,) = bench.ask(Hello(VERSION + 1, 6))
+    assert isinstance(refusal, Refused) and "update the older one" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (Open(b"n", "perl", {}, "confidence", [[1]]), "did you mean 'pearl'"),
+        (Open(b"n", "pearl", {"gama": 1}, "confidence", [[1]]), "did you mean 'gamma'"),
+        (Open(b"n", "specbranch", {"confidence": "high"}, "confidence", [[1]]), "cannot be made"),
+        (Open(b"n", "pearl", {}, "tarot", [[1]]), "no predictor is called"),
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_mend(request_: Request, reason: str) -> None:
+    bench = Bench()
+    (refusal,) = bench.ask(request_)
+
+    assert isinstance(refusal, Refused) and reason in refusal.reason
+    assert bench.lookup.counts.refused == 1
+
+
+def test_messages_of_several_frames_and_nonsense_are_refused() -> None:
+    bench = Bench()
+    for frames in ([b""], [b"\xff\xff"], [encode(Hello(VERSION, 1)), b"more"], []):
+        ((_, refusal),) = bench.lookup.handle(b"me", frames)
+        assert isinstance(refusal, Refused)
+    assert bench.lookup.counts.refused == 4
+
+
+def test_the_row_limit_goes_first_to_awaited_and_then_to_likely_texts() -> None:
+    bench = Bench(ScriptedEngine(DRAFT, row_limit=2))
+    bench.open([1], [2], [3])
+    bench.open([4], planner="sps")
+    bench.step([4], 5, wait_ms=1000)
+    bench.compute.work()
+
+    assert bench.compute.counts.rows == 2
+    awaited = bench.shelf.find((b"ours", Digest([4, 5]).name))
+    assert awaited is not None and awaited.session.tree.root.law is not None
+
+
+def test_a_long_text_is_read_in_pieces_between_which_others_are_served() -> None:
+    bench = Bench()
+    bench.open(list(range(20)))
+    turns = 0
+    draft = bench.shelf.snapshot()[0]
+    while draft.session.tree.root.law is None:
+        bench.compute.work()
+        turns += 1
+
+    assert turns == 5
+
+
+def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
+    bench = Bench()
+    bench.open([1, 2])
+    bench.work(2)
+    draft = bench.shelf.snapshot()[0]
+    wish = bench.compute._wish(draft)
+    assert wish is not None
+    wish.chosen = list(wish.nodes)
+    bench.step([1, 2], 49)
+    feeds = bench.compute._feeds(wish)
+
+    assert [feed.row.tokens for feed in feeds] == [(49,)]
+
+
+class FullEngine(ScriptedEngine):
+    """Refuses a number of steps."""
+
+    def __init__(self, refusals: int, error: type[EngineError]) -> None:
+        super().__init__(DRAFT)
+        self.refusals = refusals
+        self._error = error
+
+    def run(self, rows: list[Row]) -> list[object]:  # type: ignore[override]
+        if self.refusals:
+            self.refusals -= 1
+            raise self._error("no room")
+        return super().run(rows)  # type: ignore[return-value]
+
+
+def test_a_full_engine_makes_room_by_forgetting_the_oldest_and_goes_on() -> None:
+    bench = Bench(FullEngine(1, EngineFull))
+    bench.open([1])
+    bench.open([2])
+    bench.work()
+
+    assert bench.compute.counts.failed_steps == 1
+    assert len(bench.shelf) == 1
+    assert bench.shelf.snapshot()[0].session.tree.root.law is not None
+
+
+def test_an_engine_that_fails_otherwise_says_so_and_its_sessions_start_anew() -> None:
+    bench = Bench(FullEngine(1, EngineError))
+    bench.open([1])
+    with pytest.raises(EngineError):
+        bench.compute.work()
+    bench.open([1])
+    bench.work()
+
+    assert bench.shelf.snapshot()[0].session.tree.root.law is not None
+
+
+def test_the_targets_step_time_is_learned_from_the_pauses_between_steps() -> None:
+    bench = Bench()
+    bench.open([1, 2])
+    bench.step([1, 2], 3)
+    bench.now_s += 0.25
+    bench.step([1, 2, 3], 4)
+    cost = bench.shelf.snapshot()[0].session.round.costs.target.cost
+
+    assert cost is not None and cost.at(1) == pytest.approx(0.25)

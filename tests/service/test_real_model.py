@@ -1,0 +1,77 @@
+"""`specbranch draft` as users start it, with real weights: it drafts, it is killed, it comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from specbranch.core.law import Law
+from specbranch.engines.llamacpp import LlamaCppEngine
+from specbranch.engines.options import EngineOptions
+from specbranch.engines.protocol import Row
+from specbranch.engines.scripted import TextScript
+from tests.engines.models import model_path
+from tests.service.harness import Service, Walk, running
+from tests.service.test_faults import client_for
+
+PROMPT = [504, 2365, 6354, 16438, 690, 260]
+ANSWER_LEN = 400
+
+
+@pytest.fixture(scope="module")
+def answer() -> tuple[int, ...]:
+    """What SmolLM2 itself says after the prompt, greedily: the target of these tests, which is also its own draft."""
+    engine = LlamaCppEngine(EngineOptions(str(model_path("smollm2-135m")), threads=2, max_tokens=1024))
+    handle = engine.open()
+    tokens = list(PROMPT)
+    (law,) = engine.run([Row(handle, tuple(tokens))])
+    for _ in range(ANSWER_LEN):
+        tokens.append(law.ids[0])
+        (law,) = engine.run([Row(handle, (tokens[-1],))])
+    engine.shutdown()
+    return tuple(tokens)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    program = shutil.which("specbranch", path=str(Path(sys.executable).parent))
+    assert program is not None
+    address = f"ipc://{tmp_path}/draft.sock"
+    options = ["--threads", "1", "--cache-tokens", "2048", "--log-format", "json", "--log-level", "warning"]
+    command = [program, "draft", "--model", str(model_path("smollm2-135m")), "--listen", address, *options]
+    with running(Service(command, address)) as service:
+        yield service
+
+
+def said(answer: tuple[int, ...]) -> TextScript:
+    """A target that says the recorded answer, and zeros behind its end."""
+    return TextScript(49152, lambda text: Law((answer[len(text)] if len(text) < len(answer) else 0,), (1.0,), 0.0))
+
+
+@pytest.mark.parametrize("planner", ["pearl", "specbranch"])
+def test_real_drafts_are_accepted_and_survive_kills(service: Service, answer: tuple[int, ...], planner: str) -> None:
+    with contextlib.closing(client_for(service.address, planner, deadline_s=0.2)) as client:
+        walk = Walk(client, PROMPT, said(answer))
+        for _ in range(3):
+            goal, end_s = walk.num_accepted + 10, time.monotonic() + 30
+            while walk.num_accepted < goal:
+                assert time.monotonic() < end_s, f"no drafts were accepted: {client.counts}"
+                walk.step()
+                time.sleep(0.15)
+            service.kill()
+            walk.step()
+            service.start()
+            service.wait_until_up()
+
+        assert client.counts.faults == 0
+        assert walk.longest_s < 0.2 + 0.02
+        walk.assert_text_is_the_targets()
+        assert len(walk.tokens) < len(answer)

@@ -1,0 +1,207 @@
+"""Who may reach a service, and what bad input does to a live one."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from typer.testing import CliRunner
+
+from specbranch.cli import app
+from specbranch.engines.scripted import ScriptedEngine
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.endpoint import ClientKeys, EndpointError, ServiceKeys, connected, default_address, make_keys
+from specbranch.service.server import Server, ServiceOptions
+from specbranch.service.wire import Refused, decode_reply, encode
+from tests.service.harness import DRAFT, Walk, scripted_service
+from tests.service.test_faults import client_for, walk_until_accepted
+from tests.service.test_wire import REQUESTS, mutate
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def scrape(port: int, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        for line in page.read().decode().splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[-1])
+    raise AssertionError(f"{name} is not among the metrics")
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.timeout(180)
+def test_ten_thousand_mutated_frames_leave_a_live_service_well_and_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    rng, port = random.Random(2), free_port()
+    frames = [encode(message) for message in REQUESTS]
+    arguments = ("--metrics-port", str(port), "--max-sessions", "64")
+    with scripted_service(tmp_path, *arguments) as service, contextlib.closing(client_for(service.address)) as client:
+        assert service.process is not None
+        walk = Walk(client, [1, 2])
+        walk_until_accepted(walk)
+        before = resident_bytes(service.process.pid)
+        refusals = flood(service.address, [mutate(frames[i % len(frames)], rng) for i in range(10_000)])
+        walk_until_accepted(walk)
+
+        assert service.process.poll() is None
+        assert refusals > 5_000
+        assert scrape(port, "specbranch_draft_refused_frames_total") == refusals
+        assert scrape(port, "specbranch_draft_sessions") <= 64
+        assert resident_bytes(service.process.pid) - before < 64 << 20
+        walk.assert_text_is_the_targets()
+
+
+def flood(address: str, frames: list[bytes]) -> int:
+    """Send frames as fast as they are taken; return how many were refused."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = connected(context, address)
+    dealer.setsockopt(zmq.RCVHWM, 0)
+    refusals = 0
+    try:
+        for frame in frames:
+            while True:
+                try:
+                    dealer.send(frame, zmq.NOBLOCK)
+                    break
+                except zmq.Again:
+                    dealer.poll(10)
+                    refusals += _refusals(dealer)
+            refusals += _refusals(dealer)
+        quiet_s = time.monotonic() + 1.0
+        while time.monotonic() < quiet_s:
+            if found := _refusals(dealer):
+                refusals += found
+                quiet_s = time.monotonic() + 1.0
+            time.sleep(0.01)
+    finally:
+        context.destroy(linger=0)
+    return refusals
+
+
+def _refusals(dealer: zmq.Socket[bytes]) -> int:
+    found = 0
+    while dealer.poll(0):
+        found += isinstance(decode_reply(dealer.recv()), Refused)
+    return found
+
+
+def test_a_frame_beyond_the_bound_costs_its_sender_the_connection_and_nobody_else(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service, contextlib.closing(client_for(service.address)) as client:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = connected(context, service.address)
+        time.sleep(0.2)
+        dealer.send(b"x" * (9 << 20))
+        time.sleep(0.3)
+        context.destroy(linger=0)
+        walk = Walk(client, [1, 2])
+        walk_until_accepted(walk)
+
+        walk.assert_text_is_the_targets()
+
+
+@contextlib.contextmanager
+def tcp_service(keys: ServiceKeys) -> Iterator[str]:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = Server(ScriptedEngine(DRAFT), ServiceOptions(address, keys))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield address
+    finally:
+        server.stop()
+        thread.join(10)
+
+
+def test_over_tcp_the_right_key_is_served_and_a_wrong_one_gets_nothing(tmp_path: Path) -> None:
+    make_keys(tmp_path / "ours")
+    make_keys(tmp_path / "theirs")
+    service = ServiceKeys(tmp_path / "ours" / "service.key_secret", tmp_path / "ours" / "clients")
+    public = tmp_path / "ours" / "service.key"
+    with tcp_service(service) as address:
+        answers = []
+        for owner in ("ours", "theirs"):
+            keys = ClientKeys(tmp_path / owner / "client.key_secret", public)
+            with contextlib.closing(DraftClient(ClientOptions(address, keys=keys))) as client:
+                answers.append(client.hello(1.0))
+
+    assert answers[0] is not None
+    assert answers[1] is None
+
+
+def test_tcp_without_keys_is_refused_on_both_sides(tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
+        Server(ScriptedEngine(DRAFT), ServiceOptions(address)).serve()
+    with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
+        DraftClient(ClientOptions(address))
+
+
+def test_keys_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    empty = tmp_path / "nobody"
+    empty.mkdir()
+    cases = {
+        "cannot be read as a key": ServiceKeys(tmp_path / "absent", tmp_path / "clients"),
+        "holds no secret key": ServiceKeys(tmp_path / "service.key", tmp_path / "clients"),
+        "holds no client's public key": ServiceKeys(tmp_path / "service.key_secret", empty),
+    }
+    for message, keys in cases.items():
+        with pytest.raises(EndpointError, match=message):
+            Server(ScriptedEngine(DRAFT), ServiceOptions(address, keys)).serve()
+
+
+def test_an_address_in_use_or_of_no_kind_is_refused(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with scripted_service(tmp_path) as service, pytest.raises(EndpointError, match=r"listens at .* already"):
+        Server(ScriptedEngine(DRAFT), ServiceOptions(service.address)).serve()
+    with pytest.raises(EndpointError, match="is no socket"):
+        Server(ScriptedEngine(DRAFT), ServiceOptions(f"ipc://{taken}")).serve()
+    with pytest.raises(EndpointError, match="is no address"):
+        DraftClient(ClientOptions("carrier pigeon"))
+
+
+def test_the_default_address_is_a_unix_socket() -> None:
+    assert default_address().startswith("ipc:///")
+
+
+def test_keys_are_written_for_their_owner_only(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["keys", str(tmp_path / "keys")])
+
+    assert result.exit_code == 0
+    for name in ("service.key_secret", "client.key_secret"):
+        assert (tmp_path / "keys" / name).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere.gguf"], "no model 'nowhere.gguf' here"),
+        (["--model", "x", "--log-format", "xml"], "choose text or json"),
+        (["--model", "x", "--cores", "one"], "whole numbers"),
+        (["--model", "x", "--engine", "abacus"], "no engine is called"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why_in_one_line(arguments: list[str], message: str) -> None:
+    if "nowhere.gguf" in arguments:
+        pytest.importorskip("llama_cpp")
+    result = CliRunner().invoke(app, ["draft", *arguments])
+
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())

@@ -1,0 +1,127 @@
+"""Frames: what is taken, what is refused, and that nothing else can happen."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from specbranch.service.digest import Digest
+from specbranch.service.wire import (
+    MAX_FRAME,
+    VERSION,
+    FrameError,
+    Hello,
+    Open,
+    Proposals,
+    Refused,
+    Reply,
+    Request,
+    Step,
+    StepRow,
+    Welcome,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+NAME = Digest([1, 2, 3]).name
+REQUESTS: list[Request] = [
+    Hello(VERSION, 7),
+    Step(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
+    Step(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
+    Open(
+        b"ours", "specbranch", {"gamma": 4, "confidence": 0.3, "fallback": "jit", "x": True}, "confidence", [[1, 2, 3]]
+    ),
+]
+REPLIES: list[Reply] = [
+    Welcome(VERSION, 7, "model", 49152),
+    Proposals(8, [[1, 2, 3], None, []]),
+    Refused("because"),
+]
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)
+def test_a_request_survives_the_wire(message: Request) -> None:
+    assert decode_request(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=lambda message: type(message).__name__)
+def test_a_reply_survives_the_wire(message: Reply) -> None:
+    assert decode_reply(encode(message)) == message
+
+
+def test_a_reply_is_no_request() -> None:
+    with pytest.raises(FrameError):
+        decode_request(encode(REPLIES[0]))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Step(-1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)]),
+        Step(1, b"", 1.0, [StepRow(NAME, [4], NAME, 0)]),
+        Step(1, b"ours", -1.0, [StepRow(NAME, [4], NAME, 0)]),
+        Step(1, b"ours", float("nan"), [StepRow(NAME, [4], NAME, 0)]),
+        Step(1, b"ours", 1.0, []),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)] * 1025),
+        Step(1, b"ours", 1.0, [StepRow(b"short", [4], NAME, 0)]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [], NAME, 0)]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [-4], NAME, 0)]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [1 << 31], NAME, 0)]),
+        Open(b"ours", "p" * 65, {}, "confidence", [[1]]),
+        Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [[1]]),
+        Open(b"ours", "pearl", {}, "confidence", [[]]),
+    ],
+    ids=range(13),
+)
+def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
+    with pytest.raises(FrameError):
+        decode_request(encode(message))
+
+
+def test_a_frame_too_long_is_refused_unread() -> None:
+    with pytest.raises(FrameError, match="at most"):
+        decode_request(b"\x00" * (MAX_FRAME + 1))
+
+
+def mutate(frame: bytes, rng: random.Random) -> bytes:
+    """A valid frame with a few bytes changed, dropped, doubled or added."""
+    data = bytearray(frame)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
+        place = rng.randrange(len(data)) if data else 0
+        kind = rng.randrange(5)
+        if kind == 0 and data:
+            data[place] = rng.randrange(256)
+        elif kind == 1:
+            del data[place : place + rng.choice((1, 2, 8))]
+        elif kind == 2:
+            data[place:place] = bytes(rng.randrange(256) for _ in range(rng.choice((1, 4))))
+        elif kind == 3:
+            data[place:place] = data[place : place + 16]
+        else:
+            del data[place:]
+    return bytes(data)
+
+
+@pytest.mark.timeout(300)
+def test_a_million_mutated_frames_are_taken_or_refused_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(1)
+    frames = [encode(message) for message in REQUESTS]
+    counts = {"taken": 0, "refused": 0}
+    start_s = time.monotonic()
+    for number in range(1_000_000):
+        frame = mutate(frames[number % len(frames)], rng)
+        try:
+            message = decode_request(frame)
+        except FrameError:
+            counts["refused"] += 1
+        else:
+            counts["taken"] += 1
+            assert isinstance(message, Hello | Step | Open)
+
+    with capsys.disabled():
+        print(f"\n1,000,000 mutated frames in {time.monotonic() - start_s:.0f} s: {counts}")
+    assert counts["taken"] > 10_000
+    assert counts["refused"] > 100_000
