@@ -21,6 +21,7 @@ from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Ro
 from tests.engines.closeness import close_laws
 from tests.engines.conformance import Close, EngineConformance, fresh_law, machine_for
 from tests.engines.models import model_path
+from tests.results import record
 
 
 def is_close(a: Law, b: Law) -> bool:
@@ -141,6 +142,7 @@ def test_a_fork_of_four_thousand_tokens_takes_no_time_and_no_cell(
 
     with capsys.disabled():
         print(f"\nfork of 4,000 tokens, llama.cpp: median {statistics.median(times_s) * 1e6:.0f} us")
+    record("fork", engine="llamacpp", tokens=4000, median_us=round(statistics.median(times_s) * 1e6))
     assert statistics.median(times_s) < 0.001
     assert after[0] == before[0] == 4000
     # One copy of these 4,000 tokens would be 92 MB: 30 layers of 2 times 192 numbers of 2 bytes each.

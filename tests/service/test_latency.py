@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from specbranch.service.client import ClientOptions, Committed, DraftClient
+from tests.results import record
 from tests.service.harness import TARGET, scripted_service
 
 SESSIONS, LOOKUPS = 64, 2000
@@ -52,6 +53,15 @@ def test_a_lookup_does_not_wait_for_the_step_under_way(tmp_path: Path, capsys: p
             f"p50 {single[0]:.2f} ms, p99 {single[1]:.2f} ms; all {SESSIONS} rows in one message: "
             f"p50 {batch[0]:.1f} ms, p99 {batch[1]:.1f} ms"
         )
+    record(
+        "lookup-latency",
+        sessions=SESSIONS,
+        step_ms=100,
+        p50_ms=round(single[0], 3),
+        p99_ms=round(single[1], 3),
+        batch_p50_ms=round(batch[0], 2),
+        batch_p99_ms=round(batch[1], 2),
+    )
     # The goal is 1 ms on a quiet machine; shared test machines get some room.
     assert single[0] < 1.0
     assert single[1] < 5.0
