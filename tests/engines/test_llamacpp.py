@@ -106,8 +106,8 @@ class TestQwenDraft(EngineConformance):
 
 @pytest.mark.timeout(300)
 def test_random_histories_never_give_a_wrong_law_or_leave_a_cell(dense: LlamaCppEngine) -> None:
-    hundred = settings(max_examples=100, stateful_step_count=10, deadline=None)
-    run_state_machine_as_test(machine_for(dense, is_close), settings=hundred)
+    hundreds = settings(max_examples=200, stateful_step_count=10, deadline=None)
+    run_state_machine_as_test(machine_for(dense, is_close), settings=hundreds)
 
     assert dense.num_tokens == 0
 

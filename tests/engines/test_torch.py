@@ -25,6 +25,7 @@ from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Ro
 from specbranch.engines.torch import TorchEngine  # noqa: E402
 from tests.engines.closeness import close_laws  # noqa: E402
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_law, machine_for  # noqa: E402
+from tests.engines.models import model_path  # noqa: E402
 from tests.results import record  # noqa: E402
 
 SHELF = Path(os.environ.get("SPECBRANCH_MODELS", "/nowhere"))
@@ -81,6 +82,11 @@ def qwen2(save: Save) -> TorchEngine:
 @pytest.fixture(scope="module")
 def smollm2() -> TorchEngine:
     return TorchEngine(EngineOptions(str(SMOLLM2), dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def qwen_draft() -> TorchEngine:
+    return TorchEngine(EngineOptions(str(model_path("qwen-coder-0.5b-dense")), dtype="float32"))
 
 
 class _Close:
@@ -149,6 +155,12 @@ def test_a_law_is_that_of_the_plain_model(llama: TorchEngine, llama_path: str) -
 
     for law, whole in zip(laws, (text, [*text[:90], 1, 2, 3, 4]), strict=True):
         assert close_laws(law, _plain_law(plain, whole))
+
+
+class TestQwenDraft(_Close, EngineConformance):
+    @pytest.fixture
+    def engine(self, qwen_draft: TorchEngine) -> DraftEngine:
+        return qwen_draft
 
 
 @needs_smollm2

@@ -98,6 +98,17 @@ def test_equal_requests_share_one_draft() -> None:
     assert bench.lookup.counts.unknown == 0
 
 
+def test_a_text_opened_twice_keeps_its_draft() -> None:
+    bench = Bench()
+    bench.open([1, 2, 3])
+    bench.work()
+    draft = bench.shelf.snapshot()[0]
+    bench.open([1, 2, 3])
+
+    assert bench.shelf.snapshot() == [draft]
+    assert bench.lookup.counts.opened == 1
+
+
 def test_a_planner_may_hold_an_answer_back_until_the_draft_is_long_enough() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
@@ -269,6 +280,7 @@ def test_an_engine_that_fails_otherwise_says_so_and_its_sessions_start_anew() ->
     bench.open([1])
     with pytest.raises(EngineError):
         bench.compute.work()
+    assert len(bench.shelf) == 0
     bench.open([1])
     bench.work()
 

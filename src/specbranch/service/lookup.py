@@ -24,6 +24,7 @@ from specbranch.engines.binding import Binding
 from specbranch.engines.protocol import DraftEngine
 from specbranch.predictor.fixed import ConstantPredictor
 from specbranch.service.compute import Compute
+from specbranch.service.digest import Digest
 from specbranch.service.shelf import Draft, Shelf
 from specbranch.service.wire import (
     VERSION,
@@ -154,8 +155,10 @@ class Lookup:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
         for text in request.texts:
             planner = self._planner(request.planner, request.settings, request.predictor)
-            self._put(request.namespace, text, planner)
-            self.counts.opened += 1
+            # Rows with equal texts ask for it once each; what is drafted already stays.
+            if self._shelf.find((request.namespace, Digest(text).name)) is None:
+                self._put(request.namespace, text, planner)
+                self.counts.opened += 1
 
     def _planner(self, name: str, settings: dict[str, Any], predictor: str) -> Planner:
         try:
