@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import sys
@@ -60,8 +61,11 @@ class Traffic(threading.Thread):
 @contextlib.contextmanager
 def driving(traffic: list[Traffic]) -> Iterator[None]:
     # The clients are threads here only to be many; with Python's 5 ms they would wait for each other, not for the wire.
+    # Nor is the collector's pause over a test process full of other tests' objects of any interest.
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(0.0002)
+    gc.collect()
+    gc.freeze()
     for one in traffic:
         one.start()
     try:
@@ -72,6 +76,7 @@ def driving(traffic: list[Traffic]) -> Iterator[None]:
         for one in traffic:
             one.join(10)
             one.client.close()
+        gc.unfreeze()
         sys.setswitchinterval(before_s)
 
 
@@ -185,6 +190,7 @@ def test_equal_texts_share_a_draft_only_in_a_namespace_given_on_purpose(tmp_path
     with scripted_service(tmp_path) as service:
         shared = [client_for(service.address, namespace=b"ours") for _ in range(2)]
         alone = client_for(service.address)
+        assert all(client.hello(5.0) for client in (*shared, alone))
         walks = [Walk(client, [7, 8, 9]) for client in (*shared, alone)]
         walks[0].step()
         time.sleep(0.2)

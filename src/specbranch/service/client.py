@@ -43,11 +43,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted."""
+    """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
+
+    An engine that does not know the last may leave it out: then it is what the client proposed for this text.
+    """
 
     tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]
     num_new: int
-    num_submitted: int = 0
+    num_submitted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class DraftClient:
             raise
         self._round = 0
         self._is_lagging = False
+        self._proposed: dict[bytes, int] = {}  # by the name of the text, of the last step only
         self.counts = ClientCounts()
 
     @property
@@ -144,8 +148,9 @@ class DraftClient:
         self._round += 1
         wait_s = 0.0 if self._is_lagging else max(end_s - time.monotonic(), 0.0)
         # The service answers a little before we stop to listen.
-        step = Step(self._round, self._namespace, wait_s * 1000 * 0.9, [_step_row(rows[index]) for index in sent])
-        if not self._send(step):
+        step_rows = [self._step_row(rows[index]) for index in sent]
+        self._proposed = {}
+        if not self._send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows)):
             self.counts.unreachable += 1
             return None
         if self._is_lagging:
@@ -157,9 +162,18 @@ class DraftClient:
         self.counts.answered += 1
         self._open([rows[index] for index, proposal in zip(sent, reply.rows, strict=True) if proposal is None])
         found: list[list[int]] = [[] for _ in rows]
-        for index, proposal in zip(sent, reply.rows, strict=True):
+        for index, row, proposal in zip(sent, step_rows, reply.rows, strict=True):
             found[index] = proposal or []
+            self._proposed[row.after] = len(found[index])
         return found
+
+    def _step_row(self, row: Committed) -> StepRow:
+        tokens = np.asarray(row.tokens, dtype="<i4")
+        border = len(tokens) - row.num_new
+        before = Digest(tokens[:border])
+        new = tokens[border:].tolist()
+        submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
+        return StepRow(before.name, new, before.extend(new).name, min(submitted, MAX_NEW))
 
     def _open(self, rows: Sequence[Committed]) -> None:
         """Send whole texts that the service does not know, each in a message of its own."""
@@ -219,11 +233,3 @@ def _fits(row: Committed) -> bool:
     """Whether a row can go over the wire: something new, a text before it, and no more than the bounds."""
     length = len(row.tokens)
     return 0 < row.num_new <= MAX_NEW and row.num_new < length <= MAX_TEXT
-
-
-def _step_row(row: Committed) -> StepRow:
-    tokens = np.asarray(row.tokens, dtype="<i4")
-    border = len(tokens) - row.num_new
-    before = Digest(tokens[:border])
-    new = tokens[border:].tolist()
-    return StepRow(before.name, new, before.extend(new).name, min(row.num_submitted, MAX_NEW))

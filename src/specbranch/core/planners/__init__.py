@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,12 +10,12 @@ from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
 from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.pearl import PearlPlanner, PearlSettings
 from specbranch.core.planners.protocol import Planner, Predictor
-from specbranch.core.planners.settings import SettingError
+from specbranch.core.planners.settings import SettingError, suggest
 from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
 from specbranch.core.planners.sps import SpsPlanner, SpsSettings
 from specbranch.core.planners.ssd import SsdPlanner, SsdSettings
 
-__all__ = ["PLANNERS", "Planner", "Predictor", "SettingError", "make_planner", "setting_names"]
+__all__ = ["PLANNERS", "Planner", "Predictor", "SettingError", "make_planner", "setting_names", "suggest"]
 
 _Settings = Mapping[str, Any]
 
@@ -36,7 +35,7 @@ PLANNERS = tuple(_MAKERS)
 def setting_names(name: str) -> tuple[str, ...]:
     """The settings that a planner takes."""
     if name not in _MAKERS:
-        raise SettingError(f"no planner is called {name!r};{_suggest(name, PLANNERS)}")
+        raise SettingError(f"no planner is called {name!r}; {suggest(name, PLANNERS)}")
     settings, _ = _MAKERS[name]
     return tuple(field.name for field in fields(settings)) if settings else ()
 
@@ -46,13 +45,6 @@ def make_planner(name: str, settings: _Settings, predictor: Predictor) -> Planne
     known = setting_names(name)
     for key in settings:
         if key not in known:
-            raise SettingError(f"planner {name!r} has no setting {key!r};{_suggest(key, known)}")
+            raise SettingError(f"planner {name!r} has no setting {key!r}; {suggest(key, known)}")
     kind, make = _MAKERS[name]
     return make(kind(**settings) if kind else None, predictor)
-
-
-def _suggest(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f" did you mean {near[0]!r}?"
-    return f" it takes {', '.join(known)}" if known else " it takes none"

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 
 class SettingError(ValueError):
     """A planner was asked for with a value or a name that it does not know."""
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"it takes {', '.join(known)}" if known else "it takes none"
 
 
 def require_positive(settings: object, *names: str) -> None:

@@ -1,0 +1,63 @@
+"""Settings of the vLLM proposer: the `specbranch` section of vLLM's `--additional-config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specbranch.core.planners import SettingError, make_planner, setting_names, suggest
+from specbranch.core.round import Signal
+from specbranch.predictor.fixed import ConstantPredictor
+from specbranch.service.client import ClientOptions
+from specbranch.service.endpoint import ClientKeys, default_address
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerSettings:
+    """Where the draft service is, how long a step may wait for it, and how it shall draft for us.
+
+    `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
+    share drafts for equal texts.
+    """
+
+    address: str = field(default_factory=default_address)
+    planner: str = "specbranch"
+    settings: dict[str, Any] = field(default_factory=dict)
+    predictor: str = "confidence"
+    deadline_ms: float = 100.0
+    namespace: str | None = None
+    keys: str | None = None
+
+    def client_options(self, gamma: int) -> ClientOptions:
+        """Options for the client; `gamma` is the longest submission, unless the settings name a shorter one."""
+        settings = dict(self.settings)
+        if "gamma" in setting_names(self.planner):
+            settings.setdefault("gamma", gamma)
+        make_planner(self.planner, settings, ConstantPredictor(Signal.SOME))  # raises for what the service would refuse
+        return ClientOptions(
+            self.address,
+            self.planner,
+            settings,
+            self.predictor,
+            self.deadline_ms / 1000,
+            self.namespace.encode() if self.namespace else None,
+            _keys(self.keys),
+        )
+
+
+def read_settings(section: Any) -> ProposerSettings:
+    """Settings from the section; a name that nobody knows raises, with the nearest known one."""
+    if not isinstance(section, dict):
+        raise SettingError(f"additional_config['specbranch'] is {section!r}; give a table of settings")
+    known = [one.name for one in fields(ProposerSettings)]
+    for key in section:
+        if key not in known:
+            raise SettingError(f"additional_config['specbranch'] has no setting {key!r}; {suggest(key, known)}")
+    return ProposerSettings(**section)
+
+
+def _keys(directory: str | None) -> ClientKeys | None:
+    if directory is None:
+        return None
+    return ClientKeys(Path(directory) / "client.key_secret", Path(directory) / "service.key")

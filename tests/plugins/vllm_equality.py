@@ -1,0 +1,99 @@
+"""Decode the same prompts with bare vLLM and through the proposer with every planner; print one JSON document.
+
+A program of its own: vLLM keeps global state, and its environment must be set before it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+from specbranch.core.planners import PLANNERS
+from specbranch.service.client import ClientOptions, DraftClient
+from tests.service.harness import Service, running
+
+SUBJECTS = ("water", "the moon", "a fox", "bread", "winter", "music", "the sea", "numbers")
+BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=40)
+    args = parser.parse_args()
+
+    from vllm import LLM, SamplingParams
+
+    prompts = [f"{start} {subject}" for subject in SUBJECTS for start in BEGINNINGS][: args.prompts]
+    greedy = SamplingParams(temperature=0.0, max_tokens=args.tokens)
+    common: dict[str, Any] = {
+        "model": str(args.target),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "max_num_seqs": 32,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+    }
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        address = f"ipc://{directory}/draft.sock"
+        program = [str(Path(sys.executable).with_name("specbranch")), "draft", "--model", str(args.draft)]
+        command = [*program, "--listen", address, "--threads", "1", "--log-level", "warning"]
+        stack.enter_context(running(Service(command, address)))
+        bare = LLM(**common)
+        texts = {"bare": _tokens(bare.generate(prompts, greedy, use_tqdm=False))}
+        del bare
+        llm = LLM(
+            **common,
+            speculative_config={
+                "method": "custom_class",
+                "model": "specbranch.plugins.vllm.SpecBranchProposer",
+                "num_speculative_tokens": 4,
+            },
+            additional_config={"specbranch": {"address": address, "planner": "pearl"}},
+        )
+        proposer = _proposer(llm)
+        counts = {}
+        for planner in PLANNERS:
+            settings = {} if planner == "none" else {"gamma": 4}
+            client = DraftClient(ClientOptions(address, planner, settings, deadline_s=5.0))
+            client.hello(10.0)
+            proposer._client = client
+            texts[planner] = _tokens(llm.generate(prompts, greedy, use_tqdm=False))
+            counts[planner] = {
+                "calls": client.counts.calls,
+                "answered": client.counts.answered,
+                "faults": client.counts.faults,
+            }
+    equal = {name: sum(a == b for a, b in zip(texts["bare"], text, strict=True)) for name, text in texts.items()}
+    print(json.dumps({"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": _accepted(llm)}))
+
+
+def _tokens(outputs: Any) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _proposer(llm: Any) -> Any:
+    engine = llm.llm_engine.engine_core.engine_core
+    return engine.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def _accepted(llm: Any) -> float:
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_accepted_tokens":
+            return float(metric.value)
+    return -1.0
+
+
+if __name__ == "__main__":
+    main()
