@@ -1,0 +1,35 @@
+"""Stock vLLM with the proposer, on real weights: the output is bare vLLM's, token by token, for every planner."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specbranch.core.planners import PLANNERS
+from tests.engines.models import model_path
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_greedy_output_equals_bare_vllm_for_every_planner() -> None:
+    """32 prompts, float32, SmolLM2 as target (dense) and as its own draft (packed, so that it errs at times)."""
+    for module in ("vllm", "llama_cpp"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
+    command = [sys.executable, "-m", "tests.plugins.vllm_equality", "--target", str(target), "--draft", str(draft)]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["prompts"] == 32
+    assert result["equal"] == dict.fromkeys(["bare", *PLANNERS], 32)
+    assert result["accepted"] > 500
+    assert all(counts["faults"] == 0 and counts["answered"] > 0 for counts in result["counts"].values())
