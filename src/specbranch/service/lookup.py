@@ -186,7 +186,7 @@ class Lookup:
     def _serve_step(self, client: Client, step: Step) -> list[Answer]:
         now_s = self._clock()
         self._observe_target(step.namespace, now_s)
-        self._pending.pop(client, None)
+        self._drop_pending(client)
         self.counts.steps += 1
         pending = _Pending(client, step, [], [], now_s, now_s + step.wait_ms / 1000)
         for index, row in enumerate(step.rows):
@@ -203,6 +203,14 @@ class Lookup:
         if not pending.waiting:
             return self._answers([pending])
         return self.answer_overdue() if pending.deadline_s <= now_s else []
+
+    def _drop_pending(self, client: Client) -> None:
+        """The client has gone on: nobody waits for its last step's drafts any more."""
+        pending = self._pending.pop(client, None)
+        if pending is not None:
+            for draft in pending.drafts:
+                if draft is not None:
+                    draft.is_awaited = False
 
     def _draft_of(self, namespace: bytes, row: StepRow) -> Draft | None:
         """The draft of a row, brought up to the row's text; None if the text is not known."""
