@@ -146,7 +146,6 @@ def test_a_newer_step_takes_the_place_of_one_that_still_waits() -> None:
     bench.open([1, 2, 3], planner="sps")
     bench.step([1, 2, 3], 4, round=1, wait_ms=50)
     draft = bench.shelf.snapshot()[0]
-    assert draft.is_awaited
     bench.step([1, 2, 3, 4], 5, round=2, wait_ms=50)
     bench.work()
     answers = bench.lookup.answer_ready()
