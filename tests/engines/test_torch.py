@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,12 +26,6 @@ from tests.engines.closeness import close_laws  # noqa: E402
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_law, machine_for  # noqa: E402
 from tests.engines.models import model_path  # noqa: E402
 from tests.results import record  # noqa: E402
-
-SHELF = Path(os.environ.get("SPECBRANCH_MODELS", "/nowhere"))
-SMOLLM2 = SHELF / "smollm2-135m-dense"
-SMOLLM2_GGUF = SHELF / "smollm2-135m" / "smollm2-135m.gguf"
-needs_smollm2 = pytest.mark.skipif(not SMOLLM2.exists(), reason="no smollm2-135m-dense below $SPECBRANCH_MODELS")
-needs_gguf = pytest.mark.skipif(not SMOLLM2_GGUF.exists(), reason="no smollm2-135m below $SPECBRANCH_MODELS")
 
 TINY = {
     "vocab_size": 64,
@@ -81,7 +74,7 @@ def qwen2(save: Save) -> TorchEngine:
 
 @pytest.fixture(scope="module")
 def smollm2() -> TorchEngine:
-    return TorchEngine(EngineOptions(str(SMOLLM2), dtype="float32"))
+    return TorchEngine(EngineOptions(str(model_path("smollm2-135m-dense")), dtype="float32"))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +100,6 @@ class TestTinyQwen2(_Close, EngineConformance):
         return qwen2
 
 
-@needs_smollm2
 class TestSmolLM2(_Close, EngineConformance):
     @pytest.fixture
     def engine(self, smollm2: TorchEngine) -> DraftEngine:
@@ -123,7 +115,6 @@ def test_random_histories_never_give_a_wrong_law_or_leave_a_slot(name: str, requ
     assert (engine.num_tokens, engine.num_bytes) == (0, 0)
 
 
-@needs_smollm2
 def test_random_histories_of_a_real_model_never_give_a_wrong_law(smollm2: TorchEngine) -> None:
     few = settings(max_examples=25, stateful_step_count=12, deadline=None)
 
@@ -163,18 +154,17 @@ class TestQwenDraft(_Close, EngineConformance):
         return qwen_draft
 
 
-@needs_smollm2
 def test_a_law_of_a_real_model_is_that_of_the_plain_model(smollm2: TorchEngine) -> None:
-    plain = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype="float32", attn_implementation="eager")
+    path = model_path("smollm2-135m-dense")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="eager")
     text = list(range(500, 540))
 
     assert close_laws(fresh_law(smollm2, text), _plain_law(plain, text))
 
 
-@needs_gguf
-@needs_smollm2
 def test_a_gguf_file_gives_the_laws_of_its_dense_weights() -> None:
-    engines = [TorchEngine(EngineOptions(str(path), dtype="bfloat16")) for path in (SMOLLM2_GGUF, SMOLLM2)]
+    paths = [model_path(name) for name in ("smollm2-135m/smollm2-135m.gguf", "smollm2-135m-dense")]
+    engines = [TorchEngine(EngineOptions(str(path), dtype="bfloat16")) for path in paths]
     law, dense_law = (fresh_law(engine, range(500, 520)) for engine in engines)
 
     assert close_laws(law, dense_law)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.presets import Pair
+from specbranch.bench.pyplot import load_pyplot
 from specbranch.bench.simulate import Layout, method_for, simulate
 from specbranch.bench.trace import Trace
 from specbranch.core.loop import DraftStep, Step, TargetStep
@@ -20,14 +21,7 @@ def plot_simulation(
     path: Path, title: str, pair: Pair, trace: Trace, planners: list[str], predictor: str, seed: int
 ) -> None:
     """Draw both pictures to one file; its suffix gives the format."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'specbranch[bench]'") from error
-
+    pyplot = load_pyplot()
     shown = [name for name in planners if name != "none"]
     heights = [1.0] * len(shown) + [3.2]
     figure, axes = pyplot.subplots(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.profile import Profile
+from specbranch.bench.pyplot import load_pyplot
 
 _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 
@@ -16,7 +17,7 @@ class PlotError(ValueError):
 
 def check_plot(path: Path) -> None:
     """Raise now what `plot_profile` would raise after a long measurement."""
-    formats = _pyplot().Figure().canvas.get_supported_filetypes()
+    formats = load_pyplot().Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise PlotError(f"cannot draw to {path}: end its name in .png, .svg or .pdf")
     if not path.parent.is_dir():
@@ -25,7 +26,7 @@ def check_plot(path: Path) -> None:
 
 def plot_profile(path: Path, profile: Profile) -> None:
     """Draw to a file; its suffix gives the format."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     _draw_steps(axis, profile)
     _draw_line(axis, profile)
@@ -33,17 +34,6 @@ def plot_profile(path: Path, profile: Profile) -> None:
     _dress(axis, profile)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'specbranch[bench]'") from error
-    return pyplot
 
 
 def _draw_steps(axis: Any, profile: Profile) -> None:

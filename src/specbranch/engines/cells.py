@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from specbranch.engines.protocol import EngineFull, Row
+from specbranch.engines.protocol import EngineFull, Row, require_length, require_rows
 
 CellIds = NDArray[np.int32]
 _NO_CELLS: CellIds = np.empty(0, dtype=np.int32)
@@ -49,12 +49,12 @@ class Cells:
 
     def fork(self, handle: int, length: int) -> int:
         """A handle that shares the first `length` cells of another."""
-        self._require_length(handle, length)
+        require_length(handle, len(self._paths[handle]), length)
         return self._hold(self._paths[handle][:length])
 
     def truncate(self, handle: int, length: int) -> None:
         """Let go of all cells behind the first `length`."""
-        self._require_length(handle, length)
+        require_length(handle, len(self._paths[handle]), length)
         path = self._paths[handle]
         self._paths[handle] = path[:length]
         self._release(path[length:])
@@ -66,10 +66,7 @@ class Cells:
 
     def extend(self, rows: Sequence[Row]) -> list[CellIds]:
         """New cells for every row's tokens; all rows or, if there is no room, none."""
-        if len({row.handle for row in rows}) < len(rows):
-            raise ValueError("one step takes at most one row per handle")
-        if not all(row.tokens for row in rows):
-            raise ValueError("a row needs at least one token")
+        require_rows(rows)
         wanted = sum(len(row.tokens) for row in rows)
         if wanted > len(self._free_cells):
             raise EngineFull(f"the cache has room for {len(self._free_cells)} more tokens, not {wanted}")
@@ -94,8 +91,3 @@ class Cells:
     def _release(self, path: CellIds) -> None:
         self._num_holders[path] -= 1
         self._free_cells += path[self._num_holders[path] == 0].tolist()
-
-    def _require_length(self, handle: int, length: int) -> None:
-        held = len(self._paths[handle])
-        if not 0 <= length <= held:
-            raise ValueError(f"handle {handle} holds {held} tokens, not {length}")

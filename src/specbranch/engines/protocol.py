@@ -37,6 +37,20 @@ class Row:
     tokens: tuple[int, ...]
 
 
+def require_rows(rows: Sequence[Row]) -> None:
+    """What every engine asks of a step: at most one row per handle, and a token in each."""
+    if len({row.handle for row in rows}) < len(rows):
+        raise ValueError("one step takes at most one row per handle")
+    if not all(row.tokens for row in rows):
+        raise ValueError("a row needs at least one token")
+
+
+def require_length(handle: int, held: int, length: int) -> None:
+    """What every engine asks of a fork or a truncation: a place that the handle, with `held` tokens, has."""
+    if not 0 <= length <= held:
+        raise ValueError(f"handle {handle} holds {held} tokens, not {length}")
+
+
 class DraftEngine(Protocol):
     """A model that turns rows into laws, many rows at a time. One thread at a time may use it."""
 

@@ -18,7 +18,7 @@ from specbranch.core.session import Session
 from specbranch.core.tree import Node
 from specbranch.core.verify import Offer, Verdict, match, reject
 from specbranch.engines.binding import Binding
-from specbranch.engines.protocol import DraftEngine, EngineInfo, Row
+from specbranch.engines.protocol import DraftEngine, EngineInfo, Row, require_length, require_rows
 
 State = Hashable
 Rule = Literal["match", "reject"]
@@ -105,10 +105,7 @@ class ScriptedEngine:
         del self._cells[handle]
 
     def run(self, rows: Sequence[Row]) -> list[Law]:
-        if len({row.handle for row in rows}) < len(rows):
-            raise ValueError("one step takes at most one row per handle")
-        if not all(row.tokens for row in rows):
-            raise ValueError("a row needs at least one token")
+        require_rows(rows)
         return [self._run(row) for row in rows]
 
     def shutdown(self) -> None:
@@ -128,8 +125,7 @@ class ScriptedEngine:
 
     def _cell(self, handle: int, length: int) -> _Cell:
         cell = self._cells[handle]
-        if not 0 <= length <= cell.length:
-            raise ValueError(f"handle {handle} holds {cell.length} tokens, not {length}")
+        require_length(handle, cell.length, length)
         while cell.length > length:
             assert cell.before is not None
             cell = cell.before

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from specbranch.core.law import Law
 from specbranch.engines.head import head_of
 from specbranch.engines.options import EngineOptions, local_model
-from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
+from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row, require_length, require_rows
 
 try:
     import torch
@@ -148,15 +148,15 @@ class TorchEngine:
         return self._hold(_Handle(_Arena(), np.empty(0, dtype=np.int64)))
 
     def fork(self, handle: int, length: int) -> int:
-        self._require_length(handle, length)
         origin = self._handles[handle]
+        require_length(handle, len(origin.path), length)
         fork = self._hold(_Handle(origin.arena, origin.path[:length]))
         origin.arena.slots.hold(origin.path[:length])
         return fork
 
     def truncate(self, handle: int, length: int) -> None:
-        self._require_length(handle, length)
         held = self._handles[handle]
+        require_length(handle, len(held.path), length)
         held.arena.slots.release(held.path[length:])
         held.path = held.path[:length]
 
@@ -262,10 +262,7 @@ class TorchEngine:
         return handle
 
     def _require_rows(self, rows: Sequence[Row]) -> None:
-        if len({row.handle for row in rows}) < len(rows):
-            raise ValueError("one step takes at most one row per handle")
-        if not all(row.tokens for row in rows):
-            raise ValueError("a row needs at least one token")
+        require_rows(rows)
         for row in rows:
             # On a GPU such a token would not only fail: it would end the process.
             if min(row.tokens) < 0 or max(row.tokens) >= self._vocab_len:
@@ -274,11 +271,6 @@ class TorchEngine:
         room = self._options.max_tokens - self.num_tokens
         if wanted > room:
             raise EngineFull(f"the cache has room for {room} more tokens, not {wanted}")
-
-    def _require_length(self, handle: int, length: int) -> None:
-        held = len(self._handles[handle].path)
-        if not 0 <= length <= held:
-            raise ValueError(f"handle {handle} holds {held} tokens, not {length}")
 
 
 def _room(length: int) -> int:
