@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +45,7 @@ def draft(
     metrics_port: Annotated[
         int | None, typer.Option(help="Answer Prometheus scrapes at this port of localhost.")
     ] = None,
+    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop as well when standard input closes.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
@@ -65,12 +69,21 @@ def draft(
         server = Server(open_engine(engine or engine_for(model), options), service)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
+        if until_eof:
+            threading.Thread(target=_stop_at_eof, args=(server,), name="eof", daemon=True).start()
         scrapes = serve_metrics(server, metrics_port) if metrics_port else None
         try:
             server.serve()
         finally:
             if scrapes is not None:
                 scrapes.shutdown()
+
+
+def _stop_at_eof(server: Server) -> None:
+    """A parent that dies closes the pipe, however it dies."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    server.stop()
 
 
 def keys(directory: Annotated[Path, typer.Argument(help="Where to write the keys.")]) -> None:

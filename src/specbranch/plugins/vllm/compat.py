@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -42,3 +43,20 @@ def max_model_len(vllm_config: Any) -> int:
 def own_config(vllm_config: Any) -> Any:
     """Our section of `--additional-config`; vLLM passes it through unread."""
     return (vllm_config.additional_config or {}).get("specbranch", {})
+
+
+def run_in_this_process(num_cores: int) -> None:
+    """Set the environment for an engine without processes of its own; to be called before vLLM is imported."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    for name, value in {
+        "OMP_NUM_THREADS": str(num_cores),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def proposer_of(llm: Any) -> Any:
+    """The proposer of an engine that runs in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner.drafter

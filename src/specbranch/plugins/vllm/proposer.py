@@ -7,7 +7,8 @@ none of this matters here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,23 @@ class SpecBranchProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         compat.warn_if_untested()
-        settings = read_settings(compat.own_config(vllm_config))
         self._most = compat.num_speculative_tokens(vllm_config)
         self._max_model_len = compat.max_model_len(vllm_config)
-        options = settings.client_options(self._most)
-        self._client = DraftClient(options) if compat.is_output_rank() else None
+        self._is_output_rank = compat.is_output_rank()
+        self._client: DraftClient | None = None
+        self.use(compat.own_config(vllm_config))
+
+    def use(self, section: Mapping[str, Any]) -> None:
+        """Take other settings from now on; wrong ones raise, and the old ones stay."""
+        options = read_settings(section).client_options(self._most)
+        if self._client is not None:
+            self._client.close()
+        # Without a planner there is nothing to ask for.
+        self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
+
+    def counts(self) -> dict[str, float]:
+        """What the client did since the settings were last taken."""
+        return asdict(self._client.counts) if self._client else {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM's CPU worker without asking whether it exists; there is nothing to load here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class ProposerSettings:
 
 def read_settings(section: Any) -> ProposerSettings:
     """Settings from the section; a name that nobody knows raises, with the nearest known one."""
-    if not isinstance(section, dict):
+    if not isinstance(section, Mapping):
         raise SettingError(f"additional_config['specbranch'] is {section!r}; give a table of settings")
     known = [one.name for one in fields(ProposerSettings)]
     for key in section:
