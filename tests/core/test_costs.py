@@ -70,3 +70,17 @@ def test_a_draft_that_takes_no_time_has_no_speed_ratio() -> None:
     costs.draft.observe(1, 0.0)
 
     assert costs.draft_steps_per_target_step(1) is None
+
+
+@pytest.mark.parametrize(
+    ("cost", "gains", "expected"),
+    [
+        (StepCost(1.0, 0.5), [0.9, 0.4, 0.1], 1),
+        (StepCost(1.0, 0.5), [0.9, 0.5, 0.1], 2),
+        (StepCost(1.0, 0.0), [0.9, 0.05, 0.01], 3),
+        (StepCost(0.0, 0.0), [0.5], 1),
+        (StepCost(1.0, 0.5), [], 0),
+    ],
+)
+def test_rows_pay_as_long_as_they_raise_the_gain_per_time(cost: StepCost, gains: list[float], expected: int) -> None:
+    assert cost.best_rows(gains) == expected

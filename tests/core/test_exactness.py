@@ -56,13 +56,16 @@ def _methods() -> Iterator[Any]:
     for name, chosen in plain_settings:
         yield pytest.param(lambda chance, n=name, s=chosen: planner_of(n, s), id=f"{name} {chosen.get('fallback', '')}")
     for label, predictor in _PREDICTORS.items():
-        chosen = {"gamma": 2, "confidence": 0.6, "max_branches": 4}
-        yield pytest.param(
-            lambda chance, s=chosen, p=predictor: planner_of("specbranch", s, p(chance)), id=f"specbranch {label}"
-        )
+        for form, is_ours in (("paper", False), ("ours", True)):
+            chosen = {"gamma": 2, "confidence": 0.6, "max_branches": 4, "waits": not is_ours, "is_thrifty": is_ours}
+            yield pytest.param(
+                lambda chance, s=chosen, p=predictor: planner_of("specbranch", s, p(chance)),
+                id=f"specbranch {form} {label}",
+            )
 
 
 METHODS = list(_methods())
+PAPER = {"max_branches": 6, "waits": True, "is_thrifty": False}
 
 
 def emitted_law(pair: Pair, make: Make, rule: Rule, ending: Ending) -> dict[tuple[int, ...], Fraction]:
@@ -157,14 +160,14 @@ def test_a_broken_rule_b_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(verify, attribute, broken)
     pair = misaligned_pair()
     ending = Ending(max_new_tokens=2)
-    make = lambda chance: planner_of("specbranch", {"gamma": 1, "confidence": 0.7, "max_branches": 6})  # noqa: E731
+    make = lambda chance: planner_of("specbranch", {**PAPER, "gamma": 1, "confidence": 0.7})  # noqa: E731
 
     assert emitted_law(pair, make, "reject", ending) != target_law(pair, ending)
 
 
 def test_the_law_of_the_pair_that_shows_mutations_is_exact_without_them() -> None:
     ending = Ending(max_new_tokens=2)
-    make = lambda chance: planner_of("specbranch", {"gamma": 1, "confidence": 0.7, "max_branches": 6})  # noqa: E731
+    make = lambda chance: planner_of("specbranch", {**PAPER, "gamma": 1, "confidence": 0.7})  # noqa: E731
 
     assert emitted_law(misaligned_pair(), make, "reject", ending) == target_law(misaligned_pair(), ending)
 
@@ -188,6 +191,7 @@ def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
         chosen |= {"num_guesses": draw(st.integers(1, 8)), "fallback": draw(st.sampled_from(["jit", "fast"]))}
     if name == "specbranch":
         chosen |= {"max_branches": draw(st.integers(1, 6)), "confidence": draw(st.floats(0, 1))}
+        chosen |= {"waits": draw(st.booleans()), "is_thrifty": draw(st.booleans())}
     return name, chosen, draw(st.sampled_from(list(_PREDICTORS)))
 
 

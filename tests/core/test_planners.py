@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.costs import Costs
+from specbranch.core.costs import Costs, StepCost
 from specbranch.core.draw import TopDraw
 from specbranch.core.law import Law
 from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
@@ -27,6 +27,10 @@ DOUBTFUL = Law((1, 2, 3, 4, 5, 6), (0.2, 0.2, 0.2, 0.2, 0.1, 0.1), 1.7)
 def session_of(name: str, signal: Signal = Signal.SOME, costs: Costs | None = None, **settings: Any) -> Session:
     planner = make_planner(name, settings, ConstantPredictor(signal))
     return Session([0], planner, TopDraw(), costs or Costs())
+
+
+def paper_specbranch(signal: Signal = Signal.SOME, costs: Costs | None = None, **settings: Any) -> Session:
+    return session_of("specbranch", signal, costs, waits=True, is_thrifty=False, **settings)
 
 
 def run(session: Session, law: Law = SURE, steps: int = 1) -> None:
@@ -165,7 +169,7 @@ def test_fan_out_spends_the_whole_budget_and_falls_with_the_stop_point() -> None
 
 
 def test_specbranch_drafts_to_the_first_doubtful_law_and_branches_there() -> None:
-    session = session_of("specbranch", gamma=8, confidence=0.3, max_branches=5)
+    session = paper_specbranch(gamma=8, confidence=0.3, max_branches=5)
     run(session, SURE, 2)
     assert session.propose() is None
     run(session, DOUBTFUL)
@@ -177,7 +181,7 @@ def test_specbranch_drafts_to_the_first_doubtful_law_and_branches_there() -> Non
 
 
 def test_specbranch_without_hope_submits_nothing_and_branches_at_once() -> None:
-    session = session_of("specbranch", Signal.NONE, gamma=4)
+    session = paper_specbranch(Signal.NONE, gamma=4)
 
     assert session.propose() == []
     assert depths(session.rows()) == [0]
@@ -186,7 +190,7 @@ def test_specbranch_without_hope_submits_nothing_and_branches_at_once() -> None:
 
 
 def test_specbranch_with_full_hope_drafts_a_whole_window_through_doubt() -> None:
-    session = session_of("specbranch", Signal.ALL, gamma=3)
+    session = paper_specbranch(Signal.ALL, gamma=3)
     run(session, DOUBTFUL, 3)
 
     assert session.rows() == ()
@@ -194,7 +198,7 @@ def test_specbranch_with_full_hope_drafts_a_whole_window_through_doubt() -> None
 
 
 def test_a_sure_law_gets_one_branch() -> None:
-    session = session_of("specbranch", Signal.NONE, gamma=4)
+    session = paper_specbranch(Signal.NONE, gamma=4)
     session.propose()
     run(session, SURE)
 
@@ -203,7 +207,7 @@ def test_a_sure_law_gets_one_branch() -> None:
 
 def test_specbranch_cuts_the_surviving_branch_and_starts_the_target_at_once() -> None:
     """Posterior drafting: the cut comes after the verdict; what it leaves out stays as the first branch."""
-    session = session_of("specbranch", Signal.SOME, gamma=4, confidence=0.3)
+    session = paper_specbranch(Signal.SOME, gamma=4, confidence=0.3)
     run(session, DOUBTFUL)
     session.propose()
     run(session, SURE)
@@ -216,7 +220,7 @@ def test_specbranch_cuts_the_surviving_branch_and_starts_the_target_at_once() ->
 
 
 def test_after_a_hit_specbranch_submits_what_is_there_without_a_wait() -> None:
-    session = session_of("specbranch", Signal.ALL, gamma=4)
+    session = paper_specbranch(Signal.ALL, gamma=4)
     run(session, SURE, 4)
     session.propose()
     run(session, SURE, 3)
@@ -230,7 +234,7 @@ def test_branches_are_no_longer_than_the_targets_step_leaves_time_for() -> None:
     costs = Costs()
     costs.draft.observe(1, 1.0)
     costs.target.observe(1, 2.5)
-    session = session_of("specbranch", Signal.NONE, costs=costs, gamma=8)
+    session = paper_specbranch(Signal.NONE, costs=costs, gamma=8)
     session.propose()
     run(session, SURE, 9)
 
@@ -238,7 +242,7 @@ def test_branches_are_no_longer_than_the_targets_step_leaves_time_for() -> None:
 
 
 def test_specbranch_stops_where_the_law_is_exhausted() -> None:
-    session = session_of("specbranch", Signal.ALL)
+    session = paper_specbranch(Signal.ALL)
     run(session, Law((), (), 0.0))
 
     assert session.propose() == []
@@ -269,4 +273,40 @@ def test_bad_names_and_values_raise_with_a_mend(name: str, settings: dict[str, A
 
 
 def test_settings_can_be_listed() -> None:
-    assert setting_names("specbranch") == ("gamma", "confidence", "max_branches")
+    assert setting_names("specbranch") == ("gamma", "confidence", "max_branches", "waits", "is_thrifty")
+
+
+def test_after_a_miss_specbranch_does_not_let_the_target_wait() -> None:
+    session = session_of("specbranch", gamma=4)
+    session.propose()
+    run(session, SURE, 2)
+    session.commit(Verdict(0, 6), 0)
+
+    assert not session.round.is_hit
+    assert session.propose() == []
+    assert depths(session.rows()) == [1]
+
+
+def test_a_thrifty_specbranch_runs_the_rows_that_give_the_most_chance_for_their_time() -> None:
+    """A second row that costs half of the first pays if it is at least half as likely; equal ones all pay."""
+    costs = Costs()
+    for rows in (1, 2, 4):
+        costs.draft.observe(rows, StepCost(1.0, 0.5).at(rows))
+    for law, expected in ((SURE, [1]), (DOUBTFUL, [1, 2, 3, 4])):
+        session = session_of("specbranch", Signal.NONE, costs, gamma=4, max_branches=4)
+        session.propose()
+        run(session, law)
+
+        assert [node.token for node in session.rows()] == expected
+
+
+def test_a_thrifty_specbranch_runs_one_row_while_it_knows_no_cost_and_stops_at_its_window() -> None:
+    session = session_of("specbranch", Signal.NONE, gamma=2, max_branches=4)
+    session.propose()
+    run(session, SURE)
+    assert depths(session.rows()) == [1]
+    run(session, SURE, 2)
+
+    assert depths(session.rows()) == [1]  # the chain is full; the likeliest of what is left is another root
+    run(session, SURE, 40)
+    assert session.rows() == []

@@ -206,3 +206,13 @@ def test_every_drafted_token_is_settled_once_or_still_alive(data: st.DataObject)
         assert tree.num_drafted == settled + tree.num_alive
         assert tree.num_alive == sum(1 for _ in tree.nodes())
         assert all(node.fate is None for node in tree.nodes())
+
+
+def test_the_frontier_holds_the_likeliest_nodes_that_were_not_run(tree: Tree) -> None:
+    found = tree.frontier(tree.root, 5, 0.01)
+
+    assert [(node.token, round(chance, 4)) for node, chance in found] == [(3, 0.125), (8, 0.0833)]
+    assert [node.token for node, _ in tree.frontier(tree.root, 1, 0.01)] == [3]
+    assert [node.token for node, _ in tree.frontier(tree.root, 5, 0.1)] == [3]
+    (end,) = tree.frontier(found[1][0], 5, 0.01)
+    assert end == (found[1][0], 1.0)

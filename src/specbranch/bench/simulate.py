@@ -87,6 +87,8 @@ def method_for(planner: str, pair: Pair, predictor: str = "confidence") -> Metho
     settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
     if "acceptance" in names:
         settings["acceptance"] = pair.acceptance
+    if planner == "specbranch":
+        settings |= {"waits": True, "is_thrifty": False}
     return Method(planner, settings, predictor)
 
 

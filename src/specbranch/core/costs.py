@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,12 @@ class StepCost:
     def at(self, rows: int) -> float:
         """Time of a step with that many rows."""
         return self.first_s + self.more_s * (rows - 1)
+
+    def best_rows(self, gains: Sequence[float]) -> int:
+        """How many of the rows with these gains, largest first, give the most gain for the time of the step."""
+        totals = accumulate(gains)
+        rates = [total / max(self.at(rows), 1e-9) for rows, total in enumerate(totals, start=1)]
+        return rates.index(max(rates)) + 1 if rates else 0
 
 
 class StepEstimate:

@@ -9,6 +9,7 @@ Each node is created once and settled once, so all book-keeping is linear in the
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,30 @@ class Tree:
         for token in tokens:
             node = node.child_with(token) if node else None
         return node
+
+    def frontier(self, start: Node, count: int, least: float) -> list[tuple[Node, float]]:
+        """The likeliest nodes at or below `start` whose laws are not known, each with its chance seen from there.
+
+        At most `count`, none with a chance below `least`. Children are drawn only as far as the search goes.
+        """
+        found: list[tuple[Node, float]] = []
+        heap = [(0.0, 0, start)]
+        num_seen = 1
+        while heap and len(found) < count:
+            weight, _, node = heapq.heappop(heap)
+            if node.law is None:
+                found.append((node, math.exp(-weight)))
+            nexts = [(node, 1)]
+            if node is not start and node.parent is not None:
+                nexts.append((node.parent, node.parent.children.index(node) + 2))
+            for parent, rank in nexts:
+                children = self.children(parent, rank)
+                if len(children) == rank:
+                    weight = start.log_chance - children[-1].log_chance
+                    if weight <= -math.log(least):
+                        heapq.heappush(heap, (weight, num_seen, children[-1]))
+                        num_seen += 1
+        return found
 
     def submit(self, nodes: Sequence[Node]) -> None:
         """Mark a chain that starts below the root as sent for verification."""

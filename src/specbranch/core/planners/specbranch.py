@@ -5,7 +5,10 @@ with little confidence, or a whole window. While the target verifies (BRANCH sta
 k = max(1, floor(k_max * (1 - confidence))) branches at the branch point, the place right behind the submission.
 After a hit the surviving branch is cut by a fresh signal (posterior drafting) and the target starts at once.
 
-One thing is better than in the paper: what a cut leaves out stays in the tree, where it is the first branch.
+Three things are better than in the paper. What a cut leaves out stays in the tree, where it is the first branch. After
+a miss the target need not wait: it verifies what is there, if only its own last token, while the draft catches up;
+on recorded traces waiting never paid. And where rows are dear, only those are run that pay for their time. `waits` and
+not `is_thrifty` give the paper's form.
 """
 
 from __future__ import annotations
@@ -20,14 +23,22 @@ from specbranch.core.round import Round, Signal
 from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
 
+_LEAST_CHANCE = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class SpecbranchSettings:
-    """Longest submission, the confidence under which a law is doubtful, and the most branches at one point."""
+    """Longest submission, the confidence under which a law is doubtful, and the most branches at one time.
+
+    `waits`: after a miss the target waits for a draft. `is_thrifty`: of the branches only those grow that give the most
+    chance for the draft's time.
+    """
 
     gamma: int = 8
     confidence: float = 0.3
     max_branches: int = 6
+    waits: bool = False
+    is_thrifty: bool = True
 
     def __post_init__(self) -> None:
         require_positive(self, "gamma", "max_branches")
@@ -43,7 +54,7 @@ class SpecbranchPlanner:
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         chain, tip = self._chain(round)
-        return chain if tip is None or round.is_hit else None
+        return chain if tip is None or round.is_hit or not self._settings.waits else None
 
     def prepare(self, round: Round) -> Sequence[Node]:
         if round.is_waiting:
@@ -53,6 +64,8 @@ class SpecbranchPlanner:
         end = tree.end
         if end.law is None:
             return (end,)
+        if self._settings.is_thrifty:
+            return self._rows_that_pay(round)
         count = max(1, math.floor(self._settings.max_branches * (1 - end.law.confidence)))
         tips = (tree.unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
         return [tip for tip in tips if tip]
@@ -78,6 +91,17 @@ class SpecbranchPlanner:
             node = children[0]
             chain.append(node)
         return chain, None
+
+    def _rows_that_pay(self, round: Round) -> Sequence[Node]:
+        """The likeliest tips behind the submission, as many as give the most chance for the time of a draft step."""
+        tips = [
+            (node, chance)
+            for node, chance in round.tree.frontier(round.tree.end, self._settings.max_branches, _LEAST_CHANCE)
+            if node.position - round.tree.end.position <= self._settings.gamma
+        ]
+        cost = round.costs.draft.cost
+        count = 1 if cost is None else cost.best_rows([chance for _, chance in tips])
+        return [node for node, _ in tips[:count]]
 
     def _branch_len(self, round: Round, num_branches: int) -> int:
         """Tokens per branch, the root included: no more than the target's step leaves time for."""
