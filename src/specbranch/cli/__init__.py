@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from specbranch import __version__
+from specbranch.cli.bench import bench
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.profile import profile
 from specbranch.cli.simulate import simulate
@@ -31,3 +32,4 @@ def main(
 
 for command in (draft, keys, profile, simulate):
     app.command()(command)
+app.add_typer(bench, name="bench")

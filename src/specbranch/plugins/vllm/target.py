@@ -65,6 +65,7 @@ class Target:
             }
             arguments["additional_config"] = {"specbranch": dict(options.section)}
         self.llm = LLM(model=options.model, **arguments)
+        self._has_proposer = options.section is not None
         self._num_requests = 0
 
     def use(self, section: Mapping[str, Any]) -> None:
@@ -110,5 +111,5 @@ class Target:
             engine.abort_request(list(indices))
 
     def proposer_counts(self) -> dict[str, float]:
-        """What the proposer did since it was last told what to `use`."""
-        return dict(compat.proposer_of(self.llm).counts())
+        """What the proposer did since it was last told what to `use`; nothing for bare vLLM."""
+        return dict(compat.proposer_of(self.llm).counts()) if self._has_proposer else {}

@@ -1,0 +1,43 @@
+"""Prompts of the public sets that benchmarks use, read from their own files as chats of one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_Row = dict[str, Any]
+_CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
+
+# task: (which rows of the file belong to it, the message of a row)
+_TASKS: dict[str, tuple[Callable[[_Row], bool], Callable[[_Row], str]]] = {
+    "humaneval": (lambda row: True, lambda row: "Complete this Python function.\n\n" + row["prompt"]),
+    "gsm8k": (lambda row: True, lambda row: row["question"]),
+    "summarization": (lambda row: row["category"] == "summarization", lambda row: row["turns"][0]),
+    "chat": (lambda row: row["category"] in _CHAT, lambda row: row["turns"][0]),
+}
+
+TASKS = tuple(_TASKS)
+
+
+class PromptError(ValueError):
+    """A file that does not hold the prompts it should; the message says what would help."""
+
+
+def read_prompts(task: str, path: Path, count: int) -> list[str]:
+    """`count` messages of a task, spread evenly over its file, always the same ones."""
+    if task not in _TASKS:
+        raise PromptError(f"no task is called {task!r}; choose from {', '.join(TASKS)}")
+    belongs, message = _TASKS[task]
+    try:
+        rows = [row for line in path.read_text().splitlines() if belongs(row := json.loads(line))]
+        stride = max(1, len(rows) // count)
+        found = [message(row) for row in rows[::stride][:count]]
+    except OSError as error:
+        raise PromptError(f"cannot read {path}: {error.strerror}; --data names the directory of the prompts") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise PromptError(f"{path} does not hold prompts of {task}: {error!r}") from error
+    if len(found) < count:
+        raise PromptError(f"{path} holds {len(found)} prompts of {task}; {count} were asked for")
+    return found

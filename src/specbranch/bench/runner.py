@@ -1,0 +1,161 @@
+"""The benchmark runner: real engines on their own cores, methods interleaved prompt by prompt in random order.
+
+Every record is written as soon as it is measured; the first line of a result file says where all the others come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from specbranch.bench.profile import provenance
+from specbranch.bench.prompts import read_prompts
+from specbranch.bench.scenario import BenchMethod, Scenario
+from specbranch.bench.worker import VLLM, Worker
+from specbranch.service.process import DraftOptions, DraftProcess
+
+FORMAT = "specbranch-bench"
+_WARM_UP = "Count from one to ten."
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One measurement: prompts answered together by one method."""
+
+    task: str
+    concurrency: int
+    repeat: int
+    first_prompt: int
+    messages: tuple[str, ...]
+    method: BenchMethod
+
+
+def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
+    """All measurements in the order in which they are taken: methods side by side, shuffled anew each time."""
+    order = random.Random(scenario.seed)
+    trials: list[Trial] = []
+    texts = {chosen.task: read_prompts(chosen.task, data / chosen.file, chosen.count) for chosen in scenario.prompts}
+    for repeat in range(scenario.repeats):
+        groups = [
+            (task, size, start, tuple(messages[start : start + size]))
+            for task, messages in texts.items()
+            for size in scenario.concurrency
+            for start in range(0, len(messages) - size + 1, size)
+        ]
+        order.shuffle(groups)
+        for task, size, start, messages in groups:
+            methods = list(scenario.methods)
+            order.shuffle(methods)
+            trials += [Trial(task, size, repeat, start, messages, method) for method in methods]
+    return trials
+
+
+def run_scenario(scenario: Scenario, data: Path, sink: TextIO, progress: Callable[[int, int], None]) -> None:
+    """Measure everything and write one JSON line for each trial."""
+    trials = plan_trials(scenario, data)
+    with _engines(scenario) as engines:
+        header = {"format": FORMAT, "version": 1, "scenario": scenario.as_json(), "provenance": engines.provenance()}
+        _write(sink, header)
+        for number, trial in enumerate(trials):
+            progress(number, len(trials))
+            _write(sink, engines.measure(trial))
+        progress(len(trials), len(trials))
+
+
+@dataclass(slots=True)
+class _Engines:
+    """The draft service, and a worker for bare vLLM and one with our proposer."""
+
+    scenario: Scenario
+    draft: DraftProcess
+    bare: Worker
+    ours: Worker | None
+
+    def provenance(self) -> dict[str, Any]:
+        assert self.draft.welcome is not None
+        return {**provenance(), **self.bare.info, "draft": Path(self.draft.welcome.model).name}
+
+    def warm_up(self) -> None:
+        for method in self.scenario.methods:
+            self._generate(method, (_WARM_UP,), max_tokens=24)
+
+    def measure(self, trial: Trial) -> dict[str, Any]:
+        answer = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
+        return {
+            "task": trial.task,
+            "concurrency": trial.concurrency,
+            "repeat": trial.repeat,
+            "prompt": trial.first_prompt,
+            "method": trial.method.name,
+            "tokens": sum(len(request["tokens"]) for request in answer["requests"]),
+            "elapsed_s": answer["elapsed_s"],
+            "first_s": max(request["steps"][0][0] for request in answer["requests"]),
+            "rounds": sum(len(request["steps"]) for request in answer["requests"]),
+            "digests": [_digest(request["tokens"]) for request in answer["requests"]],
+            "counts": answer["counts"],
+        }
+
+    def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> dict[str, Any]:
+        sampling = {"temperature": self.scenario.temperature, "max_tokens": max_tokens}
+        if method.planner is None:
+            return self.bare.generate(messages, sampling, None)
+        assert self.ours is not None, "a planner needs our proposer"
+        return self.ours.generate(messages, sampling, self.scenario.section(method, self.draft.address))
+
+
+@contextlib.contextmanager
+def _engines(scenario: Scenario) -> Iterator[_Engines]:
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
+        options = DraftOptions(
+            scenario.draft,
+            cores=scenario.draft_cores,
+            threads=len(scenario.draft_cores),
+            extra=["--log-level", "warning", *scenario.draft_arguments],
+        )
+        draft = stack.enter_context(DraftProcess(options))
+        bare = stack.enter_context(_worker(scenario, None, logs / "bare.log"))
+        drafting = [method for method in scenario.methods if method.planner is not None]
+        ours = None
+        if drafting:
+            section = scenario.section(drafting[0], draft.address)
+            ours = stack.enter_context(_worker(scenario, section, logs / "ours.log"))
+        engines = _Engines(scenario, draft, bare, ours)
+        engines.warm_up()
+        yield engines
+
+
+def _worker(scenario: Scenario, section: dict[str, Any] | None, log_file: Path) -> Worker:
+    arguments = {
+        "dtype": scenario.dtype,
+        "max_model_len": scenario.max_model_len,
+        "max_num_seqs": max(scenario.concurrency),
+        "seed": scenario.seed,
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "enable_prefix_caching": False,
+    }
+    options = {
+        "model": scenario.target,
+        "section": section,
+        "num_speculative_tokens": scenario.gamma,
+        "arguments": arguments,
+        "cores": scenario.target_cores,
+    }
+    return Worker(VLLM, options, log_file)
+
+
+def _digest(tokens: list[int]) -> str:
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+def _write(sink: TextIO, document: dict[str, Any]) -> None:
+    sink.write(json.dumps(document) + "\n")
+    sink.flush()

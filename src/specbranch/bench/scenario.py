@@ -1,0 +1,91 @@
+"""A scenario: everything that a benchmark run depends on, in one TOML file that is kept with its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specbranch.bench.prompts import TASKS
+from specbranch.core.planners import PLANNERS, SettingError, suggest
+
+_BARE = "bare"
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be run; the message says why."""
+
+
+class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """So many prompts of a task, from a file in the data directory."""
+
+    task: str
+    file: str
+    count: int
+
+
+class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to decode: bare vLLM if no planner is named, else our proposer with that planner."""
+
+    name: str
+    planner: str | None = None
+    settings: dict[str, Any] = {}
+    predictor: str = "confidence"
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One pair of models on given cores, prompts, and the methods to compare; `gamma` is the longest submission."""
+
+    name: str
+    target: str
+    draft: str
+    prompts: list[PromptSet]
+    methods: list[BenchMethod]
+    dtype: str = "bfloat16"
+    target_cores: list[int] = msgspec.field(default_factory=lambda: [0])
+    draft_cores: list[int] = msgspec.field(default_factory=lambda: [1])
+    draft_arguments: list[str] = []
+    max_tokens: int = 128
+    max_model_len: int = 1024
+    temperature: float = 0.0
+    gamma: int = 8
+    deadline_ms: float = 1000.0
+    concurrency: list[int] = msgspec.field(default_factory=lambda: [1])
+    repeats: int = 1
+    seed: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The scenario as a plain document."""
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        return document
+
+    def section(self, method: BenchMethod, address: str) -> dict[str, Any]:
+        """Our section of vLLM's `additional_config` for a method."""
+        return {
+            "address": address,
+            "planner": method.planner or "none",
+            "settings": method.settings,
+            "predictor": method.predictor,
+            "deadline_ms": self.deadline_ms,
+        }
+
+
+def read_scenario(path: Path) -> Scenario:
+    """The scenario of a file, checked."""
+    try:
+        scenario = msgspec.toml.decode(path.read_bytes(), type=Scenario)
+    except OSError as error:
+        raise ScenarioError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ScenarioError(f"{path} is no scenario: {error}") from error
+    for prompts in scenario.prompts:
+        if prompts.task not in TASKS:
+            raise ScenarioError(f"{path}: no task is called {prompts.task!r}; {suggest(prompts.task, TASKS)}")
+    names = [method.name for method in scenario.methods]
+    if len(set(names)) != len(names) or _BARE not in names:
+        raise ScenarioError(f"{path}: methods need different names, one of them {_BARE!r} without a planner")
+    for method in scenario.methods:
+        if method.planner is not None and method.planner not in PLANNERS:
+            raise SettingError(f"{path}: no planner is called {method.planner!r}; {suggest(method.planner, PLANNERS)}")
+    return scenario

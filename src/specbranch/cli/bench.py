@@ -1,0 +1,92 @@
+"""`specbranch bench`: run a scenario on real engines, and show what its results say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from specbranch.bench.prompts import PromptError
+from specbranch.bench.runner import run_scenario
+from specbranch.bench.scenario import ScenarioError, read_scenario
+from specbranch.bench.summary import Line, ResultError, read_results, summarize
+from specbranch.bench.worker import WorkerError
+from specbranch.cli.console import console_for, friendly_errors, print_json, progress_bar
+from specbranch.core.planners import SettingError
+from specbranch.service.process import StartError
+
+bench = typer.Typer(no_args_is_help=True, help="Measure methods against each other on real engines.")
+
+
+@bench.command()
+def run(
+    scenario: Annotated[Path, typer.Argument(help="TOML file that says what to measure.")],
+    data: Annotated[Path, typer.Option(help="Directory with the files of prompts that the scenario names.")],
+    out: Annotated[Path, typer.Option(help="Result file, one JSON document a line; must not exist.")],
+) -> None:
+    """Start the engines on their cores and measure; nothing else should run on the machine meanwhile."""
+    with friendly_errors(ScenarioError, SettingError, PromptError, WorkerError, StartError, OSError):
+        chosen = read_scenario(scenario)
+        with out.open("x") as sink, progress_bar() as bar:
+            task = bar.add_task("starting engines", total=None)
+            run_scenario(
+                chosen,
+                data,
+                sink,
+                lambda done, total: bar.update(task, completed=done, total=total, description=chosen.name),
+            )
+        _print(out, as_json=False)
+
+
+@bench.command()
+def show(
+    results: Annotated[Path, typer.Argument(help="A result file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+) -> None:
+    """Tokens per second of every method over bare vLLM, with the spread over prompts."""
+    with friendly_errors(ResultError):
+        _print(results, as_json)
+
+
+def _print(path: Path, as_json: bool) -> None:
+    header, records = read_results(path)
+    lines = summarize(records)
+    if as_json:
+        print_json({"scenario": header["scenario"], "lines": [line.as_json() for line in lines]})
+    else:
+        console_for(as_json).print(_table(header["scenario"]["name"], lines))
+
+
+def _table(name: str, lines: list[Line]) -> Table:
+    table = Table(
+        title=name, caption="speed: tokens per second over bare vLLM, with the range that holds 95 % of resamples"
+    )
+    for column in (
+        "task",
+        "at once",
+        "method",
+        "tok/s",
+        "speed",
+        "range",
+        "emitted/round",
+        "round ms",
+        "hook ms",
+        "equal",
+    ):
+        table.add_column(column, justify="left" if column in ("task", "method") else "right")
+    for line in lines:
+        table.add_row(
+            line.task,
+            str(line.concurrency),
+            line.method,
+            f"{line.tokens_per_s:.2f}",
+            f"{line.speedup:.2f}x",
+            f"{line.low:.2f}-{line.high:.2f}",
+            f"{line.emitted_per_round:.2f}",
+            f"{line.round_ms:.0f}",
+            "-" if line.hook_ms is None else f"{line.hook_ms:.2f}",
+            f"{line.same_as_bare:.0%}",
+        )
+    return table

@@ -1,0 +1,74 @@
+"""vLLM as a worker for measurements: orders on standard input, answers on standard output, one JSON document a line.
+
+The first line says what to load: `model`, `section` (None: bare), `num_speculative_tokens`, `arguments`, `cores`. Each
+further line is an order: `messages` to answer together, `sampling`, and the `section` to `use` from now on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from specbranch.engines.options import local_model
+from specbranch.plugins.vllm.target import Request, Target, TargetOptions
+
+
+def main() -> None:
+    """Serve until standard input closes."""
+    # What vLLM prints must not come between our lines.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        options = json.loads(sys.stdin.readline())
+        if options["cores"]:
+            os.sched_setaffinity(0, options["cores"])
+        target = _load(options)
+        _say(answers, _info())
+        for line in sys.stdin:
+            order = json.loads(line)
+            if order.get("use") is not None:
+                target.use(order["use"])
+            _say(answers, _generate(target, order))
+
+
+def _load(options: dict[str, Any]) -> Target:
+    path = local_model(options["model"])
+    return Target(
+        TargetOptions(
+            str(path or options["model"]),
+            options["section"],
+            options["num_speculative_tokens"],
+            options["arguments"],
+        )
+    )
+
+
+def _info() -> dict[str, Any]:
+    import torch
+    import transformers
+    import vllm
+
+    return {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _generate(target: Target, order: dict[str, Any]) -> dict[str, Any]:
+    prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in order["messages"]]
+    requests: list[dict[str, Any]] = [{"tokens": [], "steps": []} for _ in prompts]
+    start_s = time.monotonic()
+    for piece in target.stream([Request(prompt, order["sampling"]) for prompt in prompts]):
+        request = requests[piece.index]
+        request["tokens"] += piece.tokens
+        request["steps"].append([piece.at_s - start_s, len(piece.tokens)])
+    elapsed_s = time.monotonic() - start_s
+    return {"requests": requests, "elapsed_s": elapsed_s, "counts": target.proposer_counts()}
+
+
+def _say(sink: Any, document: dict[str, Any]) -> None:
+    sink.write(json.dumps(document) + "\n")
+    sink.flush()
+
+
+if __name__ == "__main__":
+    main()
