@@ -31,7 +31,7 @@ def proposer_with(monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, 
     monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
     monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", lambda options: FixedClient([5, 6, 7]))
     config = SimpleNamespace(
-        additional_config={"specbranch": {"address": "ipc:///nowhere", **section}},
+        additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
         speculative_config=SimpleNamespace(num_speculative_tokens=2),
         model_config=SimpleNamespace(max_model_len=10),
     )
@@ -71,6 +71,36 @@ def test_other_ranks_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposer._client is None
     assert proposer.propose([[2]], lengths, table) == [[]]
     proposer.load_model(object())
+
+
+def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with drafts give no more tokens than those without, so the gate closes after its trial."""
+    proposer = proposer_with(monkeypatch, is_gated=True)
+    num_with_drafts = 0
+    for length in range(3, 9):
+        lengths, table = tokens([1] * length)
+        for _ in range(20):
+            proposer._max_model_len = 100
+            num_with_drafts += proposer.propose([[1]], lengths, table) != [[]]
+            lengths[0] += 1
+
+    assert 0 < num_with_drafts < 40
+
+
+def test_the_same_settings_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, planner="pearl")
+    client, gate = proposer._client, proposer._gate
+    proposer.use({"address": "ipc:///nowhere", "is_gated": False, "planner": "pearl"})
+    assert (proposer._client, proposer._gate) == (client, gate)
+
+
+def test_without_a_planner_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, planner="none")
+    lengths, table = tokens([1, 2])
+
+    assert proposer._client is None
+    assert proposer.propose([[2]], lengths, table) == [[]]
+    assert proposer.counts() == {}
 
 
 def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:

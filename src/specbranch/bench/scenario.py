@@ -32,6 +32,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     planner: str | None = None
     settings: dict[str, Any] = {}
     predictor: str = "confidence"
+    is_gated: bool = True
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +68,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "planner": method.planner or "none",
             "settings": method.settings,
             "predictor": method.predictor,
+            "is_gated": method.is_gated,
             "deadline_ms": self.deadline_ms,
         }
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from specbranch.core.gate import Gate
 from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.settings import read_settings
+from specbranch.plugins.vllm.pace import Pace
+from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.client import Committed, DraftClient
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -29,13 +31,21 @@ class SpecBranchProposer:
         self._max_model_len = compat.max_model_len(vllm_config)
         self._is_output_rank = compat.is_output_rank()
         self._client: DraftClient | None = None
+        self._settings: ProposerSettings | None = None
+        self._gate: Gate | None = None
+        self._pace = Pace()
         self.use(compat.own_config(vllm_config))
 
     def use(self, section: Mapping[str, Any]) -> None:
-        """Take other settings from now on; wrong ones raise, and the old ones stay."""
-        options = read_settings(section).client_options(self._most)
+        """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
+        settings = read_settings(section)
+        options = settings.client_options(self._most)
+        if settings == self._settings:
+            return
         if self._client is not None:
             self._client.close()
+        self._settings = settings
+        self._gate = Gate() if settings.is_gated else None
         # Without a planner there is nothing to ask for.
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
 
@@ -59,6 +69,8 @@ class SpecBranchProposer:
         if self._client is None or not rows:
             return drafts
         lengths = [int(num_tokens_no_spec[index]) for index in rows]
+        if not self._is_worthwhile([len(sampled) for sampled in sampled_token_ids], lengths):
+            return drafts
         committed = [
             Committed(token_ids_cpu[index, :length], len(sampled_token_ids[index]))
             for index, length in zip(rows, lengths, strict=True)
@@ -68,3 +80,12 @@ class SpecBranchProposer:
             room = self._max_model_len - length - 1
             drafts[index] = draft[: max(0, min(self._most, room))]
         return drafts
+
+    def _is_worthwhile(self, num_new: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Tell the gate what the last step gave, and ask it about the next one."""
+        if self._gate is None:
+            return True
+        step_s = self._pace.step_s(num_new, lengths)
+        if step_s is not None:
+            self._gate.observe(len(num_new), sum(num_new), step_s)
+        return self._gate.is_open(len(num_new))

@@ -19,7 +19,7 @@ class ProposerSettings:
     """Where the draft service is, how long a step may wait for it, and how it shall draft for us.
 
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal texts.
+    share drafts for equal texts. `is_gated`: drafts are left out at loads where they were seen not to pay.
     """
 
     address: str = field(default_factory=default_address)
@@ -29,6 +29,7 @@ class ProposerSettings:
     deadline_ms: float = 100.0
     namespace: str | None = None
     keys: str | None = None
+    is_gated: bool = True
 
     def client_options(self, gamma: int) -> ClientOptions:
         """Options for the client; `gamma` is the longest submission, unless the settings name a shorter one."""

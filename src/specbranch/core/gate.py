@@ -1,0 +1,131 @@
+"""The gate: does speculation pay at this load? It compares what both ways of decoding really gave.
+
+For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
+them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, so a
+pair that does not pay costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class GateSettings:
+    """Steps of a measurement with and without drafts, steps to let pass after a change, steps between measurements.
+
+    Drafts must give `margin` times the tokens per second of plain decoding; a trial that gives less than `hopeless`
+    times ends early.
+    """
+
+    plain_steps: int = 8
+    trial_steps: int = 16
+    settle_steps: int = 4
+    open_steps: int = 512
+    closed_steps: int = 256
+    longest_closed_steps: int = 8192
+    margin: float = 1.02
+    hopeless: float = 0.8
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Tokens per second over the last steps; a step counts half after 32 later ones."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        keep = 0.5 ** (1 / 32)
+        self.tokens = self.tokens * keep + tokens
+        self.seconds = self.seconds * keep + seconds
+        self.steps += 1
+
+    @property
+    def value(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is known of one load."""
+
+    pause: int
+    is_open: bool = False
+    is_measuring: bool = True
+    plain: _Rate = field(default_factory=_Rate)
+    drafted: _Rate = field(default_factory=_Rate)
+    steps: int = 0  # since the last decision
+
+
+class Gate:
+    """Ask `is_open` before each engine step and report by `observe` what the step gave. No clock in here."""
+
+    def __init__(self, settings: GateSettings | None = None) -> None:
+        self._settings = settings or GateSettings()
+        self._loads: dict[int, _Load] = {}
+        self._was_open = False
+        self._since_change = 0
+
+    def is_open(self, num_rows: int) -> bool:
+        """Whether the next step should go with drafts."""
+        is_open = self._load(num_rows).is_open
+        if is_open != self._was_open:
+            self._was_open = is_open
+            self._since_change = 0
+        return is_open
+
+    def observe(self, num_rows: int, num_tokens: int, step_s: float) -> None:
+        """Take in a step of so many rows that ran as `is_open` last said; only whole decoding steps."""
+        load = self._load(num_rows)
+        self._since_change += 1
+        # The first steps after a change still show the other way: texts to read in, drafts on their way.
+        if load.is_open != self._was_open or self._since_change <= self._settings.settle_steps:
+            return
+        (load.drafted if load.is_open else load.plain).observe(num_tokens, step_s)
+        load.steps += 1
+        self._decide(load)
+
+    def _decide(self, load: _Load) -> None:
+        settings = self._settings
+        if load.is_measuring:
+            if load.is_open:
+                is_hopeless = load.steps >= settings.trial_steps // 2 and not self._pays(load, settings.hopeless)
+                if load.steps >= settings.trial_steps or is_hopeless:
+                    self._conclude(load)
+            elif load.steps >= settings.plain_steps:
+                # Drafts gone stale say nothing of now; those that just ran do.
+                if load.drafted.steps:
+                    self._conclude(load)
+                else:
+                    self._turn(load, is_open=True, is_measuring=True)
+        elif load.is_open:
+            if load.steps >= settings.open_steps or not self._pays(load, settings.margin):
+                load.plain = _Rate()
+                self._turn(load, is_open=False, is_measuring=True)
+        elif load.steps >= load.pause:
+            self._turn(load, is_open=True, is_measuring=True)
+
+    def _conclude(self, load: _Load) -> None:
+        settings = self._settings
+        if self._pays(load, settings.margin):
+            load.pause = settings.closed_steps
+            self._turn(load, is_open=True, is_measuring=False)
+        else:
+            load.drafted = _Rate()
+            self._turn(load, is_open=False, is_measuring=False)
+            load.pause = min(2 * load.pause, settings.longest_closed_steps)
+
+    def _pays(self, load: _Load, margin: float) -> bool:
+        return load.drafted.value >= margin * load.plain.value
+
+    def _turn(self, load: _Load, is_open: bool, is_measuring: bool) -> None:
+        load.is_open, load.is_measuring, load.steps = is_open, is_measuring, 0
+
+    def _load(self, num_rows: int) -> _Load:
+        """Loads of 1, 2, 3-4, 5-8, ... rows."""
+        key = max(num_rows - 1, 0).bit_length()
+        if key not in self._loads:
+            self._loads[key] = _Load(self._settings.closed_steps // 2)
+        return self._loads[key]

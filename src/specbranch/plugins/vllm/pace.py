@@ -1,0 +1,30 @@
+"""How long an engine step took, and whether it can be compared with others."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+
+class Pace:
+    """Asked once after every step. Only steps that did nothing but go on with the rows of the last one count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s = clock()
+        self._lengths: Counter[int] = Counter()
+
+    def step_s(self, num_new: Sequence[int], lengths: Sequence[int]) -> float | None:
+        """Seconds since the last step; None if rows came, left or were being prefilled.
+
+        `num_new`: tokens that every row just got, none in prefill; `lengths`: those of the rows that got some. Rows
+        have no names here, so they are known by their lengths.
+        """
+        now_s = self._clock()
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        is_whole = all(num_new)
+        before = Counter(length - new for length, new in zip(lengths, num_new, strict=True)) if is_whole else None
+        is_same = before == self._lengths
+        self._lengths = Counter(lengths)
+        return elapsed_s if is_same else None

@@ -1,0 +1,83 @@
+"""Does the gate find the better way of decoding, and what does finding it cost?"""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.core.gate import Gate, GateSettings
+
+
+def drive(gate: Gate, steps: int, speedup: float, rows: int = 1, warm_up: int = 3) -> tuple[float, int]:
+    """Run steps of which those with drafts give `speedup` times the tokens, once warmed up; tokens, open steps."""
+    tokens, num_open, since_open = 0.0, 0, 0
+    for _ in range(steps):
+        is_open = gate.is_open(rows)
+        since_open = since_open + 1 if is_open else 0
+        gained = rows * (speedup if since_open > warm_up else min(speedup, 1.0)) if is_open else rows
+        num_open += is_open
+        tokens += gained
+        gate.observe(rows, round(1000 * gained), 1.0)
+    return tokens / rows, num_open
+
+
+def test_a_pair_that_pays_is_found_and_kept() -> None:
+    tokens, num_open = drive(Gate(), 2000, speedup=2.0)
+
+    assert num_open > 0.93 * 2000
+    assert tokens > 0.95 * 2 * 2000
+
+
+@pytest.mark.parametrize("speedup", [0.5, 0.9, 1.0])
+def test_a_pair_that_does_not_pay_costs_next_to_nothing(speedup: float) -> None:
+    gate = Gate()
+    first, _ = drive(gate, 1000, speedup)
+    later, _ = drive(gate, 10_000, speedup)
+
+    assert first > 0.97 * 1000
+    assert later > 0.995 * 10_000
+
+
+def test_a_hopeless_trial_ends_early() -> None:
+    _, bad = drive(Gate(), 60, speedup=0.3)
+    _, poor = drive(Gate(), 60, speedup=0.95)
+
+    assert bad < poor
+
+
+def test_it_notices_that_drafts_began_to_pay_and_that_they_ceased() -> None:
+    gate = Gate()
+    drive(gate, 500, speedup=0.8)
+    _, num_open = drive(gate, 2000, speedup=2.0)
+    assert num_open > 1000
+    drive(gate, 200, speedup=0.5)
+    _, num_open = drive(gate, 1000, speedup=0.5)
+    assert num_open < 50
+
+
+def test_loads_are_judged_apart() -> None:
+    gate = Gate()
+    drive(gate, 200, speedup=2.0, rows=1)
+    drive(gate, 200, speedup=0.5, rows=8)
+
+    assert gate.is_open(1)
+    assert not gate.is_open(8)
+    assert gate.is_open(1)
+
+
+def test_plain_decoding_is_measured_again_now_and_then() -> None:
+    gate = Gate(GateSettings(open_steps=50))
+    drive(gate, 40, speedup=2.0)
+    _, num_open = drive(gate, 200, speedup=2.0)
+
+    assert 120 < num_open < 190
+
+
+def test_a_step_of_the_other_way_is_not_counted() -> None:
+    """A verdict of another load comes in between: what ran was not what this load would have run."""
+    gate = Gate(GateSettings(settle_steps=0, plain_steps=1))
+    gate.is_open(1)
+    gate.observe(1, 1, 1.0)
+    assert gate.is_open(1)
+    gate.observe(8, 8, 1.0)
+
+    assert not gate.is_open(8)
