@@ -19,23 +19,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TASKS = {
-    "humaneval": lambda row: "Complete this Python function.\n\n" + row["prompt"],
-    "gsm8k": lambda row: row["question"],
-    "summarization": lambda row: row["turns"][0],
-    "chat": lambda row: row["turns"][0],
-}
-CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
-
-
-def prompts_of(task: str, path: Path, count: int) -> list[str]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    if task == "summarization":
-        rows = [row for row in rows if row["category"] == task]
-    if task == "chat":
-        rows = [row for row in rows if row["category"] in CHAT]
-    stride = max(1, len(rows) // count)
-    return [TASKS[task](row) for row in rows[::stride][:count]]
+from specbranch.bench.prompts import TASKS, read_prompts
 
 
 @torch.inference_mode()
@@ -93,7 +77,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
-    pairs = answers(target, tokenizer, prompts_of(args.task, args.prompts, args.count), args)
+    pairs = answers(target, tokenizer, read_prompts(args.task, args.prompts, args.count), args)
     del target
     draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.bfloat16)
 

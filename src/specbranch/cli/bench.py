@@ -61,7 +61,7 @@ def _print(path: Path, as_json: bool) -> None:
 
 def _table(name: str, lines: list[Line]) -> Table:
     table = Table(
-        title=name, caption="speed: tokens per second over bare vLLM, with the range that holds 95 % of resamples"
+        title=name, caption="speed: tokens per second over bare vLLM; range: 95 % of resamples; round, hook: ms"
     )
     for column in (
         "task",

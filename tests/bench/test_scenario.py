@@ -1,0 +1,94 @@
+"""Scenario files and prompts: read in full, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specbranch.bench.prompts import PromptError, read_prompts
+from specbranch.bench.runner import plan_trials
+from specbranch.bench.scenario import ScenarioError, read_scenario
+from specbranch.core.planners import SettingError
+
+ROOT = Path(__file__).parents[2]
+SMALL = """
+name = "small"
+target = "t"
+draft = "d"
+repeats = 2
+concurrency = [1, 2]
+[[prompts]]
+task = "gsm8k"
+file = "g.jsonl"
+count = 4
+[[methods]]
+name = "bare"
+[[methods]]
+name = "ours"
+planner = "specbranch"
+settings = { gamma = 3 }
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = [{"question": f"question {number}"} for number in range(40)]
+    (tmp_path / "g.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return tmp_path
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "s.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scenarios").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_committed_scenario_can_be_read(path: Path) -> None:
+    assert read_scenario(path).name == path.stem
+
+
+def test_every_method_sees_every_group_of_prompts_side_by_side_in_an_order_of_its_own(data: Path) -> None:
+    scenario = read_scenario(written(data, SMALL))
+    trials = plan_trials(scenario, data)
+
+    assert len(trials) == 2 * (4 + 2) * 2
+    pairs = list(zip(trials[::2], trials[1::2], strict=True))
+    assert all(a.messages == b.messages and {a.method.name, b.method.name} == {"bare", "ours"} for a, b in pairs)
+    assert {a.method.name for a, _ in pairs} == {"bare", "ours"}
+    assert trials == plan_trials(scenario, data)
+    assert scenario.section(scenario.methods[1], "ipc:///x")["settings"] == {"gamma": 3}
+
+
+def test_prompts_are_spread_over_the_file(data: Path) -> None:
+    assert read_prompts("gsm8k", data / "g.jsonl", 4) == [f"question {number}" for number in (0, 10, 20, 30)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("repeats", "repeat"), "unknown field"),
+        (('task = "gsm8k"', 'task = "gsm"'), "did you mean 'gsm8k'"),
+        (('"specbranch"', '"specbranh"'), "did you mean 'specbranch'"),
+        (('name = "bare"', 'name = "ours"'), "different names"),
+        (("count = 4", "count = "), "is no scenario"),
+    ],
+)
+def test_a_mistake_in_a_scenario_is_named(data: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises((ScenarioError, SettingError), match=message):
+        read_scenario(written(data, SMALL.replace(*change)))
+
+
+def test_prompts_that_are_not_there_are_named(data: Path) -> None:
+    for task, name, count, message in (
+        ("gsm8k", "none.jsonl", 1, "--data names the directory"),
+        ("gsm8k", "g.jsonl", 50, "holds 40 prompts"),
+        ("humaneval", "g.jsonl", 1, "does not hold prompts of humaneval"),
+        ("poems", "g.jsonl", 1, "no task is called 'poems'"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            read_prompts(task, data / name, count)
+    with pytest.raises(ScenarioError, match="cannot read"):
+        read_scenario(data / "none.toml")
