@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specbranch.bench.presets import Pair
 from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, method_for, simulate
+from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.bench.trace import Trace
 from specbranch.core.loop import DraftStep, Step, TargetStep
 
@@ -16,9 +17,11 @@ _USED, _LOST, _TARGET, _WAIT = "#2a9d8f", "#e9c9b1", "#264653", "#f4f1ea"
 _HIT, _MISS = "#2a9d8f", "#d1495b"
 _CURVES = ("#8d99ae", "#6a4c93", "#1982c4", "#d1495b", "#f4a261", "#2a9d8f", "#264653")
 
+MethodOf = Callable[[str, Pair], Method]
+
 
 def plot_simulation(
-    path: Path, title: str, pair: Pair, trace: Trace, planners: list[str], predictor: str, seed: int
+    path: Path, title: str, pair: Pair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int
 ) -> None:
     """Draw both pictures to one file; its suffix gives the format."""
     pyplot = load_pyplot()
@@ -34,19 +37,19 @@ def plot_simulation(
     )
     horizon_s = pair.c * 9
     for axis, name in zip(axes[:-1, 0], shown, strict=True):
-        _draw_lanes(axis, name, _first_steps(trace, name, pair, predictor, seed), horizon_s)
+        _draw_lanes(axis, name, _first_steps(trace, name, pair, method_of, seed), horizon_s)
     if shown:
         axes[len(shown) - 1, 0].set_xlabel("time, in draft steps of one row")
         _draw_legend(axes[0, 0], title)
-    _draw_speed(axes[-1, 0], pair, trace, planners, predictor, seed)
+    _draw_speed(axes[-1, 0], pair, trace, planners, method_of, seed)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
 
-def _first_steps(trace: Trace, planner: str, pair: Pair, predictor: str, seed: int) -> list[Step]:
+def _first_steps(trace: Trace, planner: str, pair: Pair, method_of: MethodOf, seed: int) -> list[Step]:
     steps: list[Step] = []
     short = replace(trace, answers=trace.answers[:1])
-    simulate(short, method_for(planner, pair, predictor), Layout(pair.c, pair.row_cost), seed, steps.append)
+    simulate(short, method_of(planner, pair), Layout(pair.c, pair.row_cost), seed, steps.append)
     return steps
 
 
@@ -115,14 +118,14 @@ def _draw_legend(axis: Any, title: str) -> None:
     axis.legend(handles=entries, ncols=6, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8)
 
 
-def _draw_speed(axis: Any, pair: Pair, trace: Trace, planners: list[str], predictor: str, seed: int) -> None:
+def _draw_speed(axis: Any, pair: Pair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int) -> None:
     ratios = [2, 3, 4, 5, 6, 8, 10, 12, 16]
     short = replace(trace, answers=trace.answers[:8])
     for name, color in zip(planners, _CURVES * len(planners), strict=False):
         speeds = []
         for c in ratios:
             at_c = replace(pair, c=float(c), gamma=c)
-            method = method_for(name, at_c, predictor)
+            method = method_of(name, at_c)
             speeds.append(simulate(short, method, Layout(at_c.c, at_c.row_cost), seed).speedup)
         style = "--" if name == "none" else "-"
         axis.plot(

@@ -81,13 +81,16 @@ class Outcome:
         }
 
 
-def method_for(planner: str, pair: Pair, predictor: str = "confidence") -> Method:
-    """A planner set up for a pair as its paper sets it up: the pair's gamma, and for SSD the pair's acceptance."""
+def method_for(planner: str, pair: Pair, predictor: str = "confidence", as_in_paper: bool = True) -> Method:
+    """A planner set up for a pair as its paper sets it up: the pair's gamma, and for SSD the pair's acceptance.
+
+    Not `as_in_paper`, specbranch is what the service runs: no wait after a miss, and only rows that pay.
+    """
     names = setting_names(planner)
     settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
     if "acceptance" in names:
         settings["acceptance"] = pair.acceptance
-    if planner == "specbranch":
+    if planner == "specbranch" and as_in_paper:
         settings |= {"waits": True, "is_thrifty": False}
     return Method(planner, settings, predictor)
 

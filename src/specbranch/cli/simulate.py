@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.bench.presets import PAIRS, ROW_COST, Pair, make_trace
-from specbranch.bench.simulate import PREDICTORS, Layout, Outcome, best_gamma, method_for
+from specbranch.bench.simulate import PREDICTORS, Layout, Method, Outcome, best_gamma, method_for
 from specbranch.bench.simulate import simulate as run_simulation
 from specbranch.bench.trace import Trace, TraceError, read_trace
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
@@ -52,6 +53,10 @@ def simulate(
     row_cost: Annotated[float | None, typer.Option(help="Cost of one more draft row, in one-row steps.")] = None,
     planners: Annotated[str, typer.Option(help="Planners, separated by commas.")] = ",".join(PLANNERS),
     predictor: Annotated[str, typer.Option(help=f"One of {', '.join(PREDICTORS)}.")] = "confidence",
+    form: Annotated[
+        str | None,
+        typer.Option(help="specbranch as in the `paper` or as `served`. Default: paper for presets, else served."),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to decode, where no trace is given.", min=1)] = 5000,
     batch: Annotated[int, typer.Option(help="Sequences that share the target's step.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
@@ -67,14 +72,18 @@ def simulate(
         names = _planner_names(planners)
         if predictor not in PREDICTORS:
             raise UsageError(f"no predictor is called {predictor!r}; choose from {', '.join(PREDICTORS)}")
+        if form not in (None, "paper", "served"):
+            raise UsageError(f"--form is {form!r}; choose paper or served")
+        as_in_paper = form == "paper" or (form is None and trace is None and acceptance is None)
         case = _case(preset, trace, acceptance, c, gamma, row_cost, tokens, seed)
         layout = Layout(case.pair.c, case.pair.row_cost, batch)
-        outcomes = _run(case, names, predictor, layout, seed, best)
+        method_of = partial(method_for, predictor=predictor, as_in_paper=as_in_paper)
+        outcomes = _run(case, [method_of(name, case.pair) for name in names], layout, seed, best)
         _print_table(console_for(as_json), case, layout, predictor, outcomes)
         if plot:
             from specbranch.bench.plots import plot_simulation
 
-            plot_simulation(plot, case.name, case.pair, case.trace, names, predictor, seed)
+            plot_simulation(plot, case.name, case.pair, case.trace, names, method_of, seed)
             console_for(as_json).print(f"drawn to {plot}")
         if as_json:
             print_json(_document(case, layout, predictor, seed, outcomes))
@@ -137,14 +146,13 @@ def _preset_pair(preset: str) -> Pair:
     return PAIRS[preset]
 
 
-def _run(case: _Case, names: list[str], predictor: str, layout: Layout, seed: int, best: bool) -> dict[str, Outcome]:
+def _run(case: _Case, methods: list[Method], layout: Layout, seed: int, best: bool) -> dict[str, Outcome]:
     outcomes = {}
     with progress_bar() as bar:
-        task = bar.add_task("simulating", total=len(names))
-        for name in names:
-            bar.update(task, description=name)
-            method = method_for(name, case.pair, predictor)
-            outcomes[name] = (best_gamma if best else run_simulation)(case.trace, method, layout, seed)
+        task = bar.add_task("simulating", total=len(methods))
+        for method in methods:
+            bar.update(task, description=method.planner)
+            outcomes[method.planner] = (best_gamma if best else run_simulation)(case.trace, method, layout, seed)
             bar.advance(task)
     return outcomes
 
