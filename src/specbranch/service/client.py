@@ -103,6 +103,11 @@ class DraftClient:
         self.counts = ClientCounts()
 
     @property
+    def namespace(self) -> bytes:
+        """Keeps our texts apart from those of others."""
+        return self._namespace
+
+    @property
     def is_lagging(self) -> bool:
         """Whether the service has stopped to answer in time."""
         return self._is_lagging

@@ -40,6 +40,7 @@ class Reporter:
             self._context.destroy(linger=0)
             raise
         self._round = 0
+        self._is_new = True
         self._is_silent = False
         self.figures: Figures | None = None
 
@@ -60,6 +61,10 @@ class Reporter:
         while self._socket.poll(0):
             self._receive()  # an answer that came too late; it still is the newest we have
         self._round += 1
+        if self._is_new:
+            # Connecting happens in the background; the first question must not come too early.
+            self._socket.poll(math.ceil(timeout_s * 1000), zmq.POLLOUT)
+            self._is_new = False
         try:
             self._socket.send(encode(Report(self._round, self._namespace)), zmq.NOBLOCK)
         except zmq.Again:

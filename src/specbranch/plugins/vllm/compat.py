@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 TESTED = ("0.32",)  # release series that the tests have run with
+_RUNNER = ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "propose_draft_token_ids")
 
 
 def warn_if_untested() -> None:
@@ -43,6 +47,64 @@ def max_model_len(vllm_config: Any) -> int:
 def own_config(vllm_config: Any) -> Any:
     """Our section of `--additional-config`; vLLM passes it through unread."""
     return (vllm_config.additional_config or {}).get("specbranch", {})
+
+
+def engine_index(vllm_config: Any) -> int:
+    """Which of the data-parallel engines this is; vLLM's own metrics use the same number."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def model_name(vllm_config: Any) -> str:
+    """The name that the target is served by; vLLM's own metrics use the same."""
+    name = vllm_config.model_config.served_model_name
+    return str(name[0] if isinstance(name, list) else name)
+
+
+def introduce_runners() -> None:
+    """Let a runner that is about to ask its proposer for drafts say who it is: it calls `meet` of the proposer.
+
+    The hook hands rows over without saying what they are. This wraps the one method of vLLM that calls the hook; its
+    arguments, the hidden states among them, pass through unread. A vLLM that has no such method is left alone.
+    """
+    module, owner, method = _RUNNER
+    # Whoever makes a proposer has imported its runner, so nothing heavy needs to be imported here.
+    runner = getattr(sys.modules.get(module), owner, None)
+    original = getattr(runner, method, None)
+    if runner is None or original is None:
+        log.warning("this vLLM has no %s.%s; LoRA and multimodal requests are drafted for like others", owner, method)
+    elif not hasattr(original, "introduces"):
+        setattr(runner, method, _introducing(original))
+
+
+def _introducing(original: Any) -> Any:
+    @functools.wraps(original)
+    def propose(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        meet = getattr(getattr(runner, "drafter", None), "meet", None)
+        if meet is not None:
+            meet(runner)
+        return original(runner, *args, **kwargs)
+
+    propose.introduces = True  # type: ignore[attr-defined]
+    return propose
+
+
+def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
+    """Rows whose next tokens depend on what the draft model does not have, and what that is: `lora`, `multimodal`."""
+    try:
+        batch = runner.input_batch
+        aside = {int(row): "lora" for row in batch.request_lora_mapping[:num_rows].nonzero()[0]}
+        for row, name in enumerate(batch.req_ids[:num_rows]):
+            if runner.requests[name].mm_features:
+                aside[row] = "multimodal"
+        return aside
+    except (AttributeError, KeyError, TypeError) as error:
+        _warn_of_runner(repr(error))
+        return {}
+
+
+@functools.cache
+def _warn_of_runner(cause: str) -> None:
+    log.warning("this vLLM's runner is not as expected (%s); LoRA and multimodal requests are not told apart", cause)
 
 
 def run_in_this_process(num_cores: int) -> None:
