@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,3 +228,41 @@ def test_the_entry_point_is_light_registers_once_and_never_raises(before: str, a
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+MIRROR = """
+import multiprocessing, sys, time
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from specbranch.plugins.vllm.register import register
+from specbranch.plugins.vllm.slate import Shown, open_slate
+
+multiprocessing.current_process().name = sys.argv[1]
+register()
+slate = open_slate(lambda: ("target", 0))
+for calls in (5, 9, 2):
+    lens = [calls, 0, 3]
+    slate.show(Shown("target", 0, "ipc:///nowhere", None, b"n", False, {"calls": calls}, lens, {"lora": 4}))
+    time.sleep(1.6)
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+@pytest.mark.parametrize("name", ["ApiServer_0", "ApiServer_1"])
+def test_of_several_api_servers_the_first_carries_the_metrics_over(name: str, run: str, tmp_path: Path) -> None:
+    """A counter that falls has begun anew, as Prometheus itself would have it."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", MIRROR, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    if name != "ApiServer_0":
+        assert "specbranch" not in done.stdout
+        return
+    lines = done.stdout.splitlines()
+    assert 'specbranch_calls_total{engine="0",model_name="target"} 11.0' in lines
+    assert 'specbranch_aside_rows_total{cause="lora",engine="0",model_name="target"} 4.0' in lines
+    assert 'specbranch_submitted_tokens_bucket{engine="0",le="0.0",model_name="target"} 11.0' in lines
+    assert any(re.match(r'specbranch_state\{.*state="unreachable"\} 1\.0', line) for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -58,6 +59,11 @@ def model_name(vllm_config: Any) -> str:
     """The name that the target is served by; vLLM's own metrics use the same."""
     name = vllm_config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name)
+
+
+def is_first_of_several_api_servers() -> bool:
+    """Whether this process is the first of API servers that share one endpoint."""
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ and multiprocessing.current_process().name == "ApiServer_0"
 
 
 def introduce_runners() -> None:

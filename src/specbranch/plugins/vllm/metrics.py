@@ -7,7 +7,6 @@ as no proposer of ours runs, nothing appears.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specbranch.plugins.vllm.settings import client_keys
-from specbranch.plugins.vllm.slate import Shown, is_first_process, read_slates, remove_slates
+from specbranch.plugins.vllm.slate import Shown, read_slates
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.wire import Figures
 
@@ -42,22 +41,6 @@ _FIGURES: dict[str, tuple[str, Callable[[Figures], int]]] = {
     "accepted_tokens": ("Submitted tokens that stood.", lambda figures: figures.accepted),
     "draft_rows": ("Draft rows run for this target.", lambda figures: figures.rows),
 }
-
-
-def show_on_endpoint(run: str) -> None:
-    """Let scrapes of this process show what the engines of a run have counted. More than once does no harm."""
-    from prometheus_client import REGISTRY
-
-    if not _collectors:
-        collector = Collector(run)
-        _collectors.append(collector)
-        REGISTRY.register(collector)
-        atexit.register(collector.close)
-        if is_first_process():
-            atexit.register(remove_slates, run)
-
-
-_collectors: list[Collector] = []
 
 
 class Collector:
