@@ -34,6 +34,8 @@ def main() -> None:
         "disable_log_stats": False,
         "enable_lora": True,
         "max_lora_rank": RANK,
+        # Two, though one is used: vLLM's CPU kernels give rows without an adapter the last slot, which must be empty.
+        "max_loras": 2,
     }
     from vllm import LLM
 

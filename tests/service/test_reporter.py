@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,3 +104,21 @@ def test_the_sums_of_more_namespaces_than_are_kept_apart_are_not_lost() -> None:
     assert bench.shelf.stats().rounds == len(names)
     assert bench.shelf.stats_of(names[0])[1].rounds == 0
     assert bench.shelf.stats_of(names[-1])[1].rounds == 1
+
+
+COLLECTED = """
+import gc
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.reporter import Reporter
+for owner in (DraftClient(ClientOptions("ipc:///nowhere")), Reporter("ipc:///nowhere", b"ours")):
+    owner.itself = owner
+    del owner
+gc.collect()
+DraftClient(ClientOptions("ipc:///nowhere")).close()
+kept = DraftClient(ClientOptions("ipc:///nowhere"))
+"""
+
+
+def test_a_connection_that_nobody_closed_does_not_hang_the_program() -> None:
+    """In a cycle, as in an engine that was let go of, the collector chooses the order."""
+    subprocess.run([sys.executable, "-c", COLLECTED], check=True, timeout=30)

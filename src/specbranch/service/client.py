@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from specbranch.service.digest import Digest
-from specbranch.service.endpoint import ClientKeys, connected
+from specbranch.service.endpoint import ClientKeys, close_with, connected
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
@@ -91,12 +91,13 @@ class DraftClient:
     def __init__(self, options: ClientOptions) -> None:
         self._options = options
         self._namespace = options.namespace or os.urandom(16)
-        self._context: zmq.Context[Any] = zmq.Context()
+        context: zmq.Context[Any] = zmq.Context()
         try:
-            self._socket = connected(self._context, options.address, options.keys)
+            self._socket = connected(context, options.address, options.keys)
         except BaseException:
-            self._context.destroy(linger=0)
+            context.destroy(linger=0)
             raise
+        self._close = close_with(self, context, self._socket)
         self._round = 0
         self._is_lagging = False
         self._proposed: dict[bytes, int] = {}  # by the name of the text, of the last step only
@@ -143,7 +144,7 @@ class DraftClient:
 
     def close(self) -> None:
         """Let go of the connection; nothing that is still queued is waited for."""
-        self._context.destroy(linger=0)
+        self._close()
 
     def _propose(self, rows: Sequence[Committed], end_s: float) -> list[list[int]] | None:
         self._drain()

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from specbranch.service.endpoint import ClientKeys, connected
+from specbranch.service.endpoint import ClientKeys, close_with, connected
 from specbranch.service.wire import Figures, FrameError, Report, decode_reply, encode
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,13 @@ class Reporter:
 
     def __init__(self, address: str, namespace: bytes, keys: ClientKeys | None = None) -> None:
         self._namespace = namespace
-        self._context: zmq.Context[Any] = zmq.Context()
+        context: zmq.Context[Any] = zmq.Context()
         try:
-            self._socket = connected(self._context, address, keys)
+            self._socket = connected(context, address, keys)
         except BaseException:
-            self._context.destroy(linger=0)
+            context.destroy(linger=0)
             raise
+        self._close = close_with(self, context, self._socket)
         self._round = 0
         self._is_new = True
         self._is_silent = False
@@ -54,7 +55,7 @@ class Reporter:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._context.destroy(linger=0)
+        self._close()
 
     def _ask(self, timeout_s: float) -> Reach:
         end_s = time.monotonic() + timeout_s
