@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,10 @@ class FixedClient:
     def __init__(self, proposal: list[int]) -> None:
         self._proposal = proposal
         self.told: list[tuple[list[int], int]] = []
+        self.expected: list[list[int]] = []
+
+    def expect(self, prompts: Sequence[list[int]]) -> None:
+        self.expected += prompts
 
     def propose(self, rows: list[Committed]) -> list[list[int]]:
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
@@ -126,3 +132,131 @@ def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
 def test_a_wrong_setting_is_refused_at_start_with_its_mend(section: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         read_settings(section).client_options(gamma=4)
+
+
+class FakeBatch:
+    """The part of vLLM's input batch that tells what rows are."""
+
+    def __init__(self, *names: str, lora: int | None = None) -> None:
+        self.req_ids = list(names)
+        self.request_lora_mapping = np.zeros(8, dtype=np.int64)
+        if lora is not None:
+            self.request_lora_mapping[lora] = 3
+
+
+class FakeRunner:
+    """A runner with a drafter, whose hook takes what any future release may pass."""
+
+    def __init__(self, drafter: Any, *images: str, lora: int | None = None) -> None:
+        names = ["a", "b", "c", "d"]
+        self.drafter = drafter
+        self.input_batch = FakeBatch(*names, lora=lora)
+        self.requests = {name: SimpleNamespace(mm_features=[name] if name in images else []) for name in names}
+
+    def execute_model(self, scheduled: Any, *, later: int) -> Any:
+        lengths, table = tokens(*([1, 2, 3] for _ in scheduled.sampled))
+        return later, self.drafter.propose(scheduled.sampled, lengths, table)
+
+
+def step(*sampled: list[int], new: Sequence[Any] = ()) -> Any:
+    """What a scheduler hands to a runner, and what the step will sample."""
+    return SimpleNamespace(sampled=list(sampled), scheduled_new_reqs=new)
+
+
+def new_request(prompt: list[int] | None, lora: str | None = None, image: str | None = None) -> Any:
+    return SimpleNamespace(prompt_token_ids=prompt, lora_request=lora, mm_features=[image] if image else [])
+
+
+@pytest.fixture
+def runner_class(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
+    """A class of runners in the place where vLLM has its own."""
+    fresh = type("GPUModelRunner", (FakeRunner,), {"execute_model": FakeRunner.execute_model})
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=fresh))
+    return fresh
+
+
+def test_rows_with_an_adapter_or_an_image_stand_aside(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    proposer = proposer_with(monkeypatch)
+    runner = runner_class(proposer, "d", lora=1)
+
+    assert runner.execute_model(step([3], [3], [3], [3]), later=7) == (7, [[5, 6], [], [5, 6], []])
+    client: Any = proposer._client
+    assert len(client.told) == 2
+    assert proposer._asides == {"lora": 1, "multimodal": 1}
+
+
+def test_the_service_hears_of_prompts_of_text_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    proposer = proposer_with(monkeypatch)
+    runner = runner_class(proposer)
+    new = [new_request([1, 2]), new_request([3], lora="x"), new_request([4], image="y"), new_request(None)]
+    runner.execute_model(step([3], new=new), later=0)
+
+    client: Any = proposer._client
+    assert client.expected == [[1, 2]]
+
+
+def test_nobody_is_told_of_prompts_while_drafts_do_not_pay(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    proposer = proposer_with(monkeypatch, is_gated=True)
+    runner_class(proposer).execute_model(step([3], new=[new_request([1, 2])]), later=0)
+
+    client: Any = proposer._client
+    assert client.expected == []
+
+
+def test_a_batch_that_stands_aside_as_a_whole_does_not_ask(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    proposer = proposer_with(monkeypatch)
+    runner = runner_class(proposer, "a", "b", "c", "d")
+
+    assert runner.execute_model(step([3], [], [3], [3]), later=0) == (0, [[], [], [], []])
+    client: Any = proposer._client
+    assert client.told == []
+    assert proposer._asides == {"multimodal": 3}
+
+
+def test_the_runner_is_wrapped_once_and_other_drafters_do_not_notice(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    proposer_with(monkeypatch)
+    wrapped = runner_class.execute_model
+    proposer_with(monkeypatch)
+    other = SimpleNamespace(propose=lambda *_: "theirs")
+
+    assert runner_class.execute_model is wrapped
+    assert runner_class(other).execute_model(step([3]), later=1) == (1, "theirs")
+
+
+def test_ranks_that_stay_silent_wrap_nothing(monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]) -> None:
+    proposer_with(monkeypatch, is_output_rank=False)
+
+    assert runner_class.execute_model is FakeRunner.execute_model
+
+
+def test_a_vllm_without_the_method_gets_a_warning_and_drafts_for_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace())
+    proposer = proposer_with(monkeypatch)
+    lengths, table = tokens([1, 2, 3])
+
+    assert "has no GPUModelRunner.execute_model" in caplog.text
+    assert proposer.propose([[3]], lengths, table) == [[5, 6]]
+
+
+def test_a_runner_that_has_changed_gets_one_warning_and_drafts_for_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = proposer_with(monkeypatch)
+    lengths, table = tokens([1, 2, 3])
+    proposer.meet(SimpleNamespace(input_batch=SimpleNamespace()), [])
+    caplog.clear()
+
+    assert [proposer.propose([[3]], lengths, table) for _ in range(3)] == [[[5, 6]]] * 3
+    assert caplog.text.count("is not as expected") == 1

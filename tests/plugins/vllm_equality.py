@@ -60,7 +60,7 @@ def main() -> None:
                 "model": "specbranch.plugins.vllm.SpecBranchProposer",
                 "num_speculative_tokens": 4,
             },
-            additional_config={"specbranch": {"address": address, "planner": "pearl"}},
+            additional_config={"specbranch": {"address": address, "planner": "pearl", "is_gated": False}},
         )
         proposer = _proposer(llm)
         counts = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,14 @@ from specbranch.service.digest import Digest
 from specbranch.service.wire import (
     MAX_FRAME,
     VERSION,
+    Figures,
     FrameError,
     Hello,
     Open,
     Proposals,
     Refused,
     Reply,
+    Report,
     Request,
     Step,
     StepRow,
@@ -34,11 +37,13 @@ REQUESTS: list[Request] = [
     Open(
         b"ours", "specbranch", {"gamma": 4, "confidence": 0.3, "fallback": "jit", "x": True}, "confidence", [[1, 2, 3]]
     ),
+    Report(10, b"ours"),
 ]
 REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152),
     Proposals(8, [[1, 2, 3], None, []]),
     Refused("because"),
+    Figures(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0),
 ]
 
 
@@ -73,12 +78,25 @@ def test_a_reply_is_no_request() -> None:
         Open(b"ours", "p" * 65, {}, "confidence", [[1]]),
         Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [[1]]),
         Open(b"ours", "pearl", {}, "confidence", [[]]),
+        Report(-1, b"ours"),
+        Report(1, b""),
+        Report(1, b"x" * 65),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
     with pytest.raises(FrameError):
         decode_request(encode(message))
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 62, 0.5, "many", None])
+@pytest.mark.parametrize("place", range(10))
+def test_figures_out_of_bounds_are_refused(place: int, value: Any) -> None:
+    figures = [1] * 10
+    figures[place] = value
+
+    with pytest.raises(FrameError):
+        decode_reply(encode(Figures(*figures)))
 
 
 def test_a_frame_too_long_is_refused_unread() -> None:
@@ -119,9 +137,26 @@ def test_a_million_mutated_frames_are_taken_or_refused_and_nothing_else(capsys: 
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Hello | Step | Open)
+            assert isinstance(message, Hello | Step | Open | Report)
 
     with capsys.disabled():
         print(f"\n1,000,000 mutated frames in {time.monotonic() - start_s:.0f} s: {counts}")
     assert counts["taken"] > 10_000
     assert counts["refused"] > 100_000
+
+
+def test_mutated_replies_are_taken_or_refused_and_nothing_else() -> None:
+    rng = random.Random(2)
+    frames = [encode(message) for message in REPLIES]
+    counts = {"taken": 0, "refused": 0}
+    for number in range(100_000):
+        try:
+            message = decode_reply(mutate(frames[number % len(frames)], rng))
+        except FrameError:
+            counts["refused"] += 1
+        else:
+            counts["taken"] += 1
+            assert isinstance(message, Welcome | Proposals | Refused | Figures)
+
+    assert counts["taken"] > 1_000
+    assert counts["refused"] > 10_000

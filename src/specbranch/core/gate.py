@@ -68,6 +68,11 @@ class Gate:
         self._was_open = False
         self._since_change = 0
 
+    @property
+    def was_open(self) -> bool:
+        """What `is_open` said last."""
+        return self._was_open
+
     def is_open(self, num_rows: int) -> bool:
         """Whether the next step should go with drafts."""
         is_open = self._load(num_rows).is_open

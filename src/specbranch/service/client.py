@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from specbranch.service.digest import Digest
-from specbranch.service.endpoint import ClientKeys, connected
+from specbranch.service.endpoint import ClientKeys, close_with, connected
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
@@ -91,16 +91,22 @@ class DraftClient:
     def __init__(self, options: ClientOptions) -> None:
         self._options = options
         self._namespace = options.namespace or os.urandom(16)
-        self._context: zmq.Context[Any] = zmq.Context()
+        context: zmq.Context[Any] = zmq.Context()
         try:
-            self._socket = connected(self._context, options.address, options.keys)
+            self._socket = connected(context, options.address, options.keys)
         except BaseException:
-            self._context.destroy(linger=0)
+            context.destroy(linger=0)
             raise
+        self._close = close_with(self, context, self._socket)
         self._round = 0
         self._is_lagging = False
         self._proposed: dict[bytes, int] = {}  # by the name of the text, of the last step only
         self.counts = ClientCounts()
+
+    @property
+    def namespace(self) -> bytes:
+        """Keeps our texts apart from those of others."""
+        return self._namespace
 
     @property
     def is_lagging(self) -> bool:
@@ -121,6 +127,15 @@ class DraftClient:
         finally:
             self.counts.wait_s += time.monotonic() - start_s
 
+    def expect(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Tell the service of texts that the target begins to read; nothing is waited for. Never raises."""
+        try:
+            if not self._is_lagging:
+                self._open([Committed(prompt, 0) for prompt in prompts if len(prompt) <= MAX_TEXT])
+        except Exception:
+            self.counts.faults += 1
+            log.exception("the draft client met a fault; prompts are sent when their first tokens come")
+
     def hello(self, timeout_s: float) -> Welcome | None:
         """Ask the service what it is; None if it does not answer in time. Never raises."""
         end_s = time.monotonic() + timeout_s
@@ -138,7 +153,7 @@ class DraftClient:
 
     def close(self) -> None:
         """Let go of the connection; nothing that is still queued is waited for."""
-        self._context.destroy(linger=0)
+        self._close()
 
     def _propose(self, rows: Sequence[Committed], end_s: float) -> list[list[int]] | None:
         self._drain()

@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import stat
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,19 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
         dealer.curve_serverkey = zmq.auth.load_certificate(keys.service)[0]
     dealer.connect(address)
     return dealer
+
+
+def close_with(owner: object, context: zmq.Context[Any], connection: zmq.Socket[bytes]) -> weakref.finalize[Any, Any]:
+    """Close a connection and its context when this is called, or when the owner is gone, whichever is first.
+
+    A context that is collected before its socket waits for it forever; an owner nobody closed must not hang a program.
+    """
+
+    def close() -> None:
+        connection.close(linger=0)
+        context.term()
+
+    return weakref.finalize(owner, close)
 
 
 def _socket_path(address: str) -> Path | None:

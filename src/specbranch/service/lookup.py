@@ -28,12 +28,14 @@ from specbranch.service.digest import Digest
 from specbranch.service.shelf import Draft, Shelf
 from specbranch.service.wire import (
     VERSION,
+    Figures,
     FrameError,
     Hello,
     Open,
     Proposals,
     Refused,
     Reply,
+    Report,
     Step,
     StepRow,
     Welcome,
@@ -120,6 +122,8 @@ class Lookup:
                 return self._serve_step(client, request)
             if isinstance(request, Hello):
                 return [(client, self._serve_hello(request))]
+            if isinstance(request, Report):
+                return [(client, self._serve_report(request))]
             self._serve_open(request)
             return []
         except (FrameError, SettingError) as error:
@@ -149,6 +153,21 @@ class Lookup:
         if hello.version != VERSION:
             raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
         return Welcome(VERSION, hello.round, self._info.model, self._info.vocab_len)
+
+    def _serve_report(self, report: Report) -> Figures:
+        sessions, stats = self._shelf.stats_of(report.namespace)
+        return Figures(
+            report.round,
+            sessions,
+            stats.rounds,
+            stats.hits,
+            stats.submitted,
+            stats.accepted,
+            stats.rows,
+            stats.rejected,
+            stats.unused,
+            stats.cut,
+        )
 
     def _serve_open(self, request: Open) -> None:
         if request.predictor not in _PREDICTORS:

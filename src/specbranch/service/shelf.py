@@ -16,6 +16,7 @@ from specbranch.engines.binding import Binding
 from specbranch.service.digest import Digest
 
 Key = tuple[bytes, bytes]  # namespace, digest
+_MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 
 
 class Draft:
@@ -52,7 +53,8 @@ class Shelf:
         self._lock = threading.Lock()
         self._num_tokens = 0
         self._forgotten: list[Draft] = []
-        self._retired = Stats()
+        self._retired: OrderedDict[bytes, Stats] = OrderedDict()  # by namespace, the last to lose a session last
+        self._retired_others = Stats()
         self.num_evictions = 0
 
     def __len__(self) -> int:
@@ -123,10 +125,24 @@ class Shelf:
         """The counters of all sessions, the forgotten ones included."""
         total = Stats()
         with self._lock:
-            total.add(self._retired)
+            total.add(self._retired_others)
+            for retired in self._retired.values():
+                total.add(retired)
             for draft in self._drafts.values():
                 total.add(draft.session.stats)
         return total
+
+    def stats_of(self, namespace: bytes) -> tuple[int, Stats]:
+        """How many sessions a namespace has, and its counters, its forgotten sessions included."""
+        total = Stats()
+        num_drafts = 0
+        with self._lock:
+            total.add(self._retired.get(namespace, Stats()))
+            for draft in self._drafts.values():
+                if draft.namespace == namespace:
+                    num_drafts += 1
+                    total.add(draft.session.stats)
+        return num_drafts, total
 
     def _shrink(self) -> None:
         while len(self._drafts) > 1 and (len(self._drafts) > self._max_drafts or self._num_tokens > self._max_tokens):
@@ -139,4 +155,10 @@ class Shelf:
             self._drafts.pop(draft.key, None)
             self._num_tokens -= len(draft.session.tokens)
             self._forgotten.append(draft)
-            self._retired.add(draft.session.stats)
+            self._retire(draft)
+
+    def _retire(self, draft: Draft) -> None:
+        self._retired.setdefault(draft.namespace, Stats()).add(draft.session.stats)
+        self._retired.move_to_end(draft.namespace)
+        if len(self._retired) > _MAX_NAMESPACES:
+            self._retired_others.add(self._retired.popitem(last=False)[1])

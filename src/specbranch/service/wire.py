@@ -22,6 +22,7 @@ MAX_NEW = 4096  # tokens committed in one step
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Version = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Name = Annotated[bytes, Meta(min_length=DIGEST_LEN, max_length=DIGEST_LEN)]
 Namespace = Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -92,8 +93,30 @@ class Refused(Struct, tag="refused", array_like=True, frozen=True, forbid_unknow
     reason: Annotated[str, Meta(max_length=512)]
 
 
-Request = Hello | Step | Open
-Reply = Welcome | Proposals | Refused
+class Report(Struct, tag="report", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What has become of the drafts of this namespace?"""
+
+    round: Round
+    namespace: Namespace
+
+
+class Figures(Struct, tag="figures", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The answer to `Report`: sums over all sessions of the namespace since the service began."""
+
+    round: Round
+    sessions: Count  # remembered now
+    rounds: Count
+    hits: Count
+    submitted: Count
+    accepted: Count
+    rows: Count
+    rejected: Count
+    unused: Count
+    cut: Count
+
+
+Request = Hello | Step | Open | Report
+Reply = Welcome | Proposals | Refused | Figures
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import multiprocessing
 import os
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 TESTED = ("0.32",)  # release series that the tests have run with
+_RUNNER = ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model")
 
 
 def warn_if_untested() -> None:
@@ -43,6 +48,82 @@ def max_model_len(vllm_config: Any) -> int:
 def own_config(vllm_config: Any) -> Any:
     """Our section of `--additional-config`; vLLM passes it through unread."""
     return (vllm_config.additional_config or {}).get("specbranch", {})
+
+
+def engine_index(vllm_config: Any) -> int:
+    """Which of the data-parallel engines this is; vLLM's own metrics use the same number."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def model_name(vllm_config: Any) -> str:
+    """The name that the target is served by; vLLM's own metrics use the same."""
+    name = vllm_config.model_config.served_model_name
+    return str(name[0] if isinstance(name, list) else name)
+
+
+def is_first_of_several_api_servers() -> bool:
+    """Whether this process is the first of API servers that share one endpoint."""
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ and multiprocessing.current_process().name == "ApiServer_0"
+
+
+def introduce_runners() -> None:
+    """Let a runner that begins a step say so to its proposer: who it is, and which prompts it is about to read.
+
+    The hook hands rows over without saying what they are, and only after the prompt was read. This wraps the one method
+    of vLLM that runs a step; its arguments pass through. A vLLM that has no such method is left alone.
+    """
+    module, owner, method = _RUNNER
+    # Whoever makes a proposer has imported its runner, so nothing heavy needs to be imported here.
+    runner = getattr(sys.modules.get(module), owner, None)
+    original = getattr(runner, method, None)
+    if runner is None or original is None:
+        log.warning("this vLLM has no %s.%s; LoRA and multimodal requests are drafted for like others", owner, method)
+    elif not hasattr(original, "introduces"):
+        setattr(runner, method, _introducing(original))
+
+
+def _introducing(original: Any) -> Any:
+    @functools.wraps(original)
+    def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        meet = getattr(getattr(runner, "drafter", None), "meet", None)
+        if meet is not None:
+            meet(runner, _new_prompts(args[0] if args else kwargs.get("scheduler_output")))
+        return original(runner, *args, **kwargs)
+
+    execute_model.introduces = True  # type: ignore[attr-defined]
+    return execute_model
+
+
+def _new_prompts(scheduler_output: Any) -> list[list[int]]:
+    """Prompts of text alone, without an adapter, that a step begins to read."""
+    try:
+        return [
+            request.prompt_token_ids
+            for request in scheduler_output.scheduled_new_reqs
+            if request.prompt_token_ids and not request.lora_request and not request.mm_features
+        ]
+    except AttributeError as error:
+        _warn_of_runner(repr(error))
+        return []
+
+
+def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
+    """Rows whose next tokens depend on what the draft model does not have, and what that is: `lora`, `multimodal`."""
+    try:
+        batch = runner.input_batch
+        aside = {int(row): "lora" for row in batch.request_lora_mapping[:num_rows].nonzero()[0]}
+        for row, name in enumerate(batch.req_ids[:num_rows]):
+            if runner.requests[name].mm_features:
+                aside[row] = "multimodal"
+        return aside
+    except (AttributeError, KeyError, TypeError) as error:
+        _warn_of_runner(repr(error))
+        return {}
+
+
+@functools.cache
+def _warn_of_runner(cause: str) -> None:
+    log.warning("this vLLM's runner is not as expected (%s); some requests are not told apart or drafted late", cause)
 
 
 def run_in_this_process(num_cores: int) -> None:

@@ -7,6 +7,7 @@ none of this matters here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,7 @@ from specbranch.core.gate import Gate
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.slate import Shown, Slate, open_slate
 from specbranch.service.client import Committed, DraftClient
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -31,10 +33,18 @@ class SpecBranchProposer:
         self._max_model_len = compat.max_model_len(vllm_config)
         self._is_output_rank = compat.is_output_rank()
         self._client: DraftClient | None = None
-        self._settings: ProposerSettings | None = None
         self._gate: Gate | None = None
         self._pace = Pace()
+        self._runner: Any = None
+        self._lens = [0] * (self._most + 1)  # rows by the length of their submission
+        self._asides: Counter[str] = Counter()
+        self._settings: ProposerSettings | None = None
         self.use(compat.own_config(vllm_config))
+        self._slate: Slate | None = None
+        if self._is_output_rank:
+            compat.introduce_runners()
+            self._slate = open_slate(lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config)))
+        self._show()
 
     def use(self, section: Mapping[str, Any]) -> None:
         """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
@@ -53,6 +63,15 @@ class SpecBranchProposer:
         """What the client did since the settings were last taken."""
         return asdict(self._client.counts) if self._client else {}
 
+    def meet(self, runner: Any, prompts: Sequence[Sequence[int]]) -> None:
+        """The runner that calls us is about to read these prompts; vLLM's hook says neither. Never raises.
+
+        The draft can read them at the same time, and then has something to offer after the first token already.
+        """
+        self._runner = runner
+        if prompts and self._client is not None and (self._gate is None or self._gate.was_open):
+            self._client.expect(prompts)
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM's CPU worker without asking whether it exists; there is nothing to load here."""
 
@@ -63,22 +82,23 @@ class SpecBranchProposer:
         token_ids_cpu: _Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for every row of the batch; empty for rows in chunked prefill, without a draft, or at their end."""
+        """Drafts for every row of the batch; empty for rows in chunked prefill, without a draft, or at their end.
+
+        Rows with an adapter or with images stand aside: the draft model knows neither, so the service is not told.
+        """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = [index for index, sampled in enumerate(sampled_token_ids) if len(sampled)]
         if self._client is None or not rows:
             return drafts
-        lengths = [int(num_tokens_no_spec[index]) for index in rows]
-        if not self._is_worthwhile([len(sampled) for sampled in sampled_token_ids], lengths):
-            return drafts
-        committed = [
-            Committed(token_ids_cpu[index, :length], len(sampled_token_ids[index]))
-            for index, length in zip(rows, lengths, strict=True)
-        ]
-        for index, length, draft in zip(rows, lengths, self._client.propose(committed), strict=True):
-            # vLLM adds a token of its own behind the draft; both must fit.
-            room = self._max_model_len - length - 1
-            drafts[index] = draft[: max(0, min(self._most, room))]
+        lengths = {index: int(num_tokens_no_spec[index]) for index in rows}
+        if self._is_worthwhile([len(sampled) for sampled in sampled_token_ids], list(lengths.values())):
+            texts = {
+                index: Committed(token_ids_cpu[index, : lengths[index]], len(sampled_token_ids[index]))
+                for index in self._without_aside(rows, len(drafts))
+            }
+            for index, draft in self._ask(texts).items():
+                drafts[index] = draft
+        self._show()
         return drafts
 
     def _is_worthwhile(self, num_new: Sequence[int], lengths: Sequence[int]) -> bool:
@@ -89,3 +109,43 @@ class SpecBranchProposer:
         if step_s is not None:
             self._gate.observe(len(num_new), sum(num_new), step_s)
         return self._gate.is_open(len(num_new))
+
+    def _without_aside(self, rows: Sequence[int], num_rows: int) -> Sequence[int]:
+        if self._runner is None:
+            return rows
+        aside = compat.rows_aside(self._runner, num_rows)
+        self._asides.update(aside[index] for index in rows if index in aside)
+        return [index for index in rows if index not in aside]
+
+    def _ask(self, texts: Mapping[int, Committed]) -> dict[int, list[int]]:
+        """The drafts of these rows, cut to what vLLM can take."""
+        if not texts:
+            return {}
+        assert self._client is not None, "without a client there is nobody to ask"
+        drafts: dict[int, list[int]] = {}
+        for (index, text), draft in zip(texts.items(), self._client.propose(list(texts.values())), strict=True):
+            # vLLM adds a token of its own behind the draft; both must fit.
+            room = self._max_model_len - len(text.tokens) - 1
+            drafts[index] = draft[: max(0, min(self._most, room))]
+            self._lens[len(drafts[index])] += 1
+        return drafts
+
+    def _show(self) -> None:
+        """Let the process of vLLM's metrics endpoint see the counters."""
+        if self._slate is None or self._settings is None:
+            return
+        client, gate = self._client, self._gate
+        self._slate.show(
+            Shown(
+                self._slate.model,
+                self._slate.engine,
+                self._settings.address,
+                self._settings.keys,
+                client.namespace if client else b"",
+                client.is_lagging if client else False,
+                gate is not None and not gate.was_open,
+                self.counts(),
+                self._lens,
+                dict(self._asides),
+            )
+        )

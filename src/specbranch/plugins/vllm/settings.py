@@ -44,7 +44,7 @@ class ProposerSettings:
             self.predictor,
             self.deadline_ms / 1000,
             self.namespace.encode() if self.namespace else None,
-            _keys(self.keys),
+            client_keys(self.keys),
         )
 
 
@@ -59,7 +59,8 @@ def read_settings(section: Any) -> ProposerSettings:
     return ProposerSettings(**section)
 
 
-def _keys(directory: str | None) -> ClientKeys | None:
+def client_keys(directory: str | None) -> ClientKeys | None:
+    """The client's part of a directory of keys."""
     if directory is None:
         return None
     return ClientKeys(Path(directory) / "client.key_secret", Path(directory) / "service.key")

@@ -1,0 +1,132 @@
+"""A small file through which the proposer, in vLLM's worker, shows its counters to the process of the endpoint.
+
+The processes of one vLLM find each other by the name of the run, which they inherit as an environment variable. The
+file can be read by its owner only. It is written as a whole, with a checksum: a reader that meets the writer at work
+reads again.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import multiprocessing
+import os
+import secrets
+import stat
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+RUN = "SPECBRANCH_RUN"
+_SIZE = 16384
+_HEAD = struct.Struct("<II")  # length, checksum
+_TRIES = 5
+
+
+class Shown(msgspec.Struct, array_like=True, frozen=True):
+    """What one engine's proposer shows. An empty namespace means that it does not draft at all."""
+
+    model: str
+    engine: int
+    address: str
+    keys: str | None
+    namespace: bytes
+    is_lagging: bool
+    is_closed: bool  # the gate leaves drafts out at the present load
+    counts: dict[str, float]
+    lens: list[int]  # rows by the length of their submission
+    asides: dict[str, int]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Shown)
+
+
+class Slate:
+    """The writer's side. It never raises: what cannot be shown is not shown."""
+
+    def __init__(self, path: Path, model: str, engine: int) -> None:
+        self.model = model
+        self.engine = engine
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(path, flags, 0o600)
+        try:
+            os.ftruncate(file, _SIZE)
+            self._memory = mmap.mmap(file, _SIZE)
+        finally:
+            os.close(file)
+
+    def show(self, shown: Shown) -> None:
+        """Put this in the place of what was shown before."""
+        body = _encoder.encode(shown)
+        if len(body) <= _SIZE - _HEAD.size:
+            frame = _HEAD.pack(len(body), zlib.crc32(body)) + body
+            self._memory[: len(frame)] = frame
+
+
+def begin_run() -> str:
+    """The name of this run of vLLM; its first process makes one, the others inherit it."""
+    if is_first_process() or RUN not in os.environ:
+        os.environ[RUN] = secrets.token_hex(8)
+    return os.environ[RUN]
+
+
+def is_first_process() -> bool:
+    """Whether this process was started by a user and not by vLLM."""
+    return multiprocessing.parent_process() is None
+
+
+def open_slate(names: Callable[[], tuple[str, int]]) -> Slate | None:
+    """A slate for the model and the engine of these names; None where no endpoint could read it."""
+    run = os.environ.get(RUN)
+    if run is None:
+        return None
+    try:
+        model, engine = names()
+        directory = _directory()
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return Slate(directory / f"{_prefix(run)}{engine}", model, engine)
+    except Exception:
+        log.warning("the counters of the proposer cannot be shown on vLLM's metrics endpoint", exc_info=True)
+        return None
+
+
+def read_slates(run: str) -> Iterator[Shown]:
+    """What the engines of a run show, by engine."""
+    for path in sorted(_directory().glob(f"{_prefix(run)}*")):
+        shown = _read(path)
+        if shown is not None:
+            yield shown
+
+
+def remove_slates(run: str) -> None:
+    """Take away what engines that were killed have left."""
+    for path in _directory().glob(f"{_prefix(run)}*"):
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Shown | None:
+    if path.is_symlink() or path.stat().st_uid != os.getuid() or not stat.S_ISREG(path.stat().st_mode):
+        return None
+    for _ in range(_TRIES):
+        data = path.read_bytes()
+        length, checksum = _HEAD.unpack_from(data)
+        body = data[_HEAD.size : _HEAD.size + length]
+        if length and zlib.crc32(body) == checksum:
+            return _decoder.decode(body)
+    return None
+
+
+def _directory() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) if base else Path(tempfile.gettempdir()) / f"specbranch-{os.getuid()}"
+
+
+def _prefix(run: str) -> str:
+    return f"specbranch-metrics-{run}-"

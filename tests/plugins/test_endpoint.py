@@ -1,0 +1,95 @@
+"""Our metrics on the endpoint of a stock `vllm serve`, beside vLLM's own; also when the draft service is dead."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from specbranch.plugins.vllm.target import PROPOSER
+from specbranch.service.process import DraftOptions, DraftProcess
+from tests.engines.models import model_path
+from tests.plugins.served import Served, serving
+from tests.results import record
+
+DRAFTING = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4})
+ARGUMENTS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4")
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def value(page: str, name: str, **labels: str) -> float:
+    """The value of the one sample with these labels among others."""
+    found = [
+        float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if re.match(rf"{re.escape(name)}(\{{|\s)", line)
+        and all(f'{label}="{wanted}"' in line for label, wanted in labels.items())
+    ]
+    assert len(found) == 1, f"{name} {labels}: {found}"
+    return found[0]
+
+
+def state(page: str) -> str:
+    states = ("on", "lagging", "unreachable", "off")
+    (now,) = [name for name in states if value(page, "specbranch_state", state=name) == 1]
+    return now
+
+
+@pytest.mark.timeout(580)
+def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_path: Path) -> None:
+    for module in ("vllm", "llama_cpp"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
+    with DraftProcess(DraftOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
+        section = {"address": service.address, "planner": "pearl", "deadline_ms": 2000, "is_gated": False}
+        arguments = ("--speculative-config", DRAFTING, "--additional-config", json.dumps({"specbranch": section}))
+        with serving(target, tmp_path, *ARGUMENTS, *arguments, **ENVIRONMENT) as served:
+            before, _ = served.scrape()
+            assert state(before) == "on"
+            assert value(before, "specbranch_calls_total", engine="0", model_name="target") == 0
+
+            text = served.complete("Here is a story about the sea.", 60)
+            page, _ = served.scrape()
+            (tmp_path / "page.txt").write_text(page)
+            assert_figures_add_up(page)
+
+            service.stop()
+            assert_a_dead_service_is_told_and_costs_nothing(served, text)
+
+
+def assert_figures_add_up(page: str) -> None:
+    calls = value(page, "specbranch_calls_total")
+    submitted = value(page, "specbranch_submitted_tokens_sum")
+    accepted = value(page, "specbranch_accepted_tokens_total")
+    rejected = value(page, "specbranch_rolled_back_tokens_total", cause="rejected")
+    rounds = value(page, "specbranch_hits_total") + value(page, "specbranch_misses_total")
+    assert value(page, "specbranch_answered_total") == calls > 10
+    assert value(page, "specbranch_submitted_tokens_count") == calls
+    assert value(page, "specbranch_hits_total") > 0
+    assert 0 < value(page, "specbranch_wait_seconds_total") < 2 * calls
+    # One sequence: the text is asked for at the first call, and every later call brings a verdict.
+    assert rounds == calls - 1
+    # What was submitted last is never reported back: the request was over.
+    assert 0 < accepted <= value(page, "vllm:spec_decode_num_accepted_tokens_total") <= accepted + 4
+    assert accepted + rejected <= submitted <= accepted + rejected + 4
+    assert state(page) == "on"
+
+
+def assert_a_dead_service_is_told_and_costs_nothing(served: Served, text: str) -> None:
+    durations = []
+    for _ in range(5):
+        page, duration_s = served.scrape()
+        durations.append(duration_s)
+    assert state(page) == "unreachable"
+    known = value(page, "specbranch_hits_total")
+    assert known > 0
+    assert served.complete("Here is a story about the sea.", 60) == text
+    page, duration_s = served.scrape()
+    assert value(page, "specbranch_unreachable_total") > 0
+    assert value(page, "specbranch_hits_total") == known
+    record("endpoint", scrape_s=round(max(durations), 4))
+    assert max(durations) < 0.5  # of a whole page, on a machine that may be busy

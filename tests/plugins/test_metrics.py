@@ -1,0 +1,268 @@
+"""The metrics of a run, without vLLM: what the proposer shows, what the service says, and what appears."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbranch.plugins.vllm import slate
+from specbranch.plugins.vllm.metrics import Collector
+from specbranch.plugins.vllm.slate import RUN, Shown, Slate, open_slate, read_slates, remove_slates
+from specbranch.service.client import ClientOptions, DraftClient
+from tests.service.harness import Walk, scripted_service
+
+COUNTS = {"calls": 9, "answered": 7, "timeouts": 2, "wait_s": 0.5}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv(RUN, "r1")
+    return "r1"
+
+
+def show(address: str, namespace: bytes = b"ours", engine: int = 0, **changes: Any) -> Slate:
+    shown = Shown("target", engine, address, None, namespace, False, False, COUNTS, [4, 0, 3, 2], {"lora": 6})
+    written = open_slate(lambda: ("target", engine))
+    assert written is not None
+    written.show(Shown(**{name: changes.get(name, getattr(shown, name)) for name in Shown.__struct_fields__}))
+    return written
+
+
+@pytest.fixture
+def collector(run: str) -> Iterator[Collector]:
+    with contextlib.closing(Collector(run)) as collector:
+        yield collector
+
+
+def samples(collector: Collector) -> dict[tuple[str, ...], float]:
+    """All samples by name and label values; the model's name is left out."""
+    found = {}
+    for family in collector.collect():
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name != "model_name"]
+            found[sample.name, *labels] = sample.value
+    return found
+
+
+def test_without_a_proposer_nothing_appears(collector: Collector) -> None:
+    assert collector.describe() == []
+    assert collector.collect() == []
+
+
+def test_a_process_that_no_endpoint_belongs_to_writes_no_file(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUN)
+
+    assert open_slate(lambda: ("target", 0)) is None
+
+
+def test_what_the_proposer_counts_appears_also_without_a_service(collector: Collector) -> None:
+    show("ipc:///nowhere/draft.sock")
+    found = samples(collector)
+
+    assert found["specbranch_calls_total", "0"] == 9
+    assert found["specbranch_timeouts_total", "0"] == 2
+    assert found["specbranch_wait_seconds_total", "0"] == 0.5
+    assert found["specbranch_aside_rows_total", "0", "lora"] == 6
+    assert [found["specbranch_submitted_tokens_bucket", "0", le] for le in ("0.0", "1.0", "2.0", "3.0", "+Inf")] == [
+        4,
+        4,
+        7,
+        9,
+        9,
+    ]
+    assert found["specbranch_submitted_tokens_sum", "0"] == 12
+    assert found["specbranch_state", "0", "unreachable"] == 1
+    assert found["specbranch_state", "0", "on"] == 0
+    assert ("specbranch_hits_total", "0") not in found
+
+
+def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespace(
+    collector: Collector, tmp_path: Path
+) -> None:
+    with scripted_service(tmp_path) as service:
+        for engine, namespace in enumerate((b"one", b"two", b"two")):
+            show(service.address, namespace, engine, is_lagging=engine == 1)
+            client = DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, "confidence", 1.0, namespace))
+            client.hello(5.0)
+            walk = Walk(client, [1, 2, engine])
+            for _ in range(10):
+                walk.step()
+            client.close()
+        found = samples(collector)
+
+    rounds = {
+        engines: found["specbranch_hits_total", engines] + found["specbranch_misses_total", engines]
+        for engines in ("0", "1,2")
+    }
+    assert rounds == {"0": 9, "1,2": 18}
+    assert found["specbranch_sessions", "1,2"] == 2
+    assert found["specbranch_state", "0", "on"] == found["specbranch_state", "1", "lagging"] == 1
+    assert {labels[2] for labels in found if labels[:2] == ("specbranch_rolled_back_tokens_total", "0")} == {
+        "rejected",
+        "unused",
+        "cut",
+    }
+
+
+def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all(
+    collector: Collector, tmp_path: Path
+) -> None:
+    with scripted_service(tmp_path) as service:
+        for engine in range(4):
+            show(service.address, bytes([engine]), engine)
+        assert samples(collector)["specbranch_state", "3", "on"] == 1
+        service.signal(signal.SIGSTOP)
+        durations = []
+        for _ in range(3):
+            start_s = time.monotonic()
+            found = samples(collector)
+            durations.append(time.monotonic() - start_s)
+
+    assert max(durations) < 0.05
+    assert max(durations[1:]) < 0.02
+    assert [found["specbranch_state", str(engine), "lagging"] for engine in range(4)] == [1] * 4
+    assert found["specbranch_hits_total", "3"] == 0
+
+
+def test_a_proposer_that_does_not_draft_is_off(collector: Collector) -> None:
+    show("ipc:///nowhere/draft.sock", namespace=b"")
+
+    assert samples(collector)["specbranch_state", "0", "off"] == 1
+
+
+def test_an_address_that_cannot_be_used_costs_the_metrics_and_nothing_else(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    show("tcp://127.0.0.1:1")
+    with caplog.at_level(logging.WARNING):
+        assert collector.collect() == []
+
+    assert "could not be collected" in caplog.text
+
+
+def test_a_reader_never_sees_half_of_what_is_written(run: str) -> None:
+    written = show("ipc:///nowhere", lens=[0] * 40)
+    is_over = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not is_over.is_set():
+            number += 1
+            written.show(Shown("m", 0, "a" * (number % 50), None, b"n", False, False, {}, [number] * 40, {}))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = [shown for _ in range(2000) for shown in read_slates(run)]
+    finally:
+        is_over.set()
+        writer.join()
+
+    assert len(seen) > 1500
+    assert all(len(set(shown.lens)) == 1 for shown in seen)
+
+
+def test_slates_can_be_read_by_their_owner_only_and_go_with_the_run(run: str, tmp_path: Path) -> None:
+    show("ipc:///nowhere")
+    (path,) = tmp_path.glob("specbranch-metrics-*")
+    assert path.stat().st_mode & 0o777 == 0o600
+    remove_slates(run)
+
+    assert list(read_slates(run)) == []
+
+
+def test_what_is_too_long_to_show_is_not_shown(run: str) -> None:
+    show("ipc:///nowhere", asides={str(number): number for number in range(5000)})
+
+    assert list(read_slates(run)) == []
+
+
+def test_the_first_process_names_the_run_and_its_children_keep_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN, "inherited")
+    assert slate.begin_run() != "inherited"
+    monkeypatch.setenv(RUN, "inherited")
+    monkeypatch.setattr(slate, "is_first_process", lambda: False)
+    assert slate.begin_run() == "inherited"
+    monkeypatch.delenv(RUN)
+    assert slate.begin_run()
+
+
+REGISTER = """
+import sys
+{before}
+from specbranch.plugins.vllm.register import register
+register(); register()
+assert not {{"torch", "vllm"}} & {{name for name, module in sys.modules.items() if module}}
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "import prometheus_client",
+            "from specbranch.plugins.vllm.metrics import Collector\n"
+            "assert sum(isinstance(c, Collector) for c in prometheus_client.REGISTRY._collector_to_names) == 1\n"
+            "assert b'specbranch' not in prometheus_client.generate_latest()",
+        ),
+        ("sys.modules['prometheus_client'] = None", ""),
+    ],
+    ids=["with prometheus", "without"],
+)
+def test_the_entry_point_is_light_registers_once_and_never_raises(before: str, after: str) -> None:
+    program = REGISTER.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+MIRROR = """
+import multiprocessing, sys, time
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from specbranch.plugins.vllm.register import register
+from specbranch.plugins.vllm.slate import Shown, open_slate
+
+multiprocessing.current_process().name = sys.argv[1]
+register()
+slate = open_slate(lambda: ("target", 0))
+for calls in (5, 9, 2):
+    lens = [calls, 0, 3]
+    slate.show(Shown("target", 0, "ipc:///nowhere", None, b"n", False, False, {"calls": calls}, lens, {"lora": 4}))
+    time.sleep(1.6)
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+@pytest.mark.parametrize("name", ["ApiServer_0", "ApiServer_1"])
+def test_of_several_api_servers_the_first_carries_the_metrics_over(name: str, run: str, tmp_path: Path) -> None:
+    """A counter that falls has begun anew, as Prometheus itself would have it."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", MIRROR, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    if name != "ApiServer_0":
+        assert "specbranch" not in done.stdout
+        return
+    lines = done.stdout.splitlines()
+    assert 'specbranch_calls_total{engine="0",model_name="target"} 11.0' in lines
+    assert 'specbranch_aside_rows_total{cause="lora",engine="0",model_name="target"} 4.0' in lines
+    assert 'specbranch_submitted_tokens_bucket{engine="0",le="0.0",model_name="target"} 11.0' in lines
+    assert any(re.match(r'specbranch_state\{.*state="unreachable"\} 1\.0', line) for line in lines)

@@ -1,0 +1,42 @@
+"""What the programs that run real vLLM have in common. Imported before vLLM: it sets vLLM's environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+from specbranch.plugins.vllm.target import PROPOSER
+from specbranch.service.process import DraftOptions, DraftProcess
+
+
+@contextlib.contextmanager
+def draft_service(model: str) -> Iterator[str]:
+    """The address of a running draft service."""
+    with DraftProcess(DraftOptions(model, threads=1, extra=("--log-level", "warning"))) as service:
+        yield service.address
+
+
+def drafting(address: str, **section: Any) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that make it draft through a service."""
+    ours = {"address": address, "planner": "pearl", "deadline_ms": 5000, "is_gated": False, **section}
+    return {
+        "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4},
+        "additional_config": {"specbranch": ours},
+    }
+
+
+def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def num_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return sum(a == b for a, b in zip(one, other, strict=True))
+
+
+def metric(llm: Any, name: str) -> float:
+    """A counter of vLLM's own."""
+    return float(sum(found.value for found in llm.get_metrics() if found.name == name))

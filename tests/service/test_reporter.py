@@ -1,0 +1,124 @@
+"""Figures of a running service: one namespace only, and never a long wait."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.reporter import Reach, Reporter
+from specbranch.service.wire import Figures, Report
+from tests.service.harness import Walk, scripted_service
+from tests.service.test_lookup import Bench
+
+TIMEOUT_S = 0.03
+
+
+@contextlib.contextmanager
+def reporter_for(address: str, namespace: bytes = b"ours") -> Iterator[Reporter]:
+    with contextlib.closing(Reporter(address, namespace)) as reporter:
+        yield reporter
+
+
+def ask_until(reporter: Reporter, reach: Reach, timeout_s: float = 10.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while (found := reporter.ask(TIMEOUT_S)) is not reach:
+        assert time.monotonic() < end_s, f"the service is still {found}"
+        time.sleep(0.02)
+
+
+def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service, reporter_for(service.address) as reporter:
+        options = ClientOptions(service.address, "pearl", {"gamma": 4}, deadline_s=1.0, namespace=b"ours")
+        with contextlib.closing(DraftClient(options)) as client:
+            client.hello(5.0)
+            walk = Walk(client, [1, 2, 3])
+            for _ in range(40):
+                walk.step()
+                time.sleep(0.01)
+        ask_until(reporter, Reach.ANSWERS)
+        figures = reporter.figures
+
+        assert figures is not None and figures.sessions == 1
+        # The service learns of a verdict with the next step, so the last one is not among them.
+        assert 0 < figures.accepted <= walk.num_accepted
+        assert figures.rounds == 39
+        assert 0 < figures.hits <= figures.rounds
+        assert figures.accepted <= figures.submitted <= figures.accepted + figures.rejected + 4
+        with reporter_for(service.address, b"another") as stranger:
+            ask_until(stranger, Reach.ANSWERS)
+            assert stranger.figures is not None and stranger.figures.rounds == 0 == stranger.figures.sessions
+
+
+def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service, reporter_for(service.address) as reporter:
+        ask_until(reporter, Reach.ANSWERS)
+        service.signal(signal.SIGSTOP)
+        durations = [timed(reporter, Reach.SILENT) for _ in range(5)]
+        assert durations[0] >= TIMEOUT_S
+        assert max(durations[1:]) < TIMEOUT_S
+
+        service.signal(signal.SIGCONT)
+        ask_until(reporter, Reach.ANSWERS)
+        service.kill()
+        ask_until(reporter, Reach.ABSENT)
+        assert timed(reporter, Reach.ABSENT) < TIMEOUT_S
+        assert reporter.figures is not None
+
+        service.start()
+        ask_until(reporter, Reach.ANSWERS)
+
+
+def timed(reporter: Reporter, reach: Reach) -> float:
+    start_s = time.monotonic()
+    assert reporter.ask(TIMEOUT_S) is reach
+    return time.monotonic() - start_s
+
+
+def test_forgotten_sessions_stay_in_the_sums_of_their_namespace() -> None:
+    bench = Bench(max_drafts=1)
+    for namespace in (b"ours", b"theirs", b"ours"):
+        bench.open([1, 2], namespace=namespace)
+        bench.step([1, 2], 3, namespace=namespace)
+    (ours,) = bench.ask(Report(5, b"ours"))
+    (theirs,) = bench.ask(Report(6, b"theirs"))
+
+    assert isinstance(ours, Figures) and isinstance(theirs, Figures)
+    assert (ours.round, ours.sessions, ours.rounds) == (5, 1, 2)
+    assert (theirs.round, theirs.sessions, theirs.rounds) == (6, 0, 1)
+    assert bench.shelf.stats().rounds == 3
+
+
+def test_the_sums_of_more_namespaces_than_are_kept_apart_are_not_lost() -> None:
+    bench = Bench(max_drafts=1)
+    names = [number.to_bytes(2, "big") for number in range(1030)]
+    for name in names:
+        bench.open([1, 2], namespace=name)
+        bench.step([1, 2], 3, namespace=name)
+
+    assert bench.shelf.stats().rounds == len(names)
+    assert bench.shelf.stats_of(names[0])[1].rounds == 0
+    assert bench.shelf.stats_of(names[-1])[1].rounds == 1
+
+
+COLLECTED = """
+import gc
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.reporter import Reporter
+for owner in (DraftClient(ClientOptions("ipc:///nowhere")), Reporter("ipc:///nowhere", b"ours")):
+    owner.itself = owner
+    del owner
+gc.collect()
+DraftClient(ClientOptions("ipc:///nowhere")).close()
+kept = DraftClient(ClientOptions("ipc:///nowhere"))
+"""
+
+
+def test_a_connection_that_nobody_closed_does_not_hang_the_program() -> None:
+    """In a cycle, as in an engine that was let go of, the collector chooses the order."""
+    subprocess.run([sys.executable, "-c", COLLECTED], check=True, timeout=30)
