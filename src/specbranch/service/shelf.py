@@ -6,6 +6,7 @@ of its own, which the lookup thread and the compute thread hold for microseconds
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from specbranch.engines.binding import Binding
 from specbranch.service.digest import Digest
 
 Key = tuple[bytes, bytes]  # namespace, digest
+_numbers = itertools.count(1)
 
 
 class Draft:
     """One session of the service: what is drafted, and the engine handles that hold it."""
 
     def __init__(self, namespace: bytes, session: Session, binding: Binding, is_mute: bool = False) -> None:
+        self.number = next(_numbers)  # tells sessions apart in a trace
         self.namespace = namespace
         self.is_mute = is_mute  # remembered only so that its text is not asked for again
         self.session = session
