@@ -8,6 +8,7 @@ import typer
 
 from specbranch import __version__
 from specbranch.cli.draft import draft, keys
+from specbranch.cli.generate import generate
 from specbranch.cli.profile import profile
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
@@ -30,5 +31,5 @@ def main(
     """Branch-parallel speculative decoding: a draft on its own device prepares for the target's verdicts."""
 
 
-for command in (draft, keys, profile, simulate, timeline):
+for command in (draft, generate, keys, profile, simulate, timeline):
     app.command()(command)

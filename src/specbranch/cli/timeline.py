@@ -33,7 +33,7 @@ def timeline(
         recording = read_recording(file).between(*stretch)
         figures = [shares(recording, lane) for lane in recording.targets]
         console = console_for(as_json)
-        _print_table(console, recording, figures)
+        print_shares(console, recording, figures)
         if plot:
             is_whole = start is None and end is None
             stretches = choose_stretches(recording, rounds) if is_whole else _equal(recording, stretch)
@@ -56,7 +56,8 @@ def _equal(recording: Recording, stretch: tuple[float, float]) -> list[tuple[flo
     return [(stretch[0], min(stretch[1], last_s))] * len(recording.targets)
 
 
-def _print_table(console: Console, recording: Recording, figures: list[Shares]) -> None:
+def print_shares(console: Console, recording: Recording, figures: list[Shares]) -> None:
+    """The figures of a recording as a table."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("target", no_wrap=True)
     for column in ("seconds", "busy", "waits", "draft\nbusy", "rounds", "hit\nrate", "emitted\n/round", "rows\n/step"):
