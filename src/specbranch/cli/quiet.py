@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def quiet(log_file: Path, message: str) -> Iterator[None]:
         with log_file.open("ab") as log, os.fdopen(os.dup(saved[1]), "w") as screen:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
-            with Console(file=screen).status(message):
+            with _spinner(Console(file=screen), message):
                 yield
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -29,3 +31,8 @@ def quiet(log_file: Path, message: str) -> Iterator[None]:
         for number, copy in zip((1, 2), saved, strict=True):
             os.dup2(copy, number)
             os.close(copy)
+
+
+def _spinner(console: Console, message: str) -> Live:
+    """Rich's own would bring back to the screen what Python code prints."""
+    return Live(Spinner("dots", message), console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
