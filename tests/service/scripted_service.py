@@ -9,6 +9,7 @@ import argparse
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from specbranch.core.law import Law
 from specbranch.engines.protocol import Row
@@ -16,6 +17,7 @@ from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
 from specbranch.service.server import Server, ServiceOptions
+from specbranch.service.timeline import Timeline
 from tests.service.harness import DRAFT
 
 
@@ -36,14 +38,19 @@ def main() -> None:
     parser.add_argument("--listen", required=True)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--metrics-port", type=int)
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--max-sessions", type=int, default=256)
     args = parser.parse_args()
     set_up_logs("json", "error")
-    server = Server(SlowEngine(args.step_ms / 1000), ServiceOptions(args.listen, max_sessions=args.max_sessions))
+    options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
+    timeline = Timeline() if args.trace else None
+    server = Server(SlowEngine(args.step_ms / 1000), options, timeline)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
         serve_metrics(server, args.metrics_port)
     server.serve()
+    if timeline is not None:
+        timeline.write(args.trace)
 
 
 if __name__ == "__main__":

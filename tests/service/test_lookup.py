@@ -10,6 +10,7 @@ from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.lookup import Lookup
 from specbranch.service.shelf import Shelf
+from specbranch.service.timeline import Timeline
 from specbranch.service.wire import (
     VERSION,
     Hello,
@@ -29,12 +30,16 @@ from tests.service.harness import DRAFT, VOCAB
 class Bench:
     """A service on a table: a clock that is turned by hand."""
 
-    def __init__(self, engine: ScriptedEngine | None = None, max_drafts: int = 8) -> None:
+    def __init__(
+        self, engine: ScriptedEngine | None = None, max_drafts: int = 8, timeline: Timeline | None = None
+    ) -> None:
         self.now_s = 100.0
         self.engine = engine or ScriptedEngine(DRAFT)
         self.shelf = Shelf(max_drafts, 10_000)
-        self.compute = Compute(self.engine, self.shelf, clock=lambda: self.now_s)
-        self.lookup = Lookup(self.engine, self.shelf, self.compute, clock=lambda: self.now_s, piece_len=4)
+        self.compute = Compute(self.engine, self.shelf, clock=lambda: self.now_s, timeline=timeline)
+        self.lookup = Lookup(
+            self.engine, self.shelf, self.compute, clock=lambda: self.now_s, piece_len=4, timeline=timeline
+        )
 
     def ask(self, request: Request, client: bytes = b"me") -> list[Reply]:
         return [reply for _, reply in self.lookup.handle(client, [encode(request)])]

@@ -9,8 +9,10 @@ import typer
 from specbranch import __version__
 from specbranch.cli.bench import bench
 from specbranch.cli.draft import draft, keys
+from specbranch.cli.generate import generate
 from specbranch.cli.profile import profile
 from specbranch.cli.simulate import simulate
+from specbranch.cli.timeline import timeline
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -30,6 +32,6 @@ def main(
     """Branch-parallel speculative decoding: a draft on its own device prepares for the target's verdicts."""
 
 
-for command in (draft, keys, profile, simulate):
+for command in (draft, generate, keys, profile, simulate, timeline):
     app.command()(command)
 app.add_typer(bench, name="bench")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,9 @@ from specbranch.service.endpoint import EndpointError, ServiceKeys, default_addr
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
 from specbranch.service.server import Server, ServiceOptions
+from specbranch.service.timeline import Timeline
+
+log = logging.getLogger(__name__)
 
 
 def draft(
@@ -45,6 +49,9 @@ def draft(
     metrics_port: Annotated[
         int | None, typer.Option(help="Answer Prometheus scrapes at this port of localhost.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Record what both sides did and write it here at the end, for Perfetto.")
+    ] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop as well when standard input closes.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
@@ -54,6 +61,8 @@ def draft(
         if log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {log_format!r}; choose text or json")
         set_up_logs("json" if log_format == "json" else "text", log_level)
+        if trace is not None and not trace.absolute().parent.is_dir():
+            raise UsageError(f"--trace is {trace}; there is no directory {trace.parent}")
         if cores is not None:
             stay_on(cores)
         options = EngineOptions(
@@ -66,7 +75,8 @@ def draft(
             row_limit=row_limit,
         )
         service = ServiceOptions(listen or default_address(), service_keys(keys), max_sessions)
-        server = Server(open_engine(engine or engine_for(model), options), service)
+        timeline = Timeline() if trace else None
+        server = Server(open_engine(engine or engine_for(model), options), service, timeline)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         if until_eof:
@@ -77,6 +87,9 @@ def draft(
         finally:
             if scrapes is not None:
                 scrapes.shutdown()
+            if timeline is not None and trace is not None:
+                timeline.write(trace, draft=model, device=device)
+                log.info("wrote %d events to %s", len(timeline), trace)
 
 
 def _stop_at_eof(server: Server) -> None:

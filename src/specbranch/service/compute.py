@@ -19,6 +19,7 @@ from specbranch.core.tree import Node
 from specbranch.engines.binding import Feed
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
 from specbranch.service.shelf import Draft, Shelf
+from specbranch.service.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ class Compute:
         shelf: Shelf,
         notify: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline
         self._engine = engine
         self._shelf = shelf
         self._notify = notify
@@ -165,6 +168,8 @@ class Compute:
                 return
             raise
         step_s = self._clock() - start_s
+        if self._timeline is not None:
+            _note_step(self._timeline, feeds, start_s, start_s + step_s)
         self._place(feeds, laws)
         self._count(feeds, step_s)
         if any(draft.is_awaited for draft, _ in feeds):
@@ -202,3 +207,10 @@ class Compute:
 
 def _pairs(wish: _Wish) -> list[tuple[float, Node]]:
     return list(zip(wish.worths, wish.nodes, strict=True))
+
+
+def _note_step(timeline: Timeline, feeds: list[tuple[Draft, Feed]], start_s: float, end_s: float) -> None:
+    """Record a step before its laws are in place: a session without any law is still being read in."""
+    num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
+    is_prefill = any(feed.node is None or not draft.session.stats.rows for draft, feed in feeds)
+    timeline.draft(start_s, end_s, len(feeds), num_tokens, is_prefill, {draft.number for draft, _ in feeds})

@@ -26,6 +26,7 @@ from specbranch.predictor.fixed import ConstantPredictor
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.shelf import Draft, Shelf
+from specbranch.service.timeline import RowVerdict, Timeline
 from specbranch.service.wire import (
     VERSION,
     Figures,
@@ -89,6 +90,7 @@ class _Pending:
     since_s: float
     deadline_s: float
     waiting: set[int] = field(default_factory=set)
+    num_held: int = 0  # rows that were not ready at once
 
 
 class Lookup:
@@ -101,7 +103,9 @@ class Lookup:
         compute: Compute,
         clock: Callable[[], float] = time.monotonic,
         piece_len: int = 128,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline
         self._engine = engine
         self._info = engine.info
         self._shelf = shelf
@@ -124,7 +128,7 @@ class Lookup:
                 return [(client, self._serve_hello(request))]
             if isinstance(request, Report):
                 return [(client, self._serve_report(request))]
-            self._serve_open(request)
+            self._serve_open(client, request)
             return []
         except (FrameError, SettingError) as error:
             self.counts.refused += 1
@@ -169,7 +173,7 @@ class Lookup:
             stats.cut,
         )
 
-    def _serve_open(self, request: Open) -> None:
+    def _serve_open(self, client: Client, request: Open) -> None:
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
         for text in request.texts:
@@ -178,6 +182,10 @@ class Lookup:
             if self._shelf.find((request.namespace, Digest(text).name)) is None:
                 self._put(request.namespace, text, planner)
                 self.counts.opened += 1
+        if self._timeline is not None:
+            num_tokens = sum(len(text) for text in request.texts)
+            lane = (client, request.namespace)
+            self._timeline.open(lane, self._clock(), request.planner, len(request.texts), num_tokens)
 
     def _planner(self, name: str, settings: dict[str, Any], predictor: str) -> Planner:
         try:
@@ -218,7 +226,11 @@ class Lookup:
             pending.proposals.append(proposal)
             if draft:
                 self._compute.tell(draft)
+        pending.num_held = len(pending.waiting)
         self._pending[client] = pending
+        if self._timeline is not None:
+            verdicts = [_row_verdict(row, draft) for row, draft in zip(step.rows, pending.drafts, strict=True)]
+            self._timeline.arrive((client, step.namespace), now_s, verdicts)
         if not pending.waiting:
             return self._answers([pending])
         return self.answer_overdue() if pending.deadline_s <= now_s else []
@@ -230,6 +242,7 @@ class Lookup:
             for draft in pending.drafts:
                 if draft is not None:
                     draft.is_awaited = False
+            self._note_answer(pending, min(self._clock(), pending.deadline_s))
 
     def _draft_of(self, namespace: bytes, row: StepRow) -> Draft | None:
         """The draft of a row, brought up to the row's text; None if the text is not known."""
@@ -284,7 +297,13 @@ class Lookup:
             self.counts.wait_s += now_s - pending.since_s
             self._tenant(pending.step.namespace).answered_s = now_s
             answers.append((pending.client, Proposals(pending.step.round, pending.proposals)))
+            self._note_answer(pending, now_s)
         return answers
+
+    def _note_answer(self, pending: _Pending, at_s: float) -> None:
+        if self._timeline is not None:
+            lane = (pending.client, pending.step.namespace)
+            self._timeline.answer(lane, pending.since_s, at_s, pending.num_held)
 
     def _observe_target(self, namespace: bytes, now_s: float) -> None:
         tenant = self._tenant(namespace)
@@ -299,3 +318,8 @@ class Lookup:
                 self._tenants.popitem(last=False)
         self._tenants.move_to_end(namespace)
         return tenant
+
+
+def _row_verdict(row: StepRow, draft: Draft | None) -> RowVerdict:
+    is_hit = None if draft is None or draft.is_mute else draft.session.round.is_hit
+    return RowVerdict(row.num_submitted, len(row.tokens), draft is not None, is_hit)

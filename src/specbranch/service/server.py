@@ -17,6 +17,7 @@ from specbranch.service.compute import Compute
 from specbranch.service.endpoint import ServiceKeys, listening
 from specbranch.service.lookup import Answer, Lookup
 from specbranch.service.shelf import Shelf
+from specbranch.service.timeline import Timeline
 from specbranch.service.wire import encode
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,12 @@ class ServiceOptions:
 
 
 class Server:
-    """Serves until `stop`. `stop` may be called from a signal handler or another thread."""
+    """Serves until `stop`. `stop` may be called from a signal handler or another thread.
 
-    def __init__(self, engine: DraftEngine, options: ServiceOptions) -> None:
+    Who gives a timeline finds in it what happened, once `serve` has returned.
+    """
+
+    def __init__(self, engine: DraftEngine, options: ServiceOptions, timeline: Timeline | None = None) -> None:
         self._engine = engine
         self._options = options
         self._context: zmq.Context[Any] = zmq.Context()
@@ -50,8 +54,8 @@ class Server:
         self._wake_sender.setsockopt(zmq.LINGER, 0)
         self._is_stopping = False
         self.shelf = Shelf(options.max_sessions, options.max_session_tokens)
-        self.compute = Compute(engine, self.shelf, notify=self._wake)
-        self.lookup = Lookup(engine, self.shelf, self.compute, piece_len=options.piece_len)
+        self.compute = Compute(engine, self.shelf, notify=self._wake, timeline=timeline)
+        self.lookup = Lookup(engine, self.shelf, self.compute, piece_len=options.piece_len, timeline=timeline)
 
     def stop(self) -> None:
         """End soon."""

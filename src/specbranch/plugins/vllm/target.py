@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +84,8 @@ class Target:
         """A text as tokens."""
         return list(self.llm.get_tokenizer().encode(text))
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Piece]:
-        """Run requests together and yield what every step adds. One caller at a time."""
+    def stream(self, requests: Sequence[Request]) -> Generator[Piece, None, None]:
+        """Run requests together and yield what every step adds. One caller at a time; closing it aborts the rest."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -1,0 +1,208 @@
+"""A trace of a real run, read back from the file that the draft service wrote, and its figures.
+
+Only the file's own format is known here; how it is recorded is in `service/timeline.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+
+class RecordingError(ValueError):
+    """A file that is no trace of the draft service, or a stretch in which nothing happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time, and its figures."""
+
+    start_s: float
+    end_s: float
+    args: dict[str, Any]
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether a text was read in; for a target it may have stood idle as well."""
+        return bool(self.args.get("is_prefill"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Verdicts of one moment: how many were hits, or misses."""
+
+    at_s: float
+    rows: int
+    is_hit: bool
+
+
+@dataclass(slots=True)
+class TargetLane:
+    """One target, as the service saw it."""
+
+    name: str
+    planners: list[str] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The name, and the planners that drafted for it."""
+        return f"{self.name}: {', '.join(self.planners)}" if self.planners else self.name
+
+    @property
+    def rounds(self) -> list[Span]:
+        """Steps that verified or decoded; those with new texts only are left out."""
+        return [step for step in self.steps if not step.is_prefill]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """All lanes, times in seconds since the first event. `is_cut` says that it was longer than could be held."""
+
+    targets: list[TargetLane]
+    drafts: list[Span]
+    is_cut: bool = False
+
+    def between(self, start_s: float, end_s: float) -> Recording:
+        """What happened in a stretch; spans that stick out are cut, targets with nothing in it are left out."""
+        targets = [
+            TargetLane(
+                lane.name,
+                lane.planners,
+                _clip(lane.steps, start_s, end_s),
+                _clip(lane.waits, start_s, end_s),
+                [mark for mark in lane.marks if start_s <= mark.at_s <= end_s],
+            )
+            for lane in self.targets
+        ]
+        targets = [lane for lane in targets if lane.rounds or lane.waits]
+        if not targets:
+            raise RecordingError(f"no target worked between {start_s:g} s and {end_s:g} s; choose another stretch")
+        return Recording(targets, _clip(self.drafts, start_s, end_s), self.is_cut)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Where one target's time went, from its first event to its last; time that was prefill or idle is not in it."""
+
+    target: str
+    time_s: float
+    busy: float
+    waiting: float
+    draft_busy: float
+    rounds: int
+    hit_rate: float
+    accepted_per_round: float
+    emitted_per_round: float
+    rows_per_draft_step: float
+
+    def as_json(self) -> dict[str, Any]:
+        """One object for machines."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def read_recording(path: Path) -> Recording:
+    """A recording from a file; what is no such file raises with its cause."""
+    try:
+        document = json.loads(path.read_bytes())
+        events, is_cut = document["traceEvents"], bool(document.get("otherData", {}).get("is_cut"))
+        return _sort_out(events, is_cut)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise RecordingError(f"{path} is no trace of `specbranch draft --trace` ({cause})") from error
+
+
+def shares(recording: Recording, lane: TargetLane) -> Shares:
+    """The figures of one target."""
+    rounds = lane.rounds
+    spans = sorted(rounds + lane.waits, key=lambda span: span.start_s)
+    pauses = [step for step in lane.steps if step.is_prefill]
+    stretch = [Span(spans[0].start_s, spans[-1].end_s, {})] if spans else []
+    time_s = _length_s(stretch) - shared_s(pauses, stretch)
+    drafts = _clip(recording.drafts, stretch[0].start_s, stretch[0].end_s) if stretch else []
+    draft_s = _length_s(drafts) - shared_s(pauses, drafts)
+    verdicts = sum(mark.rows for mark in lane.marks)
+    num_rounds = sum(step.args["rows"] for step in rounds)
+    return Shares(
+        lane.label,
+        time_s,
+        _ratio(_length_s(rounds), time_s),
+        _ratio(_length_s(lane.waits), time_s),
+        _ratio(draft_s, time_s),
+        num_rounds,
+        _ratio(sum(mark.rows for mark in lane.marks if mark.is_hit), verdicts),
+        _ratio(sum(step.args["accepted"] for step in rounds), num_rounds),
+        _ratio(sum(step.args["committed"] for step in rounds), num_rounds),
+        _ratio(sum(draft.args["rows"] for draft in drafts), len(drafts)),
+    )
+
+
+def shared_s(some: Sequence[Span], others: Sequence[Span]) -> float:
+    """The time that two rows of spans have in common; no two spans of a row overlap, and both are in order."""
+    total_s, first, second = 0.0, 0, 0
+    while first < len(some) and second < len(others):
+        one, other = some[first], others[second]
+        total_s += max(0.0, min(one.end_s, other.end_s) - max(one.start_s, other.start_s))
+        if one.end_s < other.end_s:
+            first += 1
+        else:
+            second += 1
+    return total_s
+
+
+def _sort_out(events: Iterable[dict[str, Any]], is_cut: bool) -> Recording:
+    names: dict[int, str] = {}
+    lanes: dict[str, TargetLane] = {}
+    drafts: list[Span] = []
+    for event in events:
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                names[event["tid"]] = event["args"]["name"]
+        elif event["cat"] == "draft":
+            drafts.append(_span(event))
+        else:
+            name = names[event["tid"]].replace("wait", "target")
+            _take(lanes.setdefault(name, TargetLane(name)), event)
+    drafts.sort(key=lambda span: span.start_s)
+    return Recording(list(lanes.values()), drafts, is_cut)
+
+
+def _take(lane: TargetLane, event: dict[str, Any]) -> None:
+    kind, args = event["cat"], event["args"]
+    if kind == "step":
+        lane.steps.append(_span(event))
+    elif kind == "wait":
+        lane.waits.append(_span(event))
+    elif kind in ("hit", "miss"):
+        lane.marks.append(Mark(event["ts"] / 1e6, args["rows"], kind == "hit"))
+    elif kind == "open" and args["planner"] not in lane.planners:
+        lane.planners.append(args["planner"])
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start_s = event["ts"] / 1e6
+    return Span(start_s, start_s + event["dur"] / 1e6, event["args"])
+
+
+def _clip(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
+    return [
+        span
+        if start_s <= span.start_s and span.end_s <= end_s
+        else replace(span, start_s=max(span.start_s, start_s), end_s=min(span.end_s, end_s))
+        for span in spans
+        if span.start_s < end_s and span.end_s > start_s
+    ]
+
+
+def _length_s(spans: Iterable[Span]) -> float:
+    return math.fsum(span.end_s - span.start_s for span in spans)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

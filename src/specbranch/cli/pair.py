@@ -1,0 +1,133 @@
+"""A draft service and a target in this process, loaded together and stopped together."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from specbranch.cli.console import UsageError
+from specbranch.cli.quiet import quiet
+from specbranch.engines.options import local_model
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.settings import read_settings
+from specbranch.plugins.vllm.target import Target, TargetOptions
+from specbranch.service.process import DraftOptions, DraftProcess
+
+
+class LoadError(RuntimeError):
+    """A model that could not be loaded; the message says where to read why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """What to load. `section` are settings of the proposer, all but the address; no draft means bare vLLM."""
+
+    target: str
+    draft: str | None
+    section: Mapping[str, Any] = field(default_factory=dict)
+    gamma: int = 8
+    draft_engine: str | None = None
+    draft_device: str = "cpu"
+    trace: Path | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise now what would otherwise be raised after both models were loaded."""
+        if importlib.util.find_spec("vllm") is None:
+            raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
+        if self.draft is not None:
+            read_settings(self.section).client_options(self.gamma)
+
+
+class Pair:
+    """A context manager: both models are loaded when it is entered. What they say while they load goes to a file."""
+
+    target: Target
+
+    def __init__(self, options: PairOptions) -> None:
+        self._options = options
+        self._exit = ExitStack()
+        self._address: str | None = None
+
+    def use_planner(self, planner: str) -> None:
+        """Let another planner draft, from the next request on; `none` is plain decoding."""
+        self.target.use({**self._options.section, **self._where(), "planner": planner, "settings": {}})
+
+    def use_own_planner(self) -> None:
+        """Go back to the planner and settings of the options."""
+        self.target.use({**self._options.section, **self._where()})
+
+    def wait_s(self) -> float:
+        """How long the target has stood still for drafts so far."""
+        return self.target.proposer_counts().get("wait_s", 0.0) if self._address else 0.0
+
+    def __enter__(self) -> Pair:
+        directory = Path(tempfile.mkdtemp(prefix="specbranch-log-"))
+        cores = os.sched_getaffinity(0)
+        try:
+            self._load(directory / "load.log")
+        except BaseException:
+            self._exit.close()
+            os.sched_setaffinity(0, cores)
+            raise
+        self._exit.callback(shutil.rmtree, directory, ignore_errors=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def _load(self, log_file: Path) -> None:
+        options = self._options
+        target_cores, draft_cores = _split_cores(options)
+        draft = self._draft_process(draft_cores, log_file)
+        os.sched_setaffinity(0, target_cores)
+        with quiet(log_file, f"loading {options.target}" + (f" and {options.draft}" if draft else "")):
+            if draft is not None:
+                self._exit.callback(draft.stop)
+                draft.start()
+                self._address = draft.address
+            section = {**options.section, **self._where()} if draft else None
+            path = local_model(options.target)
+            arguments = {**_usual_arguments(), **options.arguments}
+            try:
+                self.target = Target(TargetOptions(str(path or options.target), section, options.gamma, arguments))
+            except Exception as error:
+                raise LoadError(f"vLLM cannot load {options.target}: {error}; see {log_file}") from error
+            if draft is not None:
+                draft.wait_until_up()
+
+    def _draft_process(self, cores: list[int] | None, log_file: Path) -> DraftProcess | None:
+        options = self._options
+        if options.draft is None:
+            return None
+        extra = ["--trace", str(options.trace.absolute())] if options.trace else []
+        how = DraftOptions(options.draft, options.draft_engine, options.draft_device, cores, extra=extra)
+        return DraftProcess(how, log_file)
+
+    def _where(self) -> dict[str, str]:
+        return {"address": self._address} if self._address else {}
+
+
+def _usual_arguments() -> dict[str, Any]:
+    """One executor without processes of its own; on a CPU there are no graphs to capture."""
+    return {"distributed_executor_backend": "uni", "enforce_eager": compat.runs_on_cpu()}
+
+
+def _split_cores(options: PairOptions) -> tuple[list[int], list[int] | None]:
+    """Cores for the target and for the draft: apart if both models run on them, a quarter for the draft."""
+    cores = sorted(os.sched_getaffinity(0))
+    is_shared = compat.runs_on_cpu() and options.draft is not None and options.draft_device == "cpu"
+    if not is_shared or len(cores) < 2:
+        return cores, None
+    num_draft = max(1, len(cores) // 4)
+    return cores[:-num_draft], cores[-num_draft:]

@@ -1,0 +1,175 @@
+"""What both sides did and when, as the draft service sees it; written as a Chrome trace for Perfetto.
+
+A verdict arrives, an answer leaves: what lies between an answer and the next verdict of the same target is the target's
+step; an answer that was held back is a wait. Recording appends one small tuple and does no I/O. No clock here: times
+come in as numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+Lane = tuple[bytes, bytes]  # client, namespace
+
+_PROCESS = 1
+_DRAFT_THREAD = 1
+# The figures of every kind of event, in the order in which they are recorded.
+_FIGURES = {
+    "step": ("rows", "new_rows", "submitted", "accepted", "committed", "is_prefill"),
+    "wait": ("rows",),
+    "draft": ("rows", "tokens", "is_prefill", "sessions"),
+    "open": ("planner", "texts", "tokens"),
+    "hit": ("rows",),
+    "miss": ("rows",),
+}
+_INSTANTS = ("open", "hit", "miss")
+
+
+@dataclass(frozen=True, slots=True)
+class RowVerdict:
+    """What one row of a verdict says; `is_hit` is None where nothing could be prepared for it."""
+
+    submitted: int
+    committed: int
+    is_known: bool
+    is_hit: bool | None
+
+    @property
+    def accepted(self) -> int:
+        """Submitted tokens that stood; the last committed token is the target's own."""
+        return min(self.submitted, self.committed - 1)
+
+
+class Timeline:
+    """Records up to `max_events` events, then says so once and records no more. Two threads may record at a time."""
+
+    def __init__(self, max_events: int = 1_000_000) -> None:
+        self._max_events = max_events
+        # Plain tuples of numbers: the garbage collector soon stops to look at them. Kind, lane, start, end, figures.
+        self._events: list[tuple[str, int, float, float, tuple[Any, ...]]] = []
+        self._lanes: dict[Lane, int] = {}
+        self._answered_s: dict[int, float] = {}
+        self.is_full = False
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def open(self, lane: Lane, at_s: float, planner: str, num_texts: int, num_tokens: int) -> None:
+        """Whole texts came in, to be drafted for by this planner."""
+        self._record("open", self._number(lane), at_s, at_s, (planner, num_texts, num_tokens))
+
+    def arrive(self, lane: Lane, at_s: float, rows: Sequence[RowVerdict]) -> None:
+        """A verdict came in; the target's step ends here."""
+        number = self._number(lane)
+        start_s = self._answered_s.pop(number, None)
+        if start_s is not None:
+            num_known = sum(row.is_known for row in rows)
+            sums = (
+                sum(row.submitted for row in rows),
+                sum(row.accepted for row in rows),
+                sum(row.committed for row in rows),
+            )
+            self._record("step", number, start_s, at_s, (len(rows), len(rows) - num_known, *sums, num_known == 0))
+        for kind, is_hit in (("hit", True), ("miss", False)):
+            count = sum(row.is_hit is is_hit for row in rows)
+            if count:
+                self._record(kind, number, at_s, at_s, (count,))
+
+    def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
+        """An answer left, with `num_held` rows that had been held back since the verdict; the target goes on."""
+        number = self._number(lane)
+        self._answered_s[number] = at_s
+        if num_held and at_s > since_s:
+            self._record("wait", number, since_s, at_s, (num_held,))
+
+    def draft(self, start_s: float, end_s: float, rows: int, tokens: int, is_prefill: bool, sessions: set[int]) -> None:
+        """One step of the draft engine is over."""
+        self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
+
+    def write(self, path: Path, **about: Any) -> None:
+        """Write the file, whole or not at all. `about` is kept beside the events."""
+        encode = msgspec.json.encode
+        part = path.with_name(f"{path.name}.part")
+        with part.open("wb") as file:
+            file.write(b'{"displayTimeUnit":"ms","otherData":' + encode({**about, "is_cut": self.is_full}))
+            file.write(b',"traceEvents":[\n')
+            for index, event in enumerate(self.trace_events()):
+                file.write((b",\n" if index else b"") + encode(event))
+            file.write(b"\n]}\n")
+        part.replace(path)
+
+    def trace_events(self) -> Iterator[dict[str, Any]]:
+        """The events in Chrome's trace format, names of the lanes first; times count from the first event."""
+        yield from self._names()
+        origin_s = min((event[2] for event in self._events), default=0.0)
+        for kind, number, start_s, end_s, figures in self._events:
+            args = dict(zip(_FIGURES[kind], figures, strict=True))
+            event = {
+                "name": _name(kind, args),
+                "cat": kind,
+                "pid": _PROCESS,
+                "tid": _thread(kind, number),
+                "ts": _microseconds(start_s - origin_s),
+            }
+            if kind in _INSTANTS:
+                yield {**event, "ph": "i", "s": "t", "args": args}
+            else:
+                yield {**event, "ph": "X", "dur": _microseconds(end_s - start_s), "args": args}
+
+    def _names(self) -> Iterator[dict[str, Any]]:
+        yield _metadata("process_name", 0, name="specbranch")
+        threads = {_DRAFT_THREAD: "draft"}
+        for number in self._lanes.values():
+            threads[_thread("step", number)] = f"target {number}"
+            threads[_thread("wait", number)] = f"wait {number}"
+        for thread, name in threads.items():
+            yield _metadata("thread_name", thread, name=name)
+            yield _metadata("thread_sort_index", thread, sort_index=thread)
+
+    def _number(self, lane: Lane) -> int:
+        number = self._lanes.get(lane)
+        if number is None:
+            if self.is_full:
+                return 0  # nothing more is recorded
+            number = self._lanes[lane] = len(self._lanes) + 1
+        return number
+
+    def _record(self, kind: str, number: int, start_s: float, end_s: float, figures: tuple[Any, ...]) -> None:
+        if len(self._events) < self._max_events:
+            self._events.append((kind, number, start_s, end_s, figures))
+        elif not self.is_full:
+            self.is_full = True
+            log.warning("the trace holds %d events and takes no more", self._max_events)
+
+
+def _name(kind: str, args: dict[str, Any]) -> str:
+    """What the viewer writes on an event."""
+    if kind == "step":
+        # Nobody says when a target began on a new text: before it, it may have stood idle.
+        return "prefill or idle" if args["is_prefill"] else f"{args['accepted']}/{args['submitted']}"
+    if kind == "draft":
+        return "read" if args["is_prefill"] else f"draft {args['rows']}"
+    return kind
+
+
+def _thread(kind: str, number: int) -> int:
+    """The draft's lane first, then two for every target: its steps, its waits."""
+    if kind == "draft":
+        return _DRAFT_THREAD
+    return 2 * number + (kind == "wait")
+
+
+def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": thread, "args": args}
+
+
+def _microseconds(time_s: float) -> float:
+    return round(1e6 * time_s, 3)
