@@ -11,6 +11,7 @@ from specbranch.cli.bench import bench
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.generate import generate
 from specbranch.cli.profile import profile
+from specbranch.cli.serve import FLAGS_GO_THROUGH, serve
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
 
@@ -34,4 +35,5 @@ def main(
 
 for command in (draft, generate, keys, profile, simulate, timeline):
     app.command()(command)
+app.command(context_settings=FLAGS_GO_THROUGH)(serve)
 app.add_typer(bench, name="bench")

@@ -22,13 +22,20 @@ def stay_on(text: str) -> None:
     try:
         os.sched_setaffinity(0, cores)
     except (OSError, OverflowError) as error:
-        raise _no_such_cores(cores, before) from error
+        raise _no_such_cores("--cores", cores, before) from error
     # Linux passes over cores that are not there as long as one of them is.
     if os.sched_getaffinity(0) != set(cores):
         os.sched_setaffinity(0, before)
-        raise _no_such_cores(cores, before)
+        raise _no_such_cores("--cores", cores, before)
 
 
-def _no_such_cores(cores: Iterable[int], before: Iterable[int]) -> UsageError:
+def check_cores(option: str, cores: Iterable[int]) -> None:
+    """Raise unless this process may use all of them."""
+    allowed = os.sched_getaffinity(0)
+    if not set(cores) <= allowed:
+        raise _no_such_cores(option, cores, allowed)
+
+
+def _no_such_cores(option: str, cores: Iterable[int], before: Iterable[int]) -> UsageError:
     asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
-    return UsageError(f"--cores is {asked}; this process may use {have}")
+    return UsageError(f"{option} is {asked}; this process may use {have}")

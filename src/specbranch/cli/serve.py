@@ -1,0 +1,190 @@
+"""`specbranch serve`: a draft service and `vllm serve` with our proposer, started and stopped as one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specbranch.cli.console import UsageError, console_for, friendly_errors
+from specbranch.cli.cores import check_cores, numbers
+from specbranch.core.planners import PLANNERS, SettingError
+from specbranch.engines.options import ENGINES, engine_for, local_model
+from specbranch.engines.protocol import EngineError
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.cores import Cores, split, usable_cores
+from specbranch.plugins.vllm.flags import FlagError, Flags, json_or_text
+from specbranch.plugins.vllm.serving import Endpoint, ServeOptions, VllmServer
+from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.service.keeper import DraftKeeper
+from specbranch.service.process import DraftOptions, StartError
+
+FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+_LOOK_S = 0.3
+_KILLED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All that was asked for, checked, before anything is started."""
+
+    target: str
+    draft: DraftOptions
+    engine: str
+    cores: Cores
+    gamma: int
+    section: dict[str, Any]
+    flags: Flags
+    on_cpu: bool
+
+    def options(self, address: str) -> ServeOptions:
+        """What vLLM is started with, once it is known where the draft service listens."""
+        model = local_model(self.target)
+        section = {"address": address, **self.section}
+        return ServeOptions(str(model or self.target), self.target, section, self.gamma, self.flags, self.cores.target)
+
+    def settings(self) -> ProposerSettings:
+        """The proposer's settings; raises for what vLLM's worker would refuse much later."""
+        table, _ = self.flags.take_json("--additional-config")
+        theirs = table.get("specbranch", {})
+        settings = read_settings({**theirs, **self.section} if isinstance(theirs, dict) else theirs)
+        settings.client_options(self.gamma)
+        return settings
+
+
+def serve(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
+    draft: Annotated[str, typer.Option(help="The draft model; as TARGET, or a GGUF file.")],
+    draft_device: Annotated[str, typer.Option(help="cpu, cuda:0, gpu:1, mps: what the engine knows.")] = "cpu",
+    draft_engine: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(ENGINES)}; by default what suits the draft.")
+    ] = None,
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}.")] = "specbranch",
+    gamma: Annotated[int, typer.Option(help="The longest submission.", min=1)] = 8,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the planner: KEY=VALUE.")] = None,
+    deadline_ms: Annotated[
+        float | None, typer.Option(help="The longest that a step may wait for drafts.", min=0)
+    ] = None,
+    target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
+    draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
+) -> None:
+    """Serve TARGET with vLLM and let DRAFT draft for it. Every other flag goes to `vllm serve` as it is."""
+    with friendly_errors(UsageError, SettingError, FlagError, EngineError, StartError):
+        if target.startswith("-"):
+            raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
+        if not compat.is_installed():
+            raise UsageError("vLLM is not installed; pip install 'specbranch[vllm]'")
+        section: dict[str, Any] = {"planner": planner, "settings": _planner_settings(settings or [])}
+        if deadline_ms is not None:
+            section["deadline_ms"] = deadline_ms
+        on_cpu = compat.runs_on_cpu()
+        cores = split(
+            usable_cores(),
+            target_on_cpu=on_cpu,
+            draft_on_cpu=draft_device == "cpu",
+            target=_cores("--target-cores", target_cores),
+            draft=_cores("--draft-cores", draft_cores),
+        )
+        engine = draft_engine or engine_for(draft)
+        options = DraftOptions(draft, engine, draft_device, cores.draft, len(cores.draft) if cores.draft else None)
+        plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
+        code = _run(plan, console_for(False))
+    raise typer.Exit(code)
+
+
+def _planner_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE, the value as JSON where it is JSON."""
+    for pair in pairs:
+        if not pair.partition("=")[0] or "=" not in pair:
+            raise UsageError(f"--set is {pair!r}; give KEY=VALUE, such as gamma=4")
+    return {key: json_or_text(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _cores(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    cores = numbers(option, text)
+    check_cores(option, cores)
+    return cores
+
+
+def _run(plan: _Plan, console: Console) -> int:
+    """Start both, watch them, stop both; returns the exit code."""
+    settings, endpoint = plan.settings(), Endpoint.of(plan.flags)
+    begin_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        keeper = DraftKeeper(plan.draft, say=lambda line: _say(console, line))
+        stack.callback(keeper.stop)
+        server = VllmServer(plan.options(keeper.address))
+        stack.callback(server.kill)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            keeper.start()
+            console.print(_summary(plan, settings, keeper.address, endpoint))
+            server.start()
+            return _watch(server, endpoint, begin_s, console)
+        except KeyboardInterrupt:
+            _say(console, "stopping; once more to kill")
+            return _stop(server, keeper)
+
+
+def _stop(server: VllmServer, keeper: DraftKeeper) -> int:
+    try:
+        server.stop()
+        keeper.stop()
+    except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        server.kill()
+        keeper.kill()
+        return _KILLED
+    return 0
+
+
+def _watch(server: VllmServer, endpoint: Endpoint, begin_s: float, console: Console) -> int:
+    """Wait for vLLM's end; say once when it answers."""
+    is_ready = False
+    while (code := server.returncode) is None:
+        if not is_ready and endpoint.is_healthy():
+            is_ready = True
+            server.free_frontend()
+            _say(console, f"ready in {time.monotonic() - begin_s:.0f} s")
+        time.sleep(_LOOK_S)
+    _say(console, f"vLLM ended with code {code}")
+    return code if code >= 0 else 128 - code
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def _summary(plan: _Plan, settings: ProposerSettings, address: str, endpoint: Endpoint) -> Table:
+    table = Table.grid(padding=(0, 2))
+    planned = settings.client_options(plan.gamma).settings
+    rows = {
+        "target": f"{plan.target} on {'the CPU' if plan.on_cpu else 'GPU'}, {_core_words(plan.cores.target)}",
+        "draft": f"{plan.draft.model} by {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}",
+        "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
+        "deadline": f"{settings.deadline_ms:g} ms",
+        "socket": address,
+        "server": str(endpoint),
+    }
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/]", escape(value))
+    return table
+
+
+def _core_words(cores: Sequence[int] | None) -> str:
+    if cores is None:
+        return "not pinned"
+    return f"{'core' if len(cores) == 1 else 'cores'} {','.join(str(core) for core in cores)}"

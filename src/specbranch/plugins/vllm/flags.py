@@ -1,0 +1,97 @@
+"""vLLM's command line as somebody wrote it: read without vLLM's parser, which would load all of vLLM.
+
+vLLM takes `--a-b X`, `--a_b X`, `--a-b=X`, and for JSON options also `--a-b.key X`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+
+class FlagError(ValueError):
+    """A flag of vLLM that cannot be used here; the message says what to do instead."""
+
+
+class _Flag(NamedTuple):
+    name: str  # with dashes, without what follows a dot
+    path: list[str]  # what follows dots
+    value: str | None
+    start: int
+    end: int
+
+
+class Flags:
+    """A list of words for vLLM."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+
+    def has(self, *names: str) -> bool:
+        """Whether one of the names is there, whole or with a dotted key."""
+        return any(flag.name in names for flag in self._flags())
+
+    def value(self, *names: str) -> str | None:
+        """The value given last under any of the names; None if there is none."""
+        values = [flag.value for flag in self._flags() if flag.name in names]
+        return values[-1] if values else None
+
+    def number(self, *names: str) -> int:
+        """A count of at least 1, which is also what vLLM takes if nothing is given."""
+        value = self.value(*names)
+        if value is None:
+            return 1
+        if not value.isdecimal() or int(value) < 1:
+            raise FlagError(f"{names[0]} is {value!r}; give a whole number of at least 1")
+        return int(value)
+
+    def take_json(self, name: str) -> tuple[dict[str, Any], Flags]:
+        """The table that a JSON option and its dotted keys give together, and the flags without them."""
+        table: dict[str, Any] = {}
+        rest, end = [], 0
+        for flag in self._flags():
+            if flag.name != name:
+                continue
+            rest += self.words[end : flag.start]
+            end = flag.end
+            if flag.value is None:
+                raise FlagError(f"{name} has no value; give a JSON object")
+            merge(table, _nested(flag.path, flag.value, name))
+        return table, Flags(rest + self.words[end:])
+
+    def _flags(self) -> Iterator[_Flag]:
+        for start, word in enumerate(self.words):
+            if not word.startswith("-"):
+                continue
+            whole, is_joined, joined = word.partition("=")
+            name, *path = whole.split(".")
+            following = self.words[start + 1] if start + 1 < len(self.words) else None
+            end = start + (1 if is_joined or following is None else 2)
+            yield _Flag(name.replace("_", "-"), path, joined if is_joined else following, start, end)
+
+
+def merge(table: dict[str, Any], more: dict[str, Any]) -> None:
+    """Put `more` into the table, tables into tables; the later value stands."""
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(table.get(key), dict):
+            merge(table[key], value)
+        else:
+            table[key] = value
+
+
+def _nested(path: Sequence[str], text: str, name: str) -> dict[str, Any]:
+    value: Any = json_or_text(text)
+    for key in reversed(path):
+        value = {key: value}
+    if not isinstance(value, dict):
+        raise FlagError(f"{name} is {text!r}; give a JSON object")
+    return value
+
+
+def json_or_text(text: str) -> Any:
+    """The value that a text is in JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,8 @@
+"""vLLM's own command line, started by `specbranch serve` as `python -m specbranch.plugins.vllm.launch serve ...`."""
+
+from __future__ import annotations
+
+from specbranch.plugins.vllm import compat
+
+if __name__ == "__main__":  # vLLM's processes import this module again
+    compat.run_command_line()

@@ -1,0 +1,268 @@
+"""`specbranch serve` as people use it: real weights, the OpenAI server and client, and things that go wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.models import model_path
+from tests.plugins.serving import ROOT, Served, serving, started, wait_for
+
+pytestmark = pytest.mark.timeout(420)
+
+TARGET = "smollm2-135m-dense"
+DRAFT = "smollm2-135m"
+TOKENS = 32
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")
+PROMPTS = [f"{start} {subject}" for subject in ("water", "the moon", "bread", "winter") for start in BEGINNINGS]
+
+
+@pytest.fixture(scope="module")
+def installed() -> None:
+    for module in ("vllm", "llama_cpp", "openai"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    for model in (TARGET, DRAFT):
+        model_path(model)
+
+
+@pytest.fixture(scope="module")
+def bare(installed: None) -> list[str]:
+    """What bare vLLM says to each prompt, one at a time."""
+    target = str(model_path(TARGET))
+    command = [sys.executable, "-m", "tests.plugins.vllm_bare", "--target", target, "--tokens", str(TOKENS)]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # two that wait for each other suffer from a busy machine
+    asked = json.dumps(PROMPTS)
+    done = subprocess.run(command, cwd=ROOT, env=one_thread, input=asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    texts: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return texts
+
+
+@pytest.fixture(scope="module")
+def served(bare: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    ours = ["--draft", DRAFT, "--gamma", "4", "--deadline-ms", "2000"]  # a draft as large as the target needs time
+    words = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    # So small a model would fill an object with line breaks for ever.
+    words += ["--structured-outputs-config.disable_any_whitespace", "true"]
+    words += ["--structured-outputs-config.backend", "xgrammar"]
+    with serving(tmp_path_factory.mktemp("serve"), TARGET, *ours, *words) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[Any]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
+def complete(client: Any, prompt: str) -> str:
+    answer = client.completions.create(model=TARGET, prompt=prompt, max_tokens=TOKENS, temperature=0)
+    return str(answer.choices[0].text)
+
+
+def complete_all(client: Any) -> list[str]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: complete(client, prompt), PROMPTS))
+
+
+def test_it_says_what_runs_where_and_when_it_is_ready(served: Served) -> None:
+    said = served.out.read_text()
+
+    assert TARGET in said and f"{DRAFT} by llamacpp on cpu" in said
+    assert "specbranch gamma=4" in said and "2000 ms" in said
+    assert served.url in said
+    assert "ipc://" in said
+    assert "Application startup complete" not in said
+    assert "Application startup complete" in served.err.read_text()
+
+
+def test_the_engine_keeps_to_its_cores_and_the_draft_to_others(served: Served) -> None:
+    """The model runs in the engine's process, not in a worker beside it."""
+    cores = {pid: os.sched_getaffinity(pid) for pid in served.descendants()}
+    everything = os.sched_getaffinity(0)
+    if len(everything) < 2:
+        pytest.skip("there is one core only")
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in cores}
+    (engine,) = (pid for pid, name in names.items() if name.startswith("VLLM::Eng"))
+
+    assert not any(name.startswith("VLLM::Wor") for name in names.values())
+    assert not cores[engine] & cores[served.draft_pid()]
+    frontend = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
+    assert cores[frontend] == everything
+
+
+def test_sixteen_at_once_say_what_bare_vllm_says_one_at_a_time(served: Served, client: Any, bare: list[str]) -> None:
+    before = served.metric(ACCEPTED)
+
+    assert complete_all(client) == bare
+    assert served.metric(ACCEPTED) > before + 50
+
+
+def test_a_streamed_completion_is_the_whole_one_in_pieces(client: Any, bare: list[str]) -> None:
+    stream = client.completions.create(model=TARGET, prompt=PROMPTS[0], max_tokens=TOKENS, temperature=0, stream=True)
+    pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
+
+    assert len(pieces) > 1
+    assert "".join(pieces) == bare[0]
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(client: Any) -> None:
+    question = {
+        "model": TARGET,
+        "messages": [{"role": "user", "content": "Name three colours."}],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**question)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**question, stream=True)]
+
+    assert len(pieces) > 2
+    assert whole.choices[0].message.content
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_two_answers_to_one_question(client: Any) -> None:
+    answer = client.completions.create(model=TARGET, prompt=PROMPTS[0], max_tokens=16, temperature=1.0, seed=5, n=2)
+
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].text != answer.choices[1].text
+    assert answer.usage.completion_tokens == 32
+
+
+def test_a_stop_string_ends_the_text_before_it(client: Any, bare: list[str]) -> None:
+    stop = bare[0][20:24]
+    answer = client.completions.create(model=TARGET, prompt=PROMPTS[0], max_tokens=TOKENS, temperature=0, stop=[stop])
+
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == bare[0].partition(stop)[0]
+
+
+def test_logprobs_are_given_for_every_token(client: Any, bare: list[str]) -> None:
+    """Greedy: the token that was chosen is the likeliest one, also where it was drafted."""
+    answer = client.completions.create(model=TARGET, prompt=PROMPTS[0], max_tokens=TOKENS, temperature=0, logprobs=2)
+    given = answer.choices[0].logprobs
+
+    assert "".join(given.tokens) == bare[0]
+    assert len(given.token_logprobs) == len(given.tokens) == TOKENS
+    for token, value, top in zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True):
+        assert value == max(top.values()) and token in top
+
+
+def test_an_answer_by_a_json_schema_fits_it(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "animal": {"type": "string", "enum": ["cat", "dog", "fox"]},
+            "legs": {"type": "integer", "enum": [2, 4]},
+        },
+        "required": ["animal", "legs"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=TARGET,
+        messages=[{"role": "user", "content": "Describe an animal as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "animal", "schema": schema, "strict": True}},
+        max_tokens=60,
+        temperature=0,
+    )
+    animal = json.loads(answer.choices[0].message.content)
+
+    assert set(animal) == {"animal", "legs"}
+    assert animal["animal"] in ("cat", "dog", "fox") and animal["legs"] in (2, 4)
+
+
+def test_a_stream_that_is_closed_leaves_the_server_idle_and_well(served: Served, client: Any, bare: list[str]) -> None:
+    stream = client.completions.create(
+        model=TARGET, prompt=PROMPTS[0], max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    wait_for(lambda: served.metric("vllm:num_requests_running") == 0, 10)
+
+    assert complete(client, PROMPTS[1]) == bare[1]
+    wait_for(lambda: served.metric("vllm:num_requests_running") == 0, 10)
+
+
+def test_a_killed_draft_loses_no_request_changes_no_output_and_comes_back(
+    served: Served, client: Any, bare: list[str]
+) -> None:
+    killed = served.draft_pid()
+    before = served.metric(ACCEPTED)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(complete_all, client)
+        wait_for(lambda: served.metric(ACCEPTED) > before, 60)
+        os.kill(killed, signal.SIGKILL)
+        was_running = served.metric("vllm:num_requests_running")
+        texts = load.result(120)
+
+    assert was_running > 0
+    assert texts == bare
+    wait_for(lambda: "the draft service is back" in served.out.read_text(), 60)
+    assert "was ended by SIGKILL; starting it again in 1 s" in served.out.read_text()
+    assert served.draft_pid() != killed
+    before = served.metric(ACCEPTED)
+    assert complete(client, PROMPTS[2]) == bare[2]
+    assert served.metric(ACCEPTED) > before
+
+
+def test_sigterm_stops_everything_with_code_0(served: Served) -> None:
+    """The last test of this file: it ends what the others use."""
+    children = served.descendants()
+    begin_s = time.monotonic()
+
+    assert len(children) >= 3
+    assert served.stop() == 0
+    assert time.monotonic() - begin_s < 30
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
+
+
+@pytest.mark.usefixtures("installed")
+def test_ctrl_c_while_vllm_loads_stops_everything_and_a_second_one_kills(tmp_path: Path) -> None:
+    """vLLM is held, so that it cannot follow the first one."""
+    with started(tmp_path, TARGET, "--draft", DRAFT) as served:
+        wait_for(lambda: any("vllm.launch" in command for command in served.descendants().values()), 60)
+        children = served.descendants()
+        (vllm,) = (pid for pid, command in children.items() if "vllm.launch" in command)
+        os.kill(vllm, signal.SIGSTOP)
+        served.process.send_signal(signal.SIGINT)
+        wait_for(lambda: "once more to kill" in served.out.read_text(), 10)
+        assert served.process.poll() is None
+        served.process.send_signal(signal.SIGINT)
+
+        assert served.process.wait(20) == 130
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
+
+
+@pytest.mark.usefixtures("installed")
+def test_if_vllm_ends_the_draft_ends_and_the_code_is_vllms(tmp_path: Path) -> None:
+    with started(tmp_path, TARGET, "--draft", DRAFT, "--no-such-flag") as served:
+        wait_for(lambda: bool(served.descendants()), 60)
+        children = served.descendants()
+
+        assert served.process.wait(120) == 2
+        assert "vLLM ended with code 2" in served.out.read_text()
+        assert "--no-such-flag" in served.err.read_text()
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_draft_that_does_not_start_is_an_error_before_vllm_is_started(tmp_path: Path) -> None:
+    with started(tmp_path, TARGET, "--draft", "/nowhere/draft.gguf") as served:
+        assert served.process.wait(60) == 2
+        assert "the draft service for /nowhere/draft.gguf ended with code 2" in served.err.read_text()
+        assert "vllm" not in served.err.read_text()

@@ -1,0 +1,194 @@
+"""How `vllm serve` is started, without vLLM: flags, merged settings, cores, refusals."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specbranch.cli import app
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.cores import Cores, split, without_siblings
+from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.serving import Endpoint, ServeOptions
+
+
+@pytest.fixture(autouse=True)
+def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+
+
+def options(*words: str, cores: tuple[int, ...] | None = (0,), **section: Any) -> ServeOptions:
+    return ServeOptions("/models/big", "big", {"address": "ipc:///d", **section}, 6, Flags(words), cores)
+
+
+def argument(words: list[str], name: str) -> Any:
+    return json.loads(words[words.index(name) + 1])
+
+
+def test_vllm_gets_the_proposer_its_settings_and_every_other_flag_unchanged() -> None:
+    given = ["--max_model_len=512", "-O3", "--enforce-eager", "--served-model-name", "a", "b"]
+    words = options(*given).arguments()
+
+    assert words[:2] == ["serve", "/models/big"]
+    assert words[-len(given) :] == given
+    assert argument(words, "--speculative-config") == {
+        "method": "custom_class",
+        "model": "specbranch.plugins.vllm.SpecBranchProposer",
+        "num_speculative_tokens": 6,
+    }
+    assert argument(words, "--additional-config") == {"specbranch": {"address": "ipc:///d"}}
+
+
+def test_clients_call_the_target_by_the_name_that_was_given() -> None:
+    words = options().arguments()
+    as_it_is = ServeOptions("big", "big", {}).arguments()
+
+    assert words[words.index("--served-model-name") + 1] == "big"
+    assert "--served-model-name" not in as_it_is
+
+
+def test_additional_config_is_merged_whole_and_dotted() -> None:
+    flags = ['--additional_config={"x": {"y": 1}}', "--port", "1", "--additional-config.specbranch.namespace", "team"]
+    words = options(*flags, "--additional-config.x.z", "2").arguments()
+
+    assert argument(words, "--additional-config") == {
+        "x": {"y": 1, "z": 2},
+        "specbranch": {"namespace": "team", "address": "ipc:///d"},
+    }
+    assert words[-2:] == ["--port", "1"]
+    assert words.count("--additional-config") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--speculative-config", "{}"], "use --draft, --gamma"),
+        (["--speculative_config.method=ngram"], "use --draft, --gamma"),
+        (["-sc", "{}"], "use --draft, --gamma"),
+        (["--spec-tokens", "3"], "use --draft, --gamma"),
+        (["--additional-config", '{"specbranch": {"address": "x"}}'], "sets specbranch.address"),
+        (["--additional-config", '{"specbranch": 3}'], "give a table"),
+        (["--additional-config", "[1]"], "give a JSON object"),
+        (["--additional-config"], "has no value"),
+        (["-tp", "many"], "--tensor-parallel-size is 'many'"),
+    ],
+)
+def test_flags_that_clash_with_ours_are_refused_with_their_mend(words: list[str], message: str) -> None:
+    with pytest.raises(FlagError, match=message):
+        options(*words).arguments()
+
+
+def test_one_worker_on_the_cpu_runs_inside_the_engine_process() -> None:
+    one = options(cores=(0, 1, 2))
+
+    assert one.arguments()[6:8] == ["--distributed-executor-backend", "uni"]
+    assert one.environment() == {"OMP_NUM_THREADS": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def test_the_executor_that_somebody_chose_stands_and_is_bound_to_the_cores() -> None:
+    chosen = options("--distributed-executor-backend=mp", cores=(0, 1, 2))
+
+    assert chosen.arguments().count("--distributed-executor-backend") == 0
+    assert chosen.environment() == {"VLLM_CPU_OMP_THREADS_BIND": "0,1,2"}
+
+
+def test_several_workers_share_the_cores_equally() -> None:
+    assert options("-tp", "2", cores=(0, 1, 2, 5)).environment() == {"VLLM_CPU_OMP_THREADS_BIND": "0,1|2,5"}
+    assert options("-tp=2", "--pipeline-parallel-size", "2", cores=(4, 5, 6, 7)).num_workers == 4
+    with pytest.raises(FlagError, match="2 workers need as many cores"):
+        options("--tensor_parallel_size", "2").environment()
+
+
+def test_a_binding_of_ones_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+
+    assert options().environment() == {}
+    assert "uni" not in options().arguments()
+
+
+def test_on_a_gpu_nothing_is_pinned() -> None:
+    assert options(cores=None).environment() == {}
+    assert "uni" not in options(cores=None).arguments()
+
+
+@pytest.mark.parametrize(
+    ("num", "target", "draft"),
+    [(1, (0,), (0,)), (2, (0,), (1,)), (4, (0, 1, 2), (3,)), (8, (0, 1, 2, 3, 4, 5), (6, 7))],
+)
+def test_the_draft_gets_a_quarter_of_the_cores_and_at_least_one(
+    num: int, target: tuple[int, ...], draft: tuple[int, ...]
+) -> None:
+    assert split(range(num), target_on_cpu=True, draft_on_cpu=True) == Cores(target, draft)
+
+
+def test_cores_that_were_asked_for_stand_and_the_other_side_gets_the_rest() -> None:
+    both = partial(split, target_on_cpu=True, draft_on_cpu=True)
+
+    assert both(range(4), target=[0]) == Cores((0,), (1, 2, 3))
+    assert both(range(4), draft=[1]) == Cores((0, 2, 3), (1,))
+    assert both(range(2), target=[0, 1]) == Cores((0, 1), (0, 1))
+    assert both(range(2), target=[0, 1], draft=[1]) == Cores((0, 1), (1,))
+
+
+def test_beside_a_gpu_only_the_side_on_the_cpu_has_cores() -> None:
+    assert split(range(8), target_on_cpu=False, draft_on_cpu=True) == Cores(None, tuple(range(6)))
+    assert split(range(1), target_on_cpu=False, draft_on_cpu=True) == Cores(None, (0,))
+    assert split(range(2), target_on_cpu=True, draft_on_cpu=False) == Cores((0, 1), None)
+    assert split(range(2), target_on_cpu=False, draft_on_cpu=False) == Cores(None, None)
+
+
+def test_of_two_hyperthreads_one_is_used() -> None:
+    assert without_siblings({0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}) == [0, 1]
+    assert without_siblings({0: "0-1", 1: "0-1"}) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        ([], "http://127.0.0.1:8000"),
+        (["--host", "0.0.0.0", "--port=9"], "http://127.0.0.1:9"),
+        (["--host", "::", "--ssl-certfile", "x"], "https://[::1]:8000"),
+        (["--uds", "/run/v.sock"], "unix:/run/v.sock"),
+    ],
+)
+def test_the_url_follows_vllms_flags(words: list[str], url: str) -> None:
+    assert str(Endpoint.of(Flags(words))) == url
+
+
+def test_nobody_at_the_endpoint_is_not_healthy() -> None:
+    assert not Endpoint("127.0.0.1", 9).is_healthy()
+    assert not Endpoint("", 0, path="/nowhere/v.sock").is_healthy()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "1", "big", "--draft", "d"], "name TARGET first"),
+        (["big", "--draft", "d", "--planner", "perl"], "did you mean 'pearl'"),
+        (["big", "--draft", "d", "--set", "gama=2"], "did you mean 'gamma'"),
+        (["big", "--draft", "d", "--set", "gamma"], "give KEY=VALUE"),
+        (["big", "--draft", "d", "--draft-cores", "9999"], "--draft-cores is 9999; this process may use"),
+        (["big", "--draft", "d", "-sc", "{}"], "-sc is set by `specbranch serve`"),
+        (["big", "--draft", "d", "--additional-config.specbranch.adress", "x"], "did you mean 'address'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "is_installed", lambda: True)
+    result = CliRunner().invoke(app, ["serve", *words])
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "is_installed", lambda: False)
+    result = CliRunner().invoke(app, ["serve", "big", "--draft", "d"])
+
+    assert result.exit_code == 2
+    assert "pip install 'specbranch[vllm]'" in result.stderr
