@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from specbranch import __version__
+from specbranch.cli.check import check
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.profile import profile
 from specbranch.cli.simulate import simulate
@@ -29,5 +30,5 @@ def main(
     """Branch-parallel speculative decoding: a draft on its own device prepares for the target's verdicts."""
 
 
-for command in (draft, keys, profile, simulate):
+for command in (check, draft, keys, profile, simulate):
     app.command()(command)

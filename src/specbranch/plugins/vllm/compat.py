@@ -60,3 +60,37 @@ def proposer_of(llm: Any) -> Any:
     """The proposer of an engine that runs in this process."""
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def draft_tokens(llm: Any) -> tuple[int, int]:
+    """Draft tokens that vLLM verified since its start, and those of them that it accepted, by its own counters."""
+    totals = {"vllm:spec_decode_num_draft_tokens": 0, "vllm:spec_decode_num_accepted_tokens": 0}
+    for metric in llm.get_metrics():
+        if metric.name in totals:
+            totals[metric.name] += int(metric.value)
+    submitted, accepted = totals.values()
+    return submitted, accepted
+
+
+def reported_logprobs(completion: Any) -> list[dict[int, float]]:
+    """The log-probabilities that vLLM reports for each token of a completion; empty if none were asked for."""
+    return [{token: float(one.logprob) for token, one in place.items()} for place in completion.logprobs or []]
+
+
+def json_shape(schema: dict[str, Any]) -> Any:
+    """The sampling parameter that holds an output to JSON of this schema, without free white space."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+
+
+def describe(llm: Any) -> dict[str, str]:
+    """What this engine is: vLLM's version, the element type and the device that it settled on."""
+    import vllm
+
+    config = llm.llm_engine.vllm_config
+    return {
+        "vllm": str(vllm.__version__),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "device": str(config.device_config.device_type),
+    }
