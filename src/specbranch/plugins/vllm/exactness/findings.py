@@ -103,7 +103,7 @@ def logprob_agreement(bare: Done, other: Done) -> Finding:
 
 def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Finding:
     """How often the serving type rounds to another text: the proposer's share beside bare vLLM's own. Never fails."""
-    own, ours = divergences(alone.answers, together.answers), divergences(together.answers, other.answers)
+    own, ours = (divergences(together.answers, done.answers) for done in (alone, other))
     n = len(together.answers)
     says = f"proposer {len(ours)}/{n}{_largest_gap(ours)}; vLLM's own noise {len(own)}/{n}{_largest_gap(own)}"
     figures = {

@@ -100,7 +100,10 @@ Listener = Callable[[str, int, int], None]  # stage, requests done, requests in 
 
 
 def check(options: CheckOptions, listen: Listener) -> Report:
-    """Start the draft service, then four engines one after the other, and judge what they decoded."""
+    """Start the draft service, then four engines one after the other, and judge what they decoded.
+
+    Exact equality is asked in float32, where shapes of batches hardly round; laws are compared as they are served.
+    """
     with DraftProcess(options.draft) as draft:
         section = {"address": draft.address, "deadline_ms": options.deadline_ms, "planner": options.planners[0]}
         run = _Stages(options, listen, section)
@@ -151,7 +154,7 @@ def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": size.num_tokens}
     if num_logprobs is not None:
         sampling["logprobs"] = num_logprobs
-    # More prompts than are built in: the same ones from further into their own list.
+    # Beyond the built-in texts they come again, each with one more space behind it.
     texts = [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(size.num_prompts)]
     return [Ask(text, sampling) for text in texts]
 
