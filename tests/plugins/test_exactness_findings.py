@@ -11,6 +11,7 @@ from specbranch.plugins.vllm.exactness.findings import (
     always,
     divergence_rates,
     divergences,
+    ended,
     greedy_equality,
     has_all_logprobs,
     is_json,
@@ -117,6 +118,7 @@ def test_a_property_of_every_output() -> None:
 
     assert always("JSON", "all", done(good), holds).result == HOLDS
     assert always("JSON", "all", done(good, bad), holds).details == ["'{\"a\": 1' (length)"]
+    assert always("JSON", "all", ended(done(bad)), holds).result == FAILED  # none left to look at
     assert not holds(answer(1, text='{"a": 1}'))
     assert not has_all_logprobs(answer(1, 2, logprobs=[{1: -0.5}]))
 

@@ -78,10 +78,10 @@ def reported_logprobs(completion: Any) -> list[dict[int, float]]:
 
 
 def json_shape(schema: dict[str, Any]) -> Any:
-    """The sampling parameter that holds an output to JSON of this schema, without free white space."""
+    """The sampling parameter that holds an output to JSON of this schema."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    return StructuredOutputsParams(json=schema)
 
 
 def describe(llm: Any) -> dict[str, str]:

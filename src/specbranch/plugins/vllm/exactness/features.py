@@ -43,7 +43,7 @@ FEATURES = (
     Feature("top-k 5", WEATHER, {"top_k": 5}),
     Feature("penalties", WEATHER, {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.05}),
     Feature("seed per request", COIN, is_seeded=True),
-    Feature("JSON schema", TOSSES, num_tokens=40, schema=TOSS_SCHEMA),
+    Feature("JSON schema", TOSSES, num_tokens=48, schema=TOSS_SCHEMA),
     Feature("stop string", COIN, {"stop": [STOP]}),
     Feature("logprobs", COIN, {"logprobs": 2}),
 )

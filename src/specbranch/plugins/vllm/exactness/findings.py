@@ -138,7 +138,10 @@ def same_law(features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.r
 def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], bool]) -> Finding:
     """A property that every output with the proposer must have."""
     wrong = [answer for answer in other.answers if not is_right(answer)]
-    result, says = _checked(other, FAILED if wrong else HOLDS, f"{len(wrong)} of {len(other.answers)} outputs break it")
+    is_bad = bool(wrong) or not other.answers
+    result, says = _checked(
+        other, FAILED if is_bad else HOLDS, f"{len(wrong)} of {len(other.answers)} outputs break it"
+    )
     details = [f"{answer.text!r} ({answer.finish_reason})" for answer in wrong[:5]]
     return Finding(name, compared, len(other.answers), result, says, None, {"wrong": len(wrong)}, details)
 
@@ -153,6 +156,13 @@ def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
     says = f"same tokens again: bare {own}/{n}, with the proposer {ours}/{n}"
     figures = {"bare": own, "proposer": ours}
     return Finding("seed repeats", "the same request twice", n, NOTE, says, None, figures)
+
+
+def ended(done: Done) -> Done:
+    """The run without the outputs that its longest length cut off."""
+    return Done(
+        done.name, [one for one in done.answers if one.finish_reason != "length"], done.submitted, done.accepted
+    )
 
 
 def is_json(keys: Sequence[str]) -> Callable[[Answer], bool]:
