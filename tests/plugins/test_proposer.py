@@ -34,6 +34,7 @@ class FixedClient:
 
 def proposer_with(monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, **section: Any) -> SpecBranchProposer:
     monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
+    monkeypatch.setattr(compat, "mend_cpu_sampler", lambda: None)
     monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
     monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", lambda options: FixedClient([5, 6, 7]))
     config = SimpleNamespace(

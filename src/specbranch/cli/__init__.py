@@ -8,6 +8,7 @@ import typer
 
 from specbranch import __version__
 from specbranch.cli.bench import bench
+from specbranch.cli.check import check
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.generate import generate
 from specbranch.cli.profile import profile
@@ -33,7 +34,7 @@ def main(
     """Branch-parallel speculative decoding: a draft on its own device prepares for the target's verdicts."""
 
 
-for command in (draft, generate, keys, profile, simulate, timeline):
+for command in (check, draft, generate, keys, profile, simulate, timeline):
     app.command()(command)
 app.command(context_settings=FLAGS_GO_THROUGH)(serve)
 app.add_typer(bench, name="bench")

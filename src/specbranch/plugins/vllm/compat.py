@@ -30,6 +30,38 @@ def warn_if_untested() -> None:
         )
 
 
+def mend_cpu_sampler() -> None:
+    """Mend vLLM's verification of sampled requests on the CPU, if this vLLM needs it (vllm-project/vllm#55005).
+
+    Its CPU form of `expand_batch_to_tokens` writes to a copy. The caller gets memory that nobody has written as
+    temperature, top-k and top-p of every draft token: above temperature 0 any speculation has a wrong output law.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.sample import rejection_sampler
+
+    if not _expands_rightly(rejection_sampler.expand_batch_to_tokens):
+        log.warning("this vLLM verifies sampled tokens wrongly on the CPU (vllm-project/vllm#55005); mended in place")
+        rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+def _expands_rightly(expand: Any) -> bool:
+    import torch
+
+    values, ends = torch.tensor([0.625, 0.0, 0.375]), torch.tensor([1, 3, 4], dtype=torch.int32)
+    return bool(expand(values, ends, 4, replace_from=0, replace_to=1).tolist() == [0.625, 1.0, 1.0, 0.375])
+
+
+def _expand_batch_to_tokens(
+    x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Any:
+    """Each row's value once for each of its tokens; the arguments are vLLM's."""
+    lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)
+
+
 def is_output_rank() -> bool:
     """Whether vLLM takes the drafts of this worker: the first tensor-parallel rank of the last pipeline stage."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -178,3 +210,37 @@ def _version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""
+
+
+def draft_tokens(llm: Any) -> tuple[int, int]:
+    """Draft tokens that vLLM verified since its start, and those of them that it accepted, by its own counters."""
+    totals = {"vllm:spec_decode_num_draft_tokens": 0, "vllm:spec_decode_num_accepted_tokens": 0}
+    for metric in llm.get_metrics():
+        if metric.name in totals:
+            totals[metric.name] += int(metric.value)
+    submitted, accepted = totals.values()
+    return submitted, accepted
+
+
+def reported_logprobs(completion: Any) -> list[dict[int, float]]:
+    """The log-probabilities that vLLM reports for each token of a completion; empty if none were asked for."""
+    return [{token: float(one.logprob) for token, one in place.items()} for place in completion.logprobs or []]
+
+
+def json_shape(schema: dict[str, Any]) -> Any:
+    """The sampling parameter that holds an output to JSON of this schema."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(json=schema)
+
+
+def describe(llm: Any) -> dict[str, str]:
+    """What this engine is: vLLM's version, the element type and the device that it settled on."""
+    import vllm
+
+    config = llm.llm_engine.vllm_config
+    return {
+        "vllm": str(vllm.__version__),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "device": str(config.device_config.device_type),
+    }

@@ -29,6 +29,7 @@ class SpecBranchProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         compat.warn_if_untested()
+        compat.mend_cpu_sampler()
         self._most = compat.num_speculative_tokens(vllm_config)
         self._max_model_len = compat.max_model_len(vllm_config)
         self._is_output_rank = compat.is_output_rank()

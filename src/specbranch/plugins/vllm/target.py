@@ -47,6 +47,7 @@ class Piece:
     text: str
     finish_reason: str | None
     at_s: float
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each token, if the request asked for them
 
 
 class Target:
@@ -104,7 +105,8 @@ class Target:
                 for output in outputs:
                     (part,) = output.outputs
                     index = indices[output.request_id]
-                    yield Piece(index, list(part.token_ids), part.text, part.finish_reason, at_s)
+                    logprobs = compat.reported_logprobs(part)
+                    yield Piece(index, list(part.token_ids), part.text, part.finish_reason, at_s, logprobs)
                     if output.finished:
                         del indices[output.request_id]
         finally:
@@ -113,3 +115,7 @@ class Target:
     def proposer_counts(self) -> dict[str, float]:
         """What the proposer did since it was last told what to `use`; nothing for bare vLLM."""
         return dict(compat.proposer_of(self.llm).counts()) if self._has_proposer else {}
+
+    def draft_tokens(self) -> tuple[int, int]:
+        """Draft tokens that vLLM verified since its start, and those of them that it accepted."""
+        return compat.draft_tokens(self.llm)

@@ -1,0 +1,246 @@
+"""Findings: what the runs of two engines, bare and with the proposer, say. Pure; each function makes one finding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done
+from specbranch.plugins.vllm.exactness.statistics import (
+    Test,
+    compare_counts,
+    compare_means,
+    count_pairs,
+    holm,
+    noticed_shift,
+)
+
+HOLDS, FAILED, NOTE = "holds", "FAILED", "note"
+TIE = 1e-5  # log-probabilities in float32 that are this close count as equal
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `figures` are for machines; `details` are further lines for people."""
+
+    name: str
+    compared: str
+    n: int
+    result: str
+    says: str
+    p_value: float | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    details: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place where two outputs of a prompt differ; `gap` is by how much the bare engine preferred its own."""
+
+    index: int
+    place: int
+    token: int | None
+    other_token: int | None
+    gap: float | None
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the bare engine held both tokens to be equally likely."""
+        return self.gap is not None and self.gap <= TIE
+
+
+def divergences(bare: Sequence[Answer], other: Sequence[Answer]) -> list[Divergence]:
+    """Where outputs first differ, for all prompts where they do."""
+    found = []
+    for index, (one, two) in enumerate(zip(bare, other, strict=True)):
+        if one.tokens == two.tokens:
+            continue
+        pairs = zip(one.tokens, two.tokens, strict=False)
+        shortest = min(len(one.tokens), len(two.tokens))
+        place = next((at for at, (left, right) in enumerate(pairs) if left != right), shortest)
+        token, other_token = (answer.tokens[place] if place < len(answer.tokens) else None for answer in (one, two))
+        found.append(Divergence(index, place, token, other_token, _gap(one, place, token, other_token)))
+    return found
+
+
+def greedy_equality(name: str, asks: Sequence[Ask], bare: Done, other: Done) -> Finding:
+    """Equal token by token, or the finding fails; the only excuse is that both tokens were equally likely."""
+    found = divergences(bare.answers, other.answers)
+    real = [one for one in found if not one.is_tie]
+    equal = len(asks) - len(found)
+    says = f"{equal} of {len(asks)} equal, {other.accepted} of {other.submitted} draft tokens accepted"
+    if len(found) > len(real):
+        says += f", {len(found) - len(real)} differ at a tie"
+    result, says = _checked(other, FAILED if real else HOLDS, says)
+    figures = {"equal": equal, "ties": len(found) - len(real), **_drafts(other)}
+    details = [_shown(one, asks[one.index].prompt) for one in found]
+    return Finding(name, "with the proposer : bare, greedy", len(asks), result, says, None, figures, details)
+
+
+def logprob_agreement(bare: Done, other: Done) -> Finding:
+    """The chosen token's log-probability is reported for each token and is the bare engine's."""
+    missing, largest, places = 0, 0.0, 0
+    for one, two in zip(bare.answers, other.answers, strict=True):
+        missing += _num_missing(one) + _num_missing(two)
+        # After a difference the texts are not the same any more.
+        for token, other_token, left, right in zip(one.tokens, two.tokens, one.logprobs, two.logprobs, strict=False):
+            if token != other_token:
+                break
+            if token in left and token in right:
+                places += 1
+                largest = max(largest, abs(left[token] - right[token]))
+    is_right = not missing and largest <= LOGPROB_TOLERANCE
+    says = f"largest difference {largest:.1e} (allowed {LOGPROB_TOLERANCE:g}), {missing} missing"
+    result, says = _checked(other, HOLDS if is_right and places else FAILED, says)
+    figures = {"largest_difference": largest, "missing": missing, **_drafts(other)}
+    return Finding("logprobs agree", "chosen tokens, greedy", places, result, says, None, figures)
+
+
+def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Finding:
+    """How often the serving type rounds to another text: the proposer's share beside bare vLLM's own. Never fails."""
+    own, ours = (divergences(together.answers, done.answers) for done in (alone, other))
+    n = len(together.answers)
+    says = f"proposer {len(ours)}/{n}{_largest_gap(ours)}; vLLM's own noise {len(own)}/{n}{_largest_gap(own)}"
+    figures = {
+        "dtype": dtype,
+        "proposer": len(ours),
+        "own": len(own),
+        "proposer_gaps": [one.gap for one in ours],
+        "own_gaps": [one.gap for one in own],
+        **_drafts(other),
+    }
+    compared = "proposer : bare, beside bare alone : in a batch"
+    return Finding(f"divergence in {dtype}", compared, n, NOTE, says, None, figures)
+
+
+def same_law(features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.random.Generator) -> list[Finding]:
+    """One finding for each feature's two samples; a false alarm anywhere among them has probability at most `alpha`."""
+    num_tests = len(features) + sum(_has_surprise(bare, other) for _, bare, other in features)
+    level = alpha / num_tests
+    tested: list[tuple[str, str, Done, Test, float | None]] = []
+    for name, bare, other in features:
+        ones, others = count_pairs(_values(name, bare), _values(name, other))
+        test = compare_counts(ones, others, level, rng)
+        shift = noticed_shift(ones, others, test.critical, rng)
+        tested.append((name, f"joint law, {len(ones)} cells", other, test, shift))
+        if _has_surprise(bare, other):
+            surprise = compare_means(_surprises(bare), _surprises(other), level, rng)
+            tested.append((f"{name}: surprise", "mean log-probability of a sample", other, surprise, None))
+    adjusted = holm([test.p_value for _, _, _, test, _ in tested])
+    return [_law_finding(*one, p_value, alpha) for one, p_value in zip(tested, adjusted, strict=True)]
+
+
+def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], bool]) -> Finding:
+    """A property that every output with the proposer must have."""
+    wrong = [answer for answer in other.answers if not is_right(answer)]
+    is_bad = bool(wrong) or not other.answers
+    result, says = _checked(
+        other, FAILED if is_bad else HOLDS, f"{len(wrong)} of {len(other.answers)} outputs break it"
+    )
+    details = [f"{answer.text!r} ({answer.finish_reason})" for answer in wrong[:5]]
+    return Finding(name, compared, len(other.answers), result, says, None, {"wrong": len(wrong)}, details)
+
+
+def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
+    """Whether a request with a seed gives the same tokens when it is sent again, bare and with the proposer."""
+    own, ours = (
+        sum(one.tokens == two.tokens for one, two in zip(first.answers, second.answers, strict=True))
+        for first, second in (bare, other)
+    )
+    n = len(bare[0].answers)
+    says = f"same tokens again: bare {own}/{n}, with the proposer {ours}/{n}"
+    figures = {"bare": own, "proposer": ours}
+    return Finding("seed repeats", "the same request twice", n, NOTE, says, None, figures)
+
+
+def ended(done: Done) -> Done:
+    """The run without the outputs that its longest length cut off."""
+    return Done(
+        done.name, [one for one in done.answers if one.finish_reason != "length"], done.submitted, done.accepted
+    )
+
+
+def is_json(keys: Sequence[str]) -> Callable[[Answer], bool]:
+    """Whether an output is a JSON object with these keys."""
+
+    def holds(answer: Answer) -> bool:
+        try:
+            value = json.loads(answer.text)
+        except ValueError:
+            return False
+        return isinstance(value, dict) and sorted(value) == sorted(keys)
+
+    return holds
+
+
+def has_all_logprobs(answer: Answer) -> bool:
+    """Whether the chosen token's log-probability was reported for each token."""
+    return _num_missing(answer) == 0
+
+
+def _law_finding(
+    name: str, compared: str, other: Done, test: Test, shift: float | None, p_value: float, alpha: float
+) -> Finding:
+    says = f"{other.accepted} of {other.submitted} draft tokens accepted"
+    if shift is not None:
+        says += f"; would notice a shift of {shift:.2f}" if shift < 1 else "; too few samples to notice any shift"
+    result, says = _checked(other, FAILED if p_value <= alpha else HOLDS, says)
+    figures = {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": shift, **_drafts(other)}
+    return Finding(f"law: {name}", compared, len(other.answers), result, says, p_value, figures)
+
+
+def _values(name: str, done: Done) -> list[Hashable]:
+    # A stop string may cut a token in two, so there the text is the output.
+    if name == "stop string":
+        return [(answer.text, answer.finish_reason) for answer in done.answers]
+    return [tuple(answer.tokens) for answer in done.answers]
+
+
+def _has_surprise(bare: Done, other: Done) -> bool:
+    return all(answer.logprobs for done in (bare, other) for answer in done.answers)
+
+
+def _surprises(done: Done) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array(
+        [
+            sum(place.get(token, 0.0) for token, place in zip(answer.tokens, answer.logprobs, strict=False))
+            for answer in done.answers
+        ]
+    )
+
+
+def _checked(other: Done, result: str, says: str) -> tuple[str, str]:
+    """A check during which no draft token was accepted has checked nothing, and fails."""
+    return (result, says) if other.accepted else (FAILED, f"nothing was checked: no draft token accepted ({says})")
+
+
+def _drafts(other: Done) -> dict[str, int]:
+    return {"submitted": other.submitted, "accepted": other.accepted}
+
+
+def _num_missing(answer: Answer) -> int:
+    reported = sum(token in place for token, place in zip(answer.tokens, answer.logprobs, strict=False))
+    return len(answer.tokens) - reported
+
+
+def _gap(answer: Answer, place: int, token: int | None, other: int | None) -> float | None:
+    """By how much the token was preferred; a lower bound when the other one is not among those reported."""
+    if token is None or other is None or place >= len(answer.logprobs):
+        return None
+    reported = answer.logprobs[place]
+    return reported[token] - reported.get(other, min(reported.values())) if token in reported else None
+
+
+def _largest_gap(found: Sequence[Divergence]) -> str:
+    gaps = [one.gap for one in found if one.gap is not None]
+    return f" (largest gap {max(gaps):.2g})" if gaps else ""
+
+
+def _shown(one: Divergence, prompt: str) -> str:
+    gap = "unknown" if one.gap is None else f"{one.gap:.2g}"
+    return f"{prompt!r} at token {one.place}: bare {one.token}, with the proposer {one.other_token}, gap {gap}"

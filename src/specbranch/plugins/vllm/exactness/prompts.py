@@ -1,0 +1,70 @@
+"""The built-in texts: short beginnings for greedy decoding, and texts whose next words are a toss-up for sampling."""
+
+from __future__ import annotations
+
+GREEDY = (
+    "def is_palindrome(text):\n",
+    "The three largest planets of the solar system are",
+    "Q: How do I boil an egg?\nA:",
+    "Shopping list:\n- bread\n- milk\n-",
+    "class Stack:\n    def __init__(self):\n",
+    "Water freezes at zero degrees, and it boils at",
+    "User: I slept badly and have an exam today. What should I do?\nAssistant:",
+    "Colours of the rainbow, in order: red,",
+    "SELECT name, price FROM products WHERE",
+    "The capital of France is Paris. The capital of Italy is",
+    "Dear neighbour,\nthank you for",
+    "Steps to plant a tree:\n1. Dig a hole.\n2.",
+    "for (int i = 0; i < n; i++) {\n",
+    "The heart pumps blood through the body, while the lungs",
+    "User: Tell me a joke about cats.\nAssistant:",
+    "Months with thirty days: April,",
+    "import json\n\nwith open('data.json') as file:\n",
+    "Once upon a time, at the edge of a dark forest,",
+    "Q: Why is the sky blue?\nA: Because",
+    "2, 4, 8, 16, 32,",
+    "<html>\n<head>\n<title>",
+    "A triangle has three sides, a square has four, and a hexagon has",
+    "User: Which is heavier, a kilogram of iron or a kilogram of feathers?\nAssistant:",
+    "Ingredients for pancakes:\n* flour\n*",
+    "fn main() {\n    let mut total = 0;\n",
+    "In winter the days are short, because the Earth",
+    "To whom it may concern: I am writing to",
+    "Monday, Tuesday, Wednesday,",
+    "# Counts the words of a file\ndef count_words(path):\n",
+    "The opposite of hot is cold, the opposite of early is",
+    "User: Please translate 'good morning' into Spanish.\nAssistant:",
+    "Reasons to learn a second language:\n1.",
+)
+
+COIN = (
+    "A fair coin was tossed many times. The results: heads, tails, tails, heads, tails, heads, heads, heads, tails,"
+    " heads, tails, tails, heads, heads, tails, tails, tails, heads, tails, heads, heads, tails,"
+)
+
+WEATHER = (
+    "The weather of each day, in one word: sun, rain, sun, cloud, cloud, rain, sun, sun, snow, cloud, rain, rain, sun,"
+    " cloud, snow, sun, rain, cloud, sun, rain, snow, snow, cloud, sun, rain,"
+)
+
+TOSSES = "One JSON object for each toss of a coin:\n" + "".join(
+    f'{{"coin": "{coin}", "won": {won}}}\n'
+    for coin, won in (
+        ("heads", "true"),
+        ("tails", "true"),
+        ("heads", "false"),
+        ("tails", "false"),
+        ("tails", "true"),
+        ("heads", "true"),
+        ("tails", "false"),
+        ("heads", "false"),
+    )
+)
+
+TOSS_KEYS = ("coin", "won")
+TOSS_SCHEMA = {
+    "type": "object",
+    "properties": {"coin": {"enum": ["heads", "tails"]}, "won": {"type": "boolean"}},
+    "required": list(TOSS_KEYS),
+    "additionalProperties": False,
+}

@@ -1,0 +1,185 @@
+"""Exact two-sample tests, their correction for many tests, and what they would notice. Pure: NumPy and a given `rng`.
+
+All tests are permutation tests. If both samples come from one law, every way of handing the pooled values back to the
+two samples is equally likely, whatever the law; so P(p-value <= level) <= level holds exactly, for every size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+_MAX_TABLES = 20_000  # up to here all tables are enumerated; beyond, they are drawn
+_ROUNDING = 1e-9  # equal statistics may differ by this much in floating point
+_CHUNK = 4_000_000  # numbers held at a time
+_RARE = 5  # values that both samples together hold less often than this count as one
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """A p-value, and the least statistic that would have been significant at the level that was asked for."""
+
+    p_value: float
+    statistic: float
+    critical: float
+
+
+def count_pairs(one: Sequence[Hashable], other: Sequence[Hashable], rare: int = _RARE) -> tuple[Ints, Ints]:
+    """How often each value occurs in either sample; values that are rare in both together are merged into one.
+
+    What is merged depends on the pooled values only, which a permutation leaves alone: the test stays exact.
+    """
+    ones, others = Counter(one), Counter(other)
+    pooled = ones + others
+    kept = [value for value, count in pooled.most_common() if count >= rare]
+    first, second = ([counts[value] for value in kept] for counts in (ones, others))
+    first.append(len(one) - sum(first))
+    second.append(len(other) - sum(second))
+    if first[-1] + second[-1] == 0:
+        first.pop()
+        second.pop()
+    return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
+
+
+def chi_square(ones: Ints, others: Ints) -> Floats:
+    """The two-sample chi-square statistic of counts, [..., values]; large when the samples differ."""
+    size, other_size = ones.sum(axis=-1, keepdims=True), others.sum(axis=-1, keepdims=True)
+    pooled = np.maximum(ones + others, 1)
+    ratio = np.sqrt(other_size / size)
+    statistic: Floats = ((ones * ratio - others / ratio) ** 2 / pooled).sum(axis=-1)
+    return statistic
+
+
+def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Generator) -> Test:
+    """Permutation test of two counted samples by chi-square; all tables are enumerated where they are few."""
+    observed = float(chi_square(ones, others))
+    pooled, size = ones + others, int(ones.sum())
+    if math.prod(int(count) + 1 for count in pooled) <= _MAX_TABLES:
+        return _enumerated(pooled, size, observed, level)
+    num_draws = draws_for(level)
+    step = max(1, _CHUNK // len(pooled))
+    null = np.concatenate(
+        [_drawn(pooled, size, min(step, num_draws - start), rng) for start in range(0, num_draws, step)]
+    )
+    return _judged(null, observed, level)
+
+
+def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Generator) -> Test:
+    """Permutation test of two samples of numbers by the distance of their means."""
+    pooled = np.concatenate([ones, others])
+    centred = pooled - pooled.mean()
+    # Centred values sum to zero, so one sample's sum tells the distance of the means.
+    scale = 1 / len(ones) + 1 / len(others)
+    observed = abs(float(centred[: len(ones)].sum())) * scale
+    num_draws = draws_for(level)
+    step = max(1, _CHUNK // len(pooled))
+    null = [
+        np.abs(rng.permuted(np.tile(centred, (min(step, num_draws - start), 1)), axis=1)[:, : len(ones)].sum(axis=1))
+        * scale
+        for start in range(0, num_draws, step)
+    ]
+    return _judged(np.concatenate(null), observed, level)
+
+
+def draws_for(level: float) -> int:
+    """Draws that leave the smallest possible p-value ten times under the level."""
+    return math.ceil(10 / level)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values: with those <= level rejected, any false alarm has probability <= level (Holm 1979)."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        adjusted[index] = largest
+    return adjusted
+
+
+def noticed_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:
+    """The least total-variation distance that `compare_counts` notices with this power; 1.0 if it notices none.
+
+    Simulated, to 0.01, for a law like the pooled one and for the shift that is hardest to see: mass taken evenly from
+    one half of the law and spread evenly over the other half.
+    """
+    law = (ones + others) / (ones + others).sum()
+    sizes = int(ones.sum()), int(others.sum())
+    low, high = 0, 100
+    while low < high:
+        middle = (low + high) // 2
+        if _power(law, shifted(law, middle / 100), sizes, critical, rng) >= power:
+            high = middle
+        else:
+            low = middle + 1
+    return high / 100
+
+
+def shifted(law: Floats, distance: float) -> Floats:
+    """A law at most this total-variation distance away: one half gives, the other takes, each evenly."""
+    gives, mass = np.zeros(len(law), dtype=bool), 0.0
+    for index in np.argsort(law, kind="stable")[::-1]:
+        if mass + law[index] <= 0.5 + _ROUNDING or not gives.any():
+            gives[index] = True
+            mass += float(law[index])
+    if mass >= 1 - _ROUNDING:  # one value only: there is nowhere to go
+        return law
+    taken = min(distance, mass)
+    result: Floats = np.where(gives, law * (1 - taken / mass), law * (1 + taken / (1 - mass)))
+    return result
+
+
+def tables(pooled: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Every way of giving `size` of the pooled values to the first sample: its counts, and how many ways lead there."""
+    if not pooled:
+        if size == 0:
+            yield (), 1
+        return
+    head, rest = pooled[0], pooled[1:]
+    for taken in range(max(0, size - sum(rest)), min(head, size) + 1):
+        for tail, ways in tables(rest, size - taken):
+            yield (taken, *tail), ways * math.comb(head, taken)
+
+
+def _enumerated(pooled: Ints, size: int, observed: float, level: float) -> Test:
+    found = list(tables([int(count) for count in pooled], size))
+    ones = np.array([table for table, _ in found], dtype=np.int64)
+    statistics = chi_square(ones, pooled - ones)
+    whole = math.comb(int(pooled.sum()), size)
+    as_extreme = sum(
+        ways for (_, ways), statistic in zip(found, statistics, strict=True) if statistic >= observed - _ROUNDING
+    )
+    critical, tail = math.inf, 0
+    for index in np.argsort(statistics, kind="stable")[::-1]:
+        tail += found[index][1]
+        if tail / whole > level:
+            break
+        critical = float(statistics[index])
+    return Test(as_extreme / whole, observed, critical)
+
+
+def _drawn(pooled: Ints, size: int, num_draws: int, rng: np.random.Generator) -> Floats:
+    ones = rng.multivariate_hypergeometric(pooled, size, size=num_draws, method="marginals")
+    return chi_square(ones, pooled - ones)
+
+
+def _judged(null: Floats, observed: float, level: float) -> Test:
+    """The observed one counts among the drawn ones: that keeps a drawn p-value exact (Phipson and Smyth 2010)."""
+    as_extreme = int((null >= observed - _ROUNDING).sum())
+    allowed = math.floor(level * (1 + len(null))) - 1
+    critical = float(np.partition(null, len(null) - allowed)[len(null) - allowed]) if allowed > 0 else math.inf
+    return Test((1 + as_extreme) / (1 + len(null)), observed, critical)
+
+
+def _power(law: Floats, other: Floats, sizes: tuple[int, int], critical: float, rng: np.random.Generator) -> float:
+    num_trials = 1000
+    ones = rng.multinomial(sizes[0], law, size=num_trials)
+    others = rng.multinomial(sizes[1], other, size=num_trials)
+    return float((chi_square(ones, others) >= critical - _ROUNDING).mean())

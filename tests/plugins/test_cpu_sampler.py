@@ -1,0 +1,43 @@
+"""vLLM's verification on the CPU hands every draft token its own request's sampling parameters, once it is mended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+current_platform.register_triton_kernel_overrides()
+from vllm.v1.sample import rejection_sampler
+from specbranch.plugins.vllm import compat
+
+compat.mend_cpu_sampler()
+ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+top_k, temperature = torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0.5, 0.75, 0.0])
+print(json.dumps([
+    current_platform.is_cpu(),
+    rejection_sampler.expand_batch_to_tokens(top_k, ends, 5).tolist(),
+    rejection_sampler.expand_batch_to_tokens(temperature, ends, 5, replace_from=0, replace_to=1).tolist(),
+]))
+"""
+
+
+def test_every_draft_token_gets_the_parameters_of_its_request() -> None:
+    """The second request has no draft token; a temperature of 0 becomes 1, as vLLM asks for."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    is_cpu, top_k, temperature = json.loads(done.stdout.splitlines()[-1])
+    if not is_cpu:
+        pytest.skip("this vLLM does not run on the CPU")
+    assert top_k == [5, 5, 7, 7, 7]
+    assert temperature == [0.5, 0.5, 1.0, 1.0, 1.0]

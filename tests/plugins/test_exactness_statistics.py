@@ -1,0 +1,158 @@
+"""The tests that `specbranch check` relies on: known values, exact false-alarm rates, and power."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from specbranch.plugins.vllm.exactness.statistics import (
+    chi_square,
+    compare_counts,
+    compare_means,
+    count_pairs,
+    draws_for,
+    holm,
+    noticed_shift,
+    shifted,
+    tables,
+)
+
+
+def counts(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(numbers, dtype=np.int64)
+
+
+def test_chi_square_of_a_known_table() -> None:
+    """By hand: 10 of 20 and 20 of 20, expected 15, 15, 5, 5: 25/15 + 25/15 + 25/5 + 25/5 = 40/3."""
+    assert math.isclose(chi_square(counts(10, 10), counts(20, 0)), 40 / 3)
+    assert chi_square(counts(5, 7), counts(10, 14)) == pytest.approx(0)
+
+
+def test_p_value_of_the_lady_tasting_tea() -> None:
+    """Eight cups, all told apart: 2 of the 70 ways are that extreme; six of eight: 34 of 70."""
+    rng = np.random.default_rng(0)
+
+    assert compare_counts(counts(4, 0), counts(0, 4), 0.05, rng).p_value == pytest.approx(2 / 70)
+    assert compare_counts(counts(3, 1), counts(1, 3), 0.05, rng).p_value == pytest.approx(34 / 70)
+
+
+def test_tables_are_all_the_ways_to_share_out_the_pooled_values() -> None:
+    found = dict(tables([3, 2, 2], 4))
+    by_hand: dict[tuple[int, ...], int] = {}
+    for places in itertools.combinations(range(7), 4):
+        table = tuple(sum("aaabbcc"[place] == value for place in places) for value in "abc")
+        by_hand[table] = by_hand.get(table, 0) + 1
+
+    assert found == by_hand
+
+
+@pytest.mark.parametrize("level", [Fraction(1, 100), Fraction(1, 20), Fraction(1, 4)])
+def test_the_false_alarm_rate_is_at_most_the_level_whatever_the_law(level: Fraction) -> None:
+    """Enumeration, no sampling: all pairs of samples of four from a law of three values, in rational arithmetic."""
+    rng = np.random.default_rng(0)
+    law = (Fraction(1, 2), Fraction(3, 10), Fraction(1, 5))
+    samples: dict[tuple[int, ...], Fraction] = {}
+    for drawn in itertools.product(range(3), repeat=4):
+        table = tuple(drawn.count(value) for value in range(3))
+        samples[table] = samples.get(table, Fraction(0)) + math.prod((law[value] for value in drawn), start=Fraction(1))
+    alarms = sum(
+        chance * other_chance
+        for (one, chance), (other, other_chance) in itertools.product(samples.items(), repeat=2)
+        if compare_counts(counts(*one), counts(*other), float(level), rng).p_value <= level
+    )
+
+    assert sum(samples.values()) == 1
+    assert alarms <= level
+    assert level < Fraction(1, 20) or alarms > 0  # it can raise an alarm at all
+
+
+def test_merging_rare_values_keeps_the_sizes() -> None:
+    ones, others = count_pairs("aaaaab", "aacc", rare=5)
+
+    assert (ones.tolist(), others.tolist()) == ([5, 1], [2, 2])
+
+
+def test_nothing_is_merged_where_nothing_is_rare() -> None:
+    ones, others = count_pairs("aaab", "abbb", rare=4)
+
+    assert (ones.tolist(), others.tolist()) == ([3, 1], [1, 3])
+
+
+def test_a_drawn_p_value_is_close_to_the_enumerated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 draws: five standard deviations are 0.008 at most, a false alarm once in a million."""
+    ones, others = counts(9, 4, 2), counts(4, 6, 5)
+    exact = compare_counts(ones, others, 1e-4, np.random.default_rng(0))
+    monkeypatch.setattr("specbranch.plugins.vllm.exactness.statistics._MAX_TABLES", 0)
+    drawn = compare_counts(ones, others, 1e-4, np.random.default_rng(0))
+
+    assert abs(drawn.p_value - exact.p_value) < 0.008
+    assert drawn.p_value != exact.p_value
+
+
+def test_a_drawn_p_value_is_never_zero_and_can_reach_the_level() -> None:
+    test = compare_counts(counts(400, 0), counts(0, 400), 1e-3, np.random.default_rng(0))
+
+    assert test.p_value == pytest.approx(1 / (1 + draws_for(1e-3)))
+    assert test.statistic > test.critical
+
+
+def test_equal_samples_are_never_significant() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=50)
+
+    assert compare_counts(counts(300, 100), counts(300, 100), 1e-3, rng).p_value == 1
+    assert compare_means(values, values, 1e-2, rng).p_value == 1
+
+
+def test_means_of_a_known_case() -> None:
+    """Three against three, all told apart: 2 of 20 ways; 10,000 draws, so 0.015 is five standard deviations."""
+    rng = np.random.default_rng(0)
+    test = compare_means(np.array([0.0, 1.0, 2.0]), np.array([10.0, 11.0, 12.0]), 1e-3, rng)
+
+    assert abs(test.p_value - 2 / 20) < 0.015
+
+
+def test_holm_of_a_known_case() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.1, 0.4])
+def test_a_shifted_law_is_that_far_away(distance: float) -> None:
+    law = np.array([0.3, 0.3, 0.2, 0.1, 0.1])
+    other = shifted(law, distance)
+
+    assert math.isclose(other.sum(), 1)
+    assert math.isclose(np.abs(other - law).sum() / 2, distance, abs_tol=1e-12)
+
+
+def test_the_shift_that_is_noticed_shrinks_with_more_samples_and_is_noticed() -> None:
+    """The stated power is checked with the test itself: 200 shifted samples; under 160 alarms once in 10^5."""
+    rng = np.random.default_rng(0)
+    law, level = np.array([0.4, 0.3, 0.2, 0.1]), 1e-2
+    shifts = []
+    for size in (100, 400):
+        even = (law * size).astype(np.int64)
+        critical = compare_counts(even, even, level, rng).critical
+        shifts.append(noticed_shift(even, even, critical, rng))
+    other = shifted(law, shifts[1])
+    alarms = sum(
+        compare_counts(rng.multinomial(400, law), rng.multinomial(400, other), level, rng).p_value <= level
+        for _ in range(200)
+    )
+
+    assert 0 < shifts[1] < shifts[0] < 1
+    assert alarms >= 160
+
+
+def test_a_law_of_one_value_cannot_show_a_shift() -> None:
+    rng = np.random.default_rng(0)
+    test = compare_counts(counts(50), counts(50), 1e-3, rng)
+
+    assert test.p_value == 1
+    assert noticed_shift(counts(50), counts(50), test.critical, rng) == 1
