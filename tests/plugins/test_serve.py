@@ -58,6 +58,7 @@ def served(bare: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
     # So small a model would fill an object with line breaks for ever.
     words += ["--structured-outputs-config.disable_any_whitespace", "true"]
     words += ["--structured-outputs-config.backend", "xgrammar"]
+    words += ["--additional-config", json.dumps({"specbranch": {"is_gated": False}})]
     with serving(tmp_path_factory.mktemp("serve"), TARGET, *ours, *words) as running:
         yield running
 

@@ -37,11 +37,12 @@ def main() -> None:
 
     bare, _ = _decode(args.target, args.tokens)
     with DraftProcess(DraftOptions(args.draft, cores=[1], threads=1)) as draft:
+        section = {"address": draft.address, "planner": "sps", "deadline_ms": 5000, "is_gated": False}
         ours, accepted = _decode(
             args.target,
             args.tokens,
             speculative_config={"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4},
-            additional_config={"specbranch": {"address": draft.address, "planner": "sps", "deadline_ms": 5000}},
+            additional_config={"specbranch": section},
         )
     equal = sum(one == other for one, other in zip(bare, ours, strict=True))
     print(json.dumps({"prompts": len(bare), "equal": equal, "accepted": accepted}))

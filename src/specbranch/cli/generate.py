@@ -73,7 +73,8 @@ def generate(
     with friendly_errors(*errors), _leaving_at_ctrl_c():
         if not bare and draft is None:
             raise UsageError("give --draft MODEL, or --bare to go without one")
-        section = {"planner": planner, "settings": _pairs("--set", settings), "deadline_ms": deadline_ms}
+        ours = {"planner": planner, "settings": _pairs("--set", settings)}
+        section = {**ours, "deadline_ms": deadline_ms, "is_gated": False}
         given = {"max_model_len": max_model_len, "dtype": dtype, **_pairs("--vllm-arg", vllm_arg)}
         options = PairOptions(target, None if bare else draft, section, gamma, draft_engine, draft_device, trace, given)
         is_chat = chat or (prompt is None and sys.stdin.isatty())

@@ -106,7 +106,12 @@ def check(options: CheckOptions, listen: Listener) -> Report:
     Exact equality is asked in float32, where shapes of batches hardly round; laws are compared as they are served.
     """
     with DraftProcess(options.draft) as draft:
-        section = {"address": draft.address, "deadline_ms": options.deadline_ms, "planner": options.planners[0]}
+        section = {
+            "address": draft.address,
+            "is_gated": False,
+            "deadline_ms": options.deadline_ms,
+            "planner": options.planners[0],
+        }
         run = _Stages(options, listen, section)
         bare = run.stage("bare, float32", "float32", _exact_runs(options, None))
         ours = run.stage("proposer, float32", "float32", _exact_runs(options, section))
