@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
-from specbranch.cli.cores import numbers
+from specbranch.cli.cores import divide_cores
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 from specbranch.engines.options import ENGINES
 from specbranch.plugins.vllm.exactness.engine import EngineFailure
@@ -41,8 +40,8 @@ def check(
     draft_len: Annotated[int, typer.Option(help="Longest submission.", min=1)] = 4,
     draft_engine: Annotated[str | None, typer.Option(help=f"One of {', '.join(ENGINES)}.")] = None,
     draft_device: Annotated[str, typer.Option(help="Where the draft runs.")] = "cpu",
-    target_cores: Annotated[str | None, typer.Option(help="Cores of the target, such as 0,1. Default: half.")] = None,
-    draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft. Default: the other half.")] = None,
+    target_cores: Annotated[str | None, typer.Option(help="Cores of the target, such as 0,1.")] = None,
+    draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft.")] = None,
     vllm_arguments: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")] = "{}",
     seed: Annotated[int, typer.Option(help="Seed of the tests' own draws.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write the report to this Markdown file, too.")] = None,
@@ -53,10 +52,11 @@ def check(
     with friendly_errors(UsageError, SettingError, StartError, EngineFailure, ImportError, OSError):
         if not 0 < alpha < 1:
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
-        cores = _split_cores(target_cores, draft_cores)
+        cores = divide_cores(draft_device, target_cores, draft_cores)
+        log_level = ("--log-level", "warning")
         options = CheckOptions(
             target,
-            DraftOptions(draft, draft_engine, draft_device, cores[1], len(cores[1]), extra=("--log-level", "warning")),
+            DraftOptions(draft, draft_engine, draft_device, cores.draft, extra=log_level),
             _planners(planner, all_planners),
             dtype,
             draft_len,
@@ -64,7 +64,7 @@ def check(
             alpha,
             seed,
             _size(quick, prompts, tokens, samples),
-            cores[0],
+            cores.target,
             _arguments(vllm_arguments),
             wrong_temperature,
         )
@@ -101,19 +101,6 @@ def _arguments(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError("--vllm-arguments must be a JSON object, such as '{\"max_model_len\": 1024}'")
     return value
-
-
-def _split_cores(target: str | None, draft: str | None) -> tuple[list[int], list[int]]:
-    """Cores for both sides; what is not given is half of what this process may use, both all of it if that is one."""
-    have = sorted(os.sched_getaffinity(0))
-    half = max(1, len(have) // 2)
-    first = numbers("--target-cores", target) if target else have[:half]
-    second = numbers("--draft-cores", draft) if draft else have[half:] or have
-    for option, cores in (("--target-cores", first), ("--draft-cores", second)):
-        if not set(cores) <= set(have):
-            asked, may = (",".join(str(core) for core in some) for some in (cores, have))
-            raise UsageError(f"{option} is {asked}; this process may use {may}")
-    return first, second
 
 
 def _run(options: CheckOptions) -> Report:

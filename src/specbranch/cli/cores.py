@@ -1,4 +1,4 @@
-"""Keeping a process to some cores, and lists of numbers on the command line."""
+"""Which cores a process stays on, and who gets which when a target and a draft share a CPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import os
 from collections.abc import Iterable
 
 from specbranch.cli.console import UsageError
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers separated by commas."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UsageError(f"{option} is {text!r}; give whole numbers separated by commas")
-    return [int(part) for part in parts]
+from specbranch.cli.values import numbers
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.cores import Cores, split, usable_cores
 
 
 def stay_on(text: str) -> None:
@@ -29,11 +24,24 @@ def stay_on(text: str) -> None:
         raise _no_such_cores("--cores", cores, before)
 
 
-def check_cores(option: str, cores: Iterable[int]) -> None:
-    """Raise unless this process may use all of them."""
-    allowed = os.sched_getaffinity(0)
+def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:
+    """Cores for a target in vLLM and for its draft, as `--target-cores` and `--draft-cores` say or as suits both."""
+    return split(
+        usable_cores(),
+        target_on_cpu=compat.runs_on_cpu(),
+        draft_on_cpu=draft_device == "cpu",
+        target=_asked("--target-cores", target_cores),
+        draft=_asked("--draft-cores", draft_cores),
+    )
+
+
+def _asked(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    cores, allowed = numbers(option, text), os.sched_getaffinity(0)
     if not set(cores) <= allowed:
         raise _no_such_cores(option, cores, allowed)
+    return cores
 
 
 def _no_such_cores(option: str, cores: Iterable[int], before: Iterable[int]) -> UsageError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -26,6 +25,7 @@ from specbranch.cli.painter import Painter
 from specbranch.cli.pair import LoadError, Pair, PairOptions
 from specbranch.cli.screen import Screen
 from specbranch.cli.timeline import print_shares
+from specbranch.cli.values import table
 from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.plugins.vllm.target import Request
 from specbranch.service.process import StartError
@@ -73,9 +73,9 @@ def generate(
     with friendly_errors(*errors), _leaving_at_ctrl_c():
         if not bare and draft is None:
             raise UsageError("give --draft MODEL, or --bare to go without one")
-        ours = {"planner": planner, "settings": _pairs("--set", settings)}
+        ours = {"planner": planner, "settings": table("--set", settings)}
         section = {**ours, "deadline_ms": deadline_ms, "is_gated": False}
-        given = {"max_model_len": max_model_len, "dtype": dtype, **_pairs("--vllm-arg", vllm_arg)}
+        given = {"max_model_len": max_model_len, "dtype": dtype, **table("--vllm-arg", vllm_arg)}
         options = PairOptions(target, None if bare else draft, section, gamma, draft_engine, draft_device, trace, given)
         is_chat = chat or (prompt is None and sys.stdin.isatty())
         if is_chat and (as_json or compare or raw or prompt is not None):
@@ -243,20 +243,6 @@ def _messages(system: str | None, text: str) -> list[Message]:
         raise UsageError("the prompt is empty; give --prompt TEXT")
     start = [{"role": "system", "content": system}] if system else []
     return [*start, {"role": "user", "content": text}]
-
-
-def _pairs(option: str, given: list[str] | None) -> dict[str, Any]:
-    """KEY=VALUE as a table; values are JSON where they can be, else text."""
-    table: dict[str, Any] = {}
-    for one in given or ():
-        key, is_pair, value = one.partition("=")
-        if not key or not is_pair:
-            raise UsageError(f"{option} is {one!r}; give KEY=VALUE")
-        try:
-            table[key] = json.loads(value)
-        except ValueError:
-            table[key] = value
-    return table
 
 
 @contextlib.contextmanager

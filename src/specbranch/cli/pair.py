@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,11 @@ from types import TracebackType
 from typing import Any
 
 from specbranch.cli.console import UsageError
+from specbranch.cli.cores import divide_cores
 from specbranch.cli.quiet import quiet
 from specbranch.engines.options import local_model
 from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.cores import Cores
 from specbranch.plugins.vllm.settings import read_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
@@ -88,9 +90,10 @@ class Pair:
 
     def _load(self, log_file: Path) -> None:
         options = self._options
-        target_cores, draft_cores = _split_cores(options)
-        draft = self._draft_process(draft_cores, log_file)
-        os.sched_setaffinity(0, target_cores)
+        cores = divide_cores(options.draft_device) if options.draft else Cores(None, None)
+        draft = self._draft_process(cores.draft, log_file)
+        if cores.target:
+            os.sched_setaffinity(0, cores.target)
         with quiet(log_file, f"loading {options.target}" + (f" and {options.draft}" if draft else "")):
             if draft is not None:
                 self._exit.callback(draft.stop)
@@ -106,7 +109,7 @@ class Pair:
             if draft is not None:
                 draft.wait_until_up()
 
-    def _draft_process(self, cores: list[int] | None, log_file: Path) -> DraftProcess | None:
+    def _draft_process(self, cores: Sequence[int] | None, log_file: Path) -> DraftProcess | None:
         options = self._options
         if options.draft is None:
             return None
@@ -121,13 +124,3 @@ class Pair:
 def _usual_arguments() -> dict[str, Any]:
     """One executor without processes of its own; on a CPU there are no graphs to capture."""
     return {"distributed_executor_backend": "uni", "enforce_eager": compat.runs_on_cpu()}
-
-
-def _split_cores(options: PairOptions) -> tuple[list[int], list[int] | None]:
-    """Cores for the target and for the draft: apart if both models run on them, a quarter for the draft."""
-    cores = sorted(os.sched_getaffinity(0))
-    is_shared = compat.runs_on_cpu() and options.draft is not None and options.draft_device == "cpu"
-    if not is_shared or len(cores) < 2:
-        return cores, None
-    num_draft = max(1, len(cores) // 4)
-    return cores[:-num_draft], cores[-num_draft:]

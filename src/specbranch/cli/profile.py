@@ -13,7 +13,8 @@ from rich.table import Table
 from specbranch.bench.profile import Profile, Timings, measure, provenance, read_bandwidth, weight_bytes
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
-from specbranch.cli.cores import numbers, stay_on
+from specbranch.cli.cores import stay_on
+from specbranch.cli.values import numbers
 from specbranch.engines.options import ENGINES, EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import DraftEngine, EngineError
 

@@ -15,13 +15,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
-from specbranch.cli.cores import check_cores, numbers
+from specbranch.cli.cores import divide_cores
+from specbranch.cli.values import table
 from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.engines.options import ENGINES, engine_for, local_model
 from specbranch.engines.protocol import EngineError
 from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores, split, usable_cores
-from specbranch.plugins.vllm.flags import FlagError, Flags, json_or_text
+from specbranch.plugins.vllm.cores import Cores
+from specbranch.plugins.vllm.flags import FlagError, Flags
 from specbranch.plugins.vllm.serving import Endpoint, ServeOptions, VllmServer
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.keeper import DraftKeeper
@@ -84,38 +85,16 @@ def serve(
             raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
         if not compat.is_installed():
             raise UsageError("vLLM is not installed; pip install 'specbranch[vllm]'")
-        section: dict[str, Any] = {"planner": planner, "settings": _planner_settings(settings or [])}
+        section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings)}
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
         on_cpu = compat.runs_on_cpu()
-        cores = split(
-            usable_cores(),
-            target_on_cpu=on_cpu,
-            draft_on_cpu=draft_device == "cpu",
-            target=_cores("--target-cores", target_cores),
-            draft=_cores("--draft-cores", draft_cores),
-        )
+        cores = divide_cores(draft_device, target_cores, draft_cores)
         engine = draft_engine or engine_for(draft)
         options = DraftOptions(draft, engine, draft_device, cores.draft, len(cores.draft) if cores.draft else None)
         plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
         code = _run(plan, console_for(False))
     raise typer.Exit(code)
-
-
-def _planner_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE, the value as JSON where it is JSON."""
-    for pair in pairs:
-        if not pair.partition("=")[0] or "=" not in pair:
-            raise UsageError(f"--set is {pair!r}; give KEY=VALUE, such as gamma=4")
-    return {key: json_or_text(value) for key, _, value in (pair.partition("=") for pair in pairs)}
-
-
-def _cores(option: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    cores = numbers(option, text)
-    check_cores(option, cores)
-    return cores
 
 
 def _run(plan: _Plan, console: Console) -> int:

@@ -1,0 +1,31 @@
+"""What people write after an option: lists of numbers, KEY=VALUE."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specbranch.cli.console import UsageError
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"{option} is {text!r}; give whole numbers separated by commas")
+    return [int(part) for part in parts]
+
+
+def table(option: str, given: Sequence[str] | None) -> dict[str, Any]:
+    """KEY=VALUE as a table; values are JSON where they can be, else text."""
+    found: dict[str, Any] = {}
+    for one in given or ():
+        key, is_pair, value = one.partition("=")
+        if not key or not is_pair:
+            raise UsageError(f"{option} is {one!r}; give KEY=VALUE, such as gamma=4")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
