@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
+import pty
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -178,6 +183,35 @@ def test_the_first_ctrl_c_is_noted_and_the_second_obeyed() -> None:
             signal.raise_signal(signal.SIGINT)
 
     assert signal.getsignal(signal.SIGINT) is before
+
+
+NOISY = """
+import os, sys, time, warnings
+from pathlib import Path
+from specbranch.cli.quiet import quiet
+with quiet(Path(sys.argv[1]), "loading"):
+    print("printed")
+    warnings.warn("warned")
+    os.write(1, b"written to one")
+    os.write(2, b"written to two")
+    time.sleep(0.3)
+print("afterwards")
+"""
+
+
+def test_on_a_terminal_a_spinner_turns_and_what_libraries_say_goes_to_the_file(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", NOISY, str(tmp_path / "log")]
+    environment = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, check=False)
+    seen, log = os.read(ours, 65536).decode(), (tmp_path / "log").read_text()
+    os.close(ours)
+    os.close(theirs)
+
+    assert done.returncode == 0, seen
+    assert "loading" in seen and "afterwards" in seen
+    for noise in ("printed", "warned", "written to one", "written to two"):
+        assert noise in log and noise not in seen
 
 
 @pytest.mark.parametrize(
