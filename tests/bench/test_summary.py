@@ -24,15 +24,19 @@ def record(method: str, prompt: int, tokens: int, elapsed_s: float, digest: str 
         "rounds": 10,
         "digests": [digest],
         "counts": {},
+        "draft": {},
         **more,
     }
+
+
+DRAFT = {"rounds": 20, "hits": 15, "rows": 60, "rejected": 5, "unused": 9, "cut": 1}
 
 
 def test_speed_is_tokens_over_time_against_bare() -> None:
     records = [
         record("ours", 0, 100, 11.0, counts={"calls": 10, "wait_s": 0.02}),
         record("bare", 0, 100, 21.0),
-        record("ours", 1, 50, 6.0, digest="b", counts={"calls": 10, "wait_s": 0.02}),
+        record("ours", 1, 50, 6.0, digest="b", counts={"calls": 10, "wait_s": 0.02}, draft=DRAFT),
         record("bare", 1, 50, 11.0),
     ]
     bare, ours = summarize(records)
@@ -43,7 +47,8 @@ def test_speed_is_tokens_over_time_against_bare() -> None:
     assert (ours.low, ours.high) == pytest.approx((11 / 6, 21 / 11))
     assert (ours.emitted_per_round, ours.round_ms) == (7.5, 750.0)
     assert ours.hook_ms == pytest.approx(2.0)
-    assert bare.hook_ms is None
+    assert (bare.hook_ms, bare.hit_rate) == (None, None)
+    assert (ours.hit_rate, ours.rolled_back, ours.rows_per_round) == (0.75, 0.1, 3.0)
     assert ours.same_as_bare == 0.5
 
 

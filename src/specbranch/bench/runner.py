@@ -20,8 +20,11 @@ from specbranch.bench.prompts import read_prompts
 from specbranch.bench.scenario import BenchMethod, Scenario
 from specbranch.bench.worker import VLLM, Worker
 from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.service.reporter import Reach, Reporter
 
 FORMAT = "specbranch-bench"
+_REPORT_S = 5.0
+_FIGURES = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")
 _WARM_UP = "Count from one to ten."
 
 
@@ -71,12 +74,13 @@ def run_scenario(scenario: Scenario, data: Path, sink: TextIO, progress: Callabl
 
 @dataclass(slots=True)
 class _Engines:
-    """The draft service, and a worker for bare vLLM and one with our proposer."""
+    """The draft service, a worker for bare vLLM and one with our proposer, and who asks the service for figures."""
 
     scenario: Scenario
     draft: DraftProcess
     bare: Worker
     ours: Worker | None
+    reporters: dict[str, Reporter]
 
     def provenance(self) -> dict[str, Any]:
         assert self.draft.welcome is not None
@@ -87,7 +91,9 @@ class _Engines:
             self._generate(method, (_WARM_UP,), max_tokens=24)
 
     def measure(self, trial: Trial) -> dict[str, Any]:
+        before = self._figures(trial.method)
         answer = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
+        after = self._figures(trial.method)
         return {
             "task": trial.task,
             "concurrency": trial.concurrency,
@@ -100,7 +106,15 @@ class _Engines:
             "rounds": sum(len(request["steps"]) for request in answer["requests"]),
             "digests": [_digest(request["tokens"]) for request in answer["requests"]],
             "counts": answer["counts"],
+            "draft": {name: after[name] - before.get(name, 0) for name in after},
         }
+
+    def _figures(self, method: BenchMethod) -> dict[str, int]:
+        """What the draft service has counted for a method so far."""
+        reporter = self.reporters.get(method.name)
+        if reporter is None or reporter.ask(_REPORT_S) is not Reach.ANSWERS or reporter.figures is None:
+            return {}
+        return {name: getattr(reporter.figures, name) for name in _FIGURES}
 
     def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> dict[str, Any]:
         sampling = {"temperature": self.scenario.temperature, "max_tokens": max_tokens}
@@ -127,7 +141,10 @@ def _engines(scenario: Scenario) -> Iterator[_Engines]:
         if drafting:
             section = scenario.section(drafting[0], draft.address)
             ours = stack.enter_context(_worker(scenario, section, logs / "ours.log"))
-        engines = _Engines(scenario, draft, bare, ours)
+        reporters = {method.name: Reporter(draft.address, method.name.encode()) for method in drafting}
+        for reporter in reporters.values():
+            stack.callback(reporter.close)
+        engines = _Engines(scenario, draft, bare, ours, reporters)
         engines.warm_up()
         yield engines
 

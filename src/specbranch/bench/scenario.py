@@ -70,6 +70,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "predictor": method.predictor,
             "is_gated": method.is_gated,
             "deadline_ms": self.deadline_ms,
+            "namespace": method.name,
         }
 
 

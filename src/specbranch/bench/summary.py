@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,9 @@ class Line:
     emitted_per_round: float
     round_ms: float
     hook_ms: float | None  # mean time of the proposer's call, waits included
+    hit_rate: float | None  # the draft's figures; None where nothing was drafted
+    rolled_back: float | None  # drafted tokens lost per emitted token
+    rows_per_round: float | None
     same_as_bare: float  # share of answers equal to bare vLLM's, token by token
 
     def as_json(self) -> dict[str, Any]:
@@ -98,8 +101,21 @@ def _line(task: str, concurrency: int, method: str, own: list[dict[str, Any]], b
         sum(record["tokens"] for record in own) / rounds,
         1000 * concurrency * sum(record["elapsed_s"] - record["first_s"] for record in own) / max(rounds, 1),
         1000 * wait_s / calls if calls else None,
+        *_draft_figures(own),
         sum(same) / len(same),
     )
+
+
+def _draft_figures(own: Sequence[dict[str, Any]]) -> tuple[float | None, float | None, float | None]:
+    """Hit rate, rolled-back tokens per emitted token, draft rows per round."""
+    total: Counter[str] = Counter()
+    for record in own:
+        total.update(record["draft"])
+    if not total["rounds"]:
+        return None, None, None
+    lost = total["rejected"] + total["unused"] + total["cut"]
+    emitted = sum(record["tokens"] for record in own)
+    return total["hits"] / total["rounds"], lost / emitted, total["rows"] / total["rounds"]
 
 
 def _rate(records: Sequence[dict[str, Any]]) -> float:

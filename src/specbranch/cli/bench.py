@@ -17,6 +17,11 @@ from specbranch.cli.console import console_for, friendly_errors, print_json, pro
 from specbranch.core.planners import SettingError
 from specbranch.service.process import StartError
 
+_CAPTION = (
+    "speed: tokens per second over bare vLLM (range: 95 % of resamples); lost: rolled back per emitted token; "
+    "round, hook: ms"
+)
+
 bench = typer.Typer(no_args_is_help=True, help="Measure methods against each other on real engines.")
 
 
@@ -61,7 +66,8 @@ def _print(path: Path, as_json: bool) -> None:
 
 def _table(name: str, lines: list[Line]) -> Table:
     table = Table(
-        title=name, caption="speed: tokens per second over bare vLLM; range: 95 % of resamples; round, hook: ms"
+        title=name,
+        caption=_CAPTION,
     )
     for column in (
         "task",
@@ -85,8 +91,14 @@ def _table(name: str, lines: list[Line]) -> Table:
             f"{line.speedup:.2f}x",
             f"{line.low:.2f}-{line.high:.2f}",
             f"{line.emitted_per_round:.2f}",
+            _optional(line.hit_rate, ".2f"),
+            _optional(line.rolled_back, ".2f"),
             f"{line.round_ms:.0f}",
-            "-" if line.hook_ms is None else f"{line.hook_ms:.2f}",
+            _optional(line.hook_ms, ".2f"),
             f"{line.same_as_bare:.0%}",
         )
     return table
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -56,13 +56,15 @@ def _info() -> dict[str, Any]:
 def _generate(target: Target, order: dict[str, Any]) -> dict[str, Any]:
     prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in order["messages"]]
     requests: list[dict[str, Any]] = [{"tokens": [], "steps": []} for _ in prompts]
+    before = target.proposer_counts()
     start_s = time.monotonic()
     for piece in target.stream([Request(prompt, order["sampling"]) for prompt in prompts]):
         request = requests[piece.index]
         request["tokens"] += piece.tokens
         request["steps"].append([piece.at_s - start_s, len(piece.tokens)])
     elapsed_s = time.monotonic() - start_s
-    return {"requests": requests, "elapsed_s": elapsed_s, "counts": target.proposer_counts()}
+    counts = {name: count - before[name] for name, count in target.proposer_counts().items()}
+    return {"requests": requests, "elapsed_s": elapsed_s, "counts": counts}
 
 
 def _say(sink: Any, document: dict[str, Any]) -> None:
