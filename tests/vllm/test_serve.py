@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.engines.models import model_path
-from tests.plugins.serving import ROOT, Served, serving, started, wait_for
+from tests.vllm.serving import ROOT, Served, serving, started, wait_for
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -42,7 +42,7 @@ def installed() -> None:
 def bare(installed: None) -> list[str]:
     """What bare vLLM says to each prompt, one at a time."""
     target = str(model_path(TARGET))
-    command = [sys.executable, "-m", "tests.plugins.vllm_bare", "--target", target, "--tokens", str(TOKENS)]
+    command = [sys.executable, "-m", "tests.vllm.run_bare", "--target", target, "--tokens", str(TOKENS)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # two that wait for each other suffer from a busy machine
     asked = json.dumps(PROMPTS)
     done = subprocess.run(command, cwd=ROOT, env=one_thread, input=asked, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ import gc
 import json
 from typing import Any
 
-from tests.plugins.vllm_runs import draft_service, drafting, metric, num_equal, tokens_of
+from tests.vllm.runs import draft_service, drafting, metric, num_equal, tokens_of
 
 SUBJECTS = ("water", "the moon", "a fox", "bread", "winter", "music", "the sea", "numbers")
 SHORT = [f"Here is a long story about {subject}." for subject in SUBJECTS]

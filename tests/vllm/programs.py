@@ -23,7 +23,7 @@ def run_program(name: str) -> Any:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
-    command = [sys.executable, "-m", f"tests.plugins.{name}", "--target", str(target), "--draft", str(draft)]
+    command = [sys.executable, "-m", f"tests.vllm.run_{name}", "--target", str(target), "--draft", str(draft)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.plugins.vllm_runs import draft_service, drafting, num_equal, tokens_of
+from tests.vllm.runs import draft_service, drafting, num_equal, tokens_of
 
 PROMPTS = ("Here is a story about the sea.", "The most important fact about water is")
 RANK = 8
@@ -37,9 +37,8 @@ def main() -> None:
         # Two, though one is used: vLLM's CPU kernels give rows without an adapter the last slot, which must be empty.
         "max_loras": 2,
     }
-    from vllm import LLM
-
     from specbranch.plugins.vllm import compat
+    from vllm import LLM
 
     with tempfile.TemporaryDirectory() as directory, draft_service(args.draft) as address:
         write_adapter(Path(args.target), Path(directory))
@@ -93,8 +92,9 @@ def write_adapter(target: Path, directory: Path) -> None:
 
 def _decode(llm: Any, adapter: str) -> list[list[int]]:
     """Every prompt twice in one batch: with the adapter and without."""
-    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+
+    from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     lora = LoRARequest("random", 1, adapter)

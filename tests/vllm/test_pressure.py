@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plugins.programs import run_program
+from tests.vllm.programs import run_program
 
 
 @pytest.mark.timeout(900)
 def test_preemption_and_chunked_prefill_leave_the_output_as_it_is() -> None:
     """Float32, greedy: every output equals that of bare vLLM with the same settings."""
-    results = run_program("vllm_pressure")
+    results = run_program("pressure")
 
     assert {name: result["equal"] for name, result in results.items()} == {
         name: result["prompts"] for name, result in results.items()

@@ -12,8 +12,8 @@ import pytest
 from specbranch.plugins.vllm.target import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
 from tests.engines.models import model_path
-from tests.plugins.served import Served, serving
 from tests.results import record
+from tests.vllm.served import Served, serving
 
 DRAFTING = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4})
 ARGUMENTS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plugins.programs import run_program
+from tests.vllm.programs import run_program
 
 
 @pytest.mark.timeout(900)
 def test_rows_with_an_adapter_get_no_drafts_and_the_others_do() -> None:
-    result = run_program("vllm_lora")
+    result = run_program("lora")
 
     assert result["differing"], "the adapter must change what the model says"
     assert result["equal"] == dict.fromkeys(("bare", "told", "untold"), result["rows"])

@@ -24,7 +24,7 @@ def test_greedy_output_equals_bare_vllm_for_every_planner() -> None:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
-    command = [sys.executable, "-m", "tests.plugins.vllm_equality", "--target", str(target), "--draft", str(draft)]
+    command = [sys.executable, "-m", "tests.vllm.run_equality", "--target", str(target), "--draft", str(draft)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr[-4000:]

@@ -25,7 +25,7 @@ def test_two_tensor_parallel_workers_say_the_same_with_and_without_drafts() -> N
     if not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip("cores 0 and 1 are needed")
     target, draft = model_path("qwen-coder-0.5b-dense"), model_path("qwen-coder-0.5b")
-    program = [sys.executable, "-m", "tests.plugins.vllm_tensor_parallel"]
+    program = [sys.executable, "-m", "tests.vllm.run_tensor_parallel"]
     command = [*program, "--target", str(target), "--draft", str(draft)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
