@@ -36,7 +36,7 @@ class Bench:
         self.now_s = 100.0
         self.engine = engine or ScriptedEngine(DRAFT)
         self.shelf = Shelf(max_drafts, 10_000)
-        self.compute = Compute(self.engine, self.shelf, clock=lambda: self.now_s, timeline=timeline)
+        self.compute = Compute(self.engine, self.shelf, clock=lambda: self.now_s, timeline=timeline, piece_len=4)
         self.lookup = Lookup(
             self.engine, self.shelf, self.compute, clock=lambda: self.now_s, piece_len=4, timeline=timeline
         )
@@ -240,6 +240,21 @@ def test_a_long_text_is_read_in_pieces_between_which_others_are_served() -> None
         turns += 1
 
     assert turns == 5
+
+
+def test_texts_are_read_one_after_the_other_while_others_draft() -> None:
+    bench = Bench()
+    bench.open([1, 2])
+    bench.work(1)
+    bench.open(list(range(20)), list(range(1, 21)))
+    sizes = []
+    for _ in range(10):
+        before = bench.engine.num_tokens
+        bench.compute.work()
+        sizes.append(bench.engine.num_tokens - before)
+
+    assert max(sizes) <= 4 + 1
+    assert all(draft.session.tree.root.law is not None for draft in bench.shelf.snapshot())
 
 
 def test_a_verdict_between_planning_and_running_does_no_harm() -> None:

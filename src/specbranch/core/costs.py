@@ -18,6 +18,11 @@ class StepCost:
         """Time of a step with that many rows."""
         return self.first_s + self.more_s * (rows - 1)
 
+    @property
+    def share_of_more(self) -> float:
+        """Time of a further row as a share of the first row's."""
+        return self.more_s / max(self.first_s, 1e-9)
+
     def best_rows(self, gains: Sequence[float]) -> int:
         """How many of the rows with these gains, largest first, give the most gain for the time of the step."""
         totals = accumulate(gains)

@@ -132,10 +132,11 @@ class Tree:
             node = node.child_with(token) if node else None
         return node
 
-    def frontier(self, start: Node, count: int, least: float) -> list[tuple[Node, float]]:
+    def frontier(self, start: Node, depth: int, count: int, least: float) -> list[tuple[Node, float]]:
         """The likeliest nodes at or below `start` whose laws are not known, each with its chance seen from there.
 
-        At most `count`, none with a chance below `least`. Children are drawn only as far as the search goes.
+        At most `count`, none deeper than `depth` tokens or with a chance below `least`. No child is drawn that could
+        not have that chance.
         """
         found: list[tuple[Node, float]] = []
         heap = [(0.0, 0, start)]
@@ -144,17 +145,26 @@ class Tree:
             weight, _, node = heapq.heappop(heap)
             if node.law is None:
                 found.append((node, math.exp(-weight)))
-            nexts = [(node, 1)]
+            nexts = [(node, 1)] if node.position < start.position + depth else []
             if node is not start and node.parent is not None:
                 nexts.append((node.parent, node.parent.children.index(node) + 2))
             for parent, rank in nexts:
-                children = self.children(parent, rank)
-                if len(children) == rank:
-                    weight = start.log_chance - children[-1].log_chance
-                    if weight <= -math.log(least):
-                        heapq.heappush(heap, (weight, num_seen, children[-1]))
-                        num_seen += 1
+                child = self._child_at(parent, rank, least * math.exp(start.log_chance - parent.log_chance))
+                if child is not None:
+                    heapq.heappush(heap, (start.log_chance - child.log_chance, num_seen, child))
+                    num_seen += 1
         return found
+
+    def _child_at(self, node: Node, rank: int, least: float) -> Node | None:
+        """A node's child of that rank, from 1, drawn only if what is left of the law can give it the least chance."""
+        if len(node.children) < rank:
+            left = 1.0 - sum(math.exp(child.log_chance - node.log_chance) for child in node.children)
+            if left < least:
+                return None
+        children = self.children(node, rank)
+        if len(children) < rank or children[-1].log_chance - node.log_chance < math.log(least):
+            return None
+        return children[-1]
 
     def submit(self, nodes: Sequence[Node]) -> None:
         """Mark a chain that starts below the root as sent for verification."""

@@ -39,6 +39,12 @@ class Binding:
         """Handles held now."""
         return len(self._tips) + (self._trunk is not None)
 
+    def num_unread(self, tree: Tree) -> int:
+        """How many committed tokens no handle holds yet: a long text that is still being read in."""
+        if self._tips:
+            return 0  # after a miss there is little to catch up with
+        return tree.root.position + 1 - (self._trunk[1] if self._trunk else 0)
+
     def feeds(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node]) -> list[Feed]:
         """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed."""
         self._follow(tree)

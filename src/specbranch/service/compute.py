@@ -1,7 +1,8 @@
 """The compute thread: plan, run one batched step, put the laws in place, look for news, again.
 
 It alone touches the engine. Rows of all sessions compete for a step: first those that a target stands still for, then
-by how likely the draft thinks it that their text comes true.
+by how likely the draft thinks it that their text comes true. Texts are read in a piece at a time, and no more than one
+piece's worth of tokens in a step, so that sessions which already draft go on meanwhile.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Compute:
         notify: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
+        piece_len: int = 128,
     ) -> None:
+        self._piece_len = piece_len
         self._timeline = timeline
         self._engine = engine
         self._shelf = shelf
@@ -130,11 +133,23 @@ class Compute:
         )
         for _, _, wish, node in ranked[: self._engine.info.row_limit]:
             wish.chosen.append(node)
-        chosen = [wish for wish in wishes if wish.chosen]
+        chosen = self._within_a_piece([wish for wish in wishes if wish.chosen])
         feeds = [(wish.draft, feed) for wish in chosen for feed in self._feeds(wish)]
         if chosen and not feeds:
             self._make_room([wish.draft for wish in chosen])
         return feeds
+
+    def _within_a_piece(self, wishes: list[_Wish]) -> list[_Wish]:
+        """Without those who would read in more text than one step should; the first reader always may."""
+        kept, num_read = [], 0
+        for wish in wishes:
+            num_unread = wish.draft.binding.num_unread(wish.draft.session.tree)
+            if num_unread > 1:
+                if num_read >= self._piece_len:
+                    continue
+                num_read += min(num_unread, self._piece_len)
+            kept.append(wish)
+        return kept
 
     def _wish(self, draft: Draft) -> _Wish | None:
         with draft.lock:

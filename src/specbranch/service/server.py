@@ -30,13 +30,16 @@ _SWITCH_S = 0.0001
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """Where to listen, and how much to remember."""
+    """Where to listen, how much to remember, and how many tokens of a text are read in at a time.
+
+    `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere.
+    """
 
     address: str
     keys: ServiceKeys | None = None
     max_sessions: int = 256
     max_session_tokens: int = 4_000_000
-    piece_len: int = 128
+    piece_len: int | None = None
 
 
 class Server:
@@ -54,8 +57,9 @@ class Server:
         self._wake_sender.setsockopt(zmq.LINGER, 0)
         self._is_stopping = False
         self.shelf = Shelf(options.max_sessions, options.max_session_tokens)
-        self.compute = Compute(engine, self.shelf, notify=self._wake, timeline=timeline)
-        self.lookup = Lookup(engine, self.shelf, self.compute, piece_len=options.piece_len, timeline=timeline)
+        piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
+        self.compute = Compute(engine, self.shelf, notify=self._wake, timeline=timeline, piece_len=piece_len)
+        self.lookup = Lookup(engine, self.shelf, self.compute, piece_len=piece_len, timeline=timeline)
 
     def stop(self) -> None:
         """End soon."""

@@ -94,14 +94,14 @@ class SpecbranchPlanner:
 
     def _rows_that_pay(self, round: Round) -> Sequence[Node]:
         """The likeliest tips behind the submission, as many as give the most chance for the time of a draft step."""
-        tips = [
-            (node, chance)
-            for node, chance in round.tree.frontier(round.tree.end, self._settings.max_branches, _LEAST_CHANCE)
-            if node.position - round.tree.end.position <= self._settings.gamma
-        ]
-        cost = round.costs.draft.cost
-        count = 1 if cost is None else cost.best_rows([chance for _, chance in tips])
-        return [node for node, _ in tips[:count]]
+        tree, cost, gamma = round.tree, round.costs.draft.cost, self._settings.gamma
+        tips = tree.frontier(tree.end, gamma, 1, _LEAST_CHANCE)
+        if cost is not None and tips:
+            # A further row pays only if its chance is to the best one's as its time is to the first row's.
+            least = max(_LEAST_CHANCE, min(tips[0][1] * cost.share_of_more, 1.0))
+            tips = tree.frontier(tree.end, gamma, self._settings.max_branches, least)
+            tips = tips[: cost.best_rows([chance for _, chance in tips])]
+        return [node for node, _ in tips]
 
     def _branch_len(self, round: Round, num_branches: int) -> int:
         """Tokens per branch, the root included: no more than the target's step leaves time for."""
