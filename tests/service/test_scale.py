@@ -20,7 +20,7 @@ class Replica(threading.Thread):
 
     def __init__(self, address: str, number: int) -> None:
         super().__init__(daemon=True)
-        options = ClientOptions(address, "specbranch", {"gamma": 4}, deadline_s=DEADLINE_S)
+        options = ClientOptions(address, "specbranch", {"gamma": 4, "waits": True}, deadline_s=DEADLINE_S)
         self.client = DraftClient(options)
         self.texts = [[number, sequence, 1] for sequence in range(SEQUENCES)]
         self.num_accepted = 0

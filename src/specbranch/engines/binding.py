@@ -60,6 +60,20 @@ class Binding:
                 break
         return feeds
 
+    def lend(self, tree: Tree, length: int) -> int | None:
+        """A new handle that holds the first `length` committed tokens, for another session; None if none is held."""
+        self._follow(tree)
+        if self._tips:
+            return self._engine.fork(next(iter(self._tips)), length)
+        if self._trunk and self._trunk[1] >= length:
+            return self._engine.fork(self._trunk[0], length)
+        return None
+
+    def adopt(self, handle: int, length: int) -> None:
+        """Begin with a handle that already holds the first `length` tokens of the text."""
+        assert not self.num_handles, "this session has begun to read"
+        self._trunk = (handle, length)
+
     def close(self) -> None:
         """Give all handles back."""
         for handle in self._tips:

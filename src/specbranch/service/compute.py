@@ -33,6 +33,7 @@ class ComputeCounts:
     rows: int = 0
     step_s: float = 0.0
     failed_steps: int = 0
+    borrowed_tokens: int = 0  # that were not read in because another session's cache held them
 
 
 @dataclass(slots=True)
@@ -134,6 +135,8 @@ class Compute:
         for _, _, wish, node in ranked[: self._engine.info.row_limit]:
             wish.chosen.append(node)
         chosen = self._within_a_piece([wish for wish in wishes if wish.chosen])
+        for wish in chosen:  # before any feed: what is fed is not yet in the engine's cache
+            self._borrow(wish.draft)
         feeds = [(wish.draft, feed) for wish in chosen for feed in self._feeds(wish)]
         if chosen and not feeds:
             self._make_room([wish.draft for wish in chosen])
@@ -143,6 +146,8 @@ class Compute:
         """Without those who would read in more text than one step should; the first reader always may."""
         kept, num_read = [], 0
         for wish in wishes:
+            if self._is_about_to_borrow(wish.draft):
+                continue
             num_unread = wish.draft.binding.num_unread(wish.draft.session.tree)
             if num_unread > 1:
                 if num_read >= self._piece_len:
@@ -171,6 +176,29 @@ class Compute:
                 # A verdict came in between: the old nodes may be gone.
                 nodes = session.rows()[: len(nodes)]
             return [] if draft.is_forgotten else draft.binding.feeds(session.tokens, session.tree, nodes)
+
+    def _is_about_to_borrow(self, draft: Draft) -> bool:
+        """Whether the session that this one will borrow from is itself still reading."""
+        if draft.donor is None or draft.binding.num_handles:
+            return False
+        donor, _ = draft.donor
+        return donor in self._busy and not donor.is_forgotten and donor.binding.num_unread(donor.session.tree) > 1
+
+    def _borrow(self, draft: Draft) -> None:
+        """Begin with what another session's cache holds of the same text."""
+        if draft.donor is None or draft.is_mute:
+            return
+        (donor, length), draft.donor = draft.donor, None
+        if donor.is_forgotten or draft.binding.num_handles:
+            return
+        try:
+            with donor.lock:
+                handle = donor.binding.lend(donor.session.tree, length)
+        except EngineFull:
+            return
+        if handle is not None:
+            draft.binding.adopt(handle, length)
+            self.counts.borrowed_tokens += length
 
     def _step(self, feeds: list[tuple[Draft, Feed]]) -> None:
         start_s = self._clock()

@@ -54,6 +54,7 @@ def counters(server: Server) -> list[tuple[str, str, float]]:
         ("steps", "Draft steps run.", compute.steps),
         ("step_seconds", "Time in draft steps.", compute.step_s),
         ("failed_steps", "Draft steps that the engine refused.", compute.failed_steps),
+        ("borrowed_tokens", "Tokens not read in because another session's cache held them.", compute.borrowed_tokens),
         ("lookups", "Sequences looked up.", lookup.lookups),
         ("unknown", "Lookups of a text that was not known.", lookup.unknown),
         ("opened", "Texts opened.", lookup.opened),

@@ -15,6 +15,7 @@ from specbranch.core.session import Session
 from specbranch.core.stats import Stats
 from specbranch.engines.binding import Binding
 from specbranch.service.digest import Digest
+from specbranch.service.prefixes import Prefixes
 
 Key = tuple[bytes, bytes]  # namespace, digest
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
@@ -33,6 +34,7 @@ class Draft:
         self.lock = threading.Lock()
         self.is_forgotten = False
         self.is_awaited = False  # the target stands still for this one
+        self.donor: tuple[Draft, int] | None = None  # who holds the beginning of this text, and how much of it
         self._digest = Digest(session.tokens)
 
     @property
@@ -53,6 +55,7 @@ class Shelf:
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
         self._drafts: OrderedDict[Key, Draft] = OrderedDict()
+        self._prefixes: Prefixes[Draft] = Prefixes()
         self._lock = threading.Lock()
         self._num_tokens = 0
         self._forgotten: list[Draft] = []
@@ -82,6 +85,8 @@ class Shelf:
             self._remove(self._drafts.get(draft.key))
             self._drafts[draft.key] = draft
             self._num_tokens += len(draft.session.tokens)
+            draft.donor = self._prefixes.find(draft.namespace, draft.session.tokens)
+            self._prefixes.add(draft, draft.namespace, draft.session.tokens)
             self._shrink()
 
     def follow(self, draft: Draft, tokens: Sequence[int], num_submitted: int) -> bool:
@@ -95,6 +100,7 @@ class Shelf:
             self._remove(self._drafts.get(draft.key))
             self._drafts[draft.key] = draft
             self._num_tokens += len(tokens)
+            self._prefixes.add(draft, draft.namespace, draft.session.tokens)
             self._shrink()
             return not draft.is_forgotten
 
@@ -156,6 +162,7 @@ class Shelf:
         if draft is not None and not draft.is_forgotten:
             draft.is_forgotten = True
             self._drafts.pop(draft.key, None)
+            self._prefixes.remove(draft)
             self._num_tokens -= len(draft.session.tokens)
             self._forgotten.append(draft)
             self._retire(draft)

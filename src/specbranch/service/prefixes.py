@@ -1,0 +1,64 @@
+"""Who holds the beginning of a text: the next turn of a chat, another sample of a prompt, a common system message.
+
+Texts are marked at every sixteenth token by the digest of all tokens up to there. What another session's cache already
+holds need not be read in again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+from specbranch.service.digest import Digest
+
+MARK_LEN = 16
+
+T = TypeVar("T")
+Key = tuple[bytes, bytes]  # namespace, digest
+
+
+class Marks:
+    """The marks of one growing text."""
+
+    def __init__(self) -> None:
+        self._digest = Digest()
+        self._length = 0
+
+    def extend(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Length and name of every mark that the text has passed since the last call; `tokens` is the whole text."""
+        while len(tokens) - self._length >= MARK_LEN:
+            end = self._length + MARK_LEN
+            self._digest = self._digest.extend(tokens[self._length : end])
+            self._length = end
+            yield end, self._digest.name
+
+
+class Prefixes(Generic[T]):
+    """The latest holder of each beginning. Grows by one entry for sixteen tokens of a holder's text."""
+
+    def __init__(self) -> None:
+        self._holders: dict[Key, T] = {}
+        self._marks: dict[T, tuple[Marks, list[Key]]] = {}
+
+    def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> None:
+        """Let a holder be found by its text, or by what its text has become."""
+        marks, keys = self._marks.setdefault(holder, (Marks(), []))
+        for _, name in marks.extend(tokens):
+            self._holders[namespace, name] = holder
+            keys.append((namespace, name))
+
+    def remove(self, holder: T) -> None:
+        """Forget a holder."""
+        _, keys = self._marks.pop(holder, (None, []))
+        for key in keys:
+            if self._holders.get(key) is holder:
+                del self._holders[key]
+
+    def find(self, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
+        """Who holds most of the beginning of a text, and how many of its tokens; never all of them."""
+        found = None
+        for length, name in Marks().extend(tokens[:-1]):
+            holder = self._holders.get((namespace, name))
+            if holder is not None:
+                found = (holder, length)
+        return found
