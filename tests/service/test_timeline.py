@@ -197,6 +197,7 @@ def test_a_service_writes_its_trace_when_it_is_told_to_end(tmp_path: Path) -> No
     path = tmp_path / "trace.json"
     with scripted_service(tmp_path, "--trace", str(path)) as service:
         with closing(DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, deadline_s=5.0))) as client:
+            assert client.hello(5.0) is not None
             walk = Walk(client, [1, 2, 3])
             for _ in range(40):
                 walk.step()
