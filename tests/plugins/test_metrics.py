@@ -126,13 +126,14 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
         assert samples(collector)["specbranch_state", "3", "on"] == 1
         service.signal(signal.SIGSTOP)
         durations = []
-        for _ in range(3):
+        for pause_s in (0.0, 0.0, 1.1):
+            time.sleep(pause_s)
             start_s = time.monotonic()
             found = samples(collector)
             durations.append(time.monotonic() - start_s)
 
-    assert max(durations) < 0.05
-    assert max(durations[1:]) < 0.02
+    assert max(durations) < 0.08
+    assert max(durations[1:]) < 0.04
     assert [found["specbranch_state", str(engine), "lagging"] for engine in range(4)] == [1] * 4
     assert found["specbranch_hits_total", "3"] == 0
 

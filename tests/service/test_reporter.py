@@ -59,9 +59,11 @@ def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tm
     with scripted_service(tmp_path) as service, reporter_for(service.address) as reporter:
         ask_until(reporter, Reach.ANSWERS)
         service.signal(signal.SIGSTOP)
-        durations = [timed(reporter, Reach.SILENT) for _ in range(5)]
+        durations = [timed(reporter, Reach.LATE) for _ in range(5)]
         assert durations[0] >= TIMEOUT_S
         assert max(durations[1:]) < TIMEOUT_S
+        ask_until(reporter, Reach.SILENT)
+        assert timed(reporter, Reach.SILENT) < TIMEOUT_S
 
         service.signal(signal.SIGCONT)
         ask_until(reporter, Reach.ANSWERS)

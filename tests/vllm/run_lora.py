@@ -34,7 +34,7 @@ def main() -> None:
         "disable_log_stats": False,
         "enable_lora": True,
         "max_lora_rank": RANK,
-        # Two, though one is used: vLLM's CPU kernels give rows without an adapter the last slot, which must be empty.
+        # Two, though one is used: with one, bare vLLM 0.32 for the CPU gives all rows the same output.
         "max_loras": 2,
     }
     from specbranch.plugins.vllm import compat

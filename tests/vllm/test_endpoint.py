@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -53,12 +54,23 @@ def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_p
             assert value(before, "specbranch_calls_total", engine="0", model_name="target") == 0
 
             text = served.complete("Here is a story about the sea.", 60)
-            page, _ = served.scrape()
+            page = scrape_when_settled(served)
             (tmp_path / "page.txt").write_text(page)
             assert_figures_add_up(page)
 
             service.stop()
             assert_a_dead_service_is_told_and_costs_nothing(served, text)
+
+
+def scrape_when_settled(served: Served, timeout_s: float = 20.0) -> str:
+    """The page as soon as the service has told all; it may answer late while the machine is busy."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        page, _ = served.scrape()
+        rounds = value(page, "specbranch_hits_total") + value(page, "specbranch_misses_total")
+        if rounds == value(page, "specbranch_calls_total") - 1 or time.monotonic() > end_s:
+            return page
+        time.sleep(0.2)
 
 
 def assert_figures_add_up(page: str) -> None:
@@ -85,11 +97,11 @@ def assert_a_dead_service_is_told_and_costs_nothing(served: Served, text: str) -
         page, duration_s = served.scrape()
         durations.append(duration_s)
     assert state(page) == "unreachable"
-    known = value(page, "specbranch_hits_total")
+    known = value(page, "specbranch_misses_total")
     assert known > 0
     assert served.complete("Here is a story about the sea.", 60) == text
     page, duration_s = served.scrape()
     assert value(page, "specbranch_unreachable_total") > 0
-    assert value(page, "specbranch_hits_total") == known
+    assert value(page, "specbranch_misses_total") == known
     record("endpoint", scrape_s=round(max(durations), 4))
     assert max(durations) < 0.5  # of a whole page, on a machine that may be busy

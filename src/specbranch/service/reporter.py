@@ -20,10 +20,14 @@ from specbranch.service.wire import Figures, FrameError, Report, decode_reply, e
 log = logging.getLogger(__name__)
 
 
+_PATIENCE_S = 1.0  # a question that stays open for longer is met with silence
+
+
 class Reach(enum.Enum):
     """How a service was found when it was last asked."""
 
     ANSWERS = "answers"
+    LATE = "late"  # no answer yet: a busy machine, or the beginning of a silence
     SILENT = "silent"  # it is connected and says nothing
     ABSENT = "absent"  # nobody listens
 
@@ -42,7 +46,7 @@ class Reporter:
         self._close = close_with(self, context, self._socket)
         self._round = 0
         self._is_new = True
-        self._is_silent = False
+        self._open_s: float | None = None  # when the oldest question was asked that is still open
         self.figures: Figures | None = None
 
     def ask(self, timeout_s: float) -> Reach:
@@ -58,7 +62,8 @@ class Reporter:
         self._close()
 
     def _ask(self, timeout_s: float) -> Reach:
-        end_s = time.monotonic() + timeout_s
+        now_s = time.monotonic()
+        end_s = now_s + timeout_s
         while self._socket.poll(0):
             self._receive()  # an answer that came too late; it still is the newest we have
         self._round += 1
@@ -69,18 +74,20 @@ class Reporter:
         try:
             self._socket.send(encode(Report(self._round, self._namespace)), zmq.NOBLOCK)
         except zmq.Again:
-            self._is_silent = False
+            self._open_s = None
             return Reach.ABSENT
-        while not self._is_silent and (left_s := end_s - time.monotonic()) > 0:
+        if self._open_s is not None:
+            return Reach.SILENT if now_s - self._open_s > _PATIENCE_S else Reach.LATE
+        while (left_s := end_s - time.monotonic()) > 0:
             if self._socket.poll(math.ceil(left_s * 1000)) and self._receive() == self._round:
                 return Reach.ANSWERS
-        self._is_silent = True
-        return Reach.SILENT
+        self._open_s = now_s
+        return Reach.LATE
 
     def _receive(self) -> int | None:
         """Take in one message; the round that it answers, None if it is no answer."""
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        self._is_silent = False
+        self._open_s = None
         try:
             reply = decode_reply(b"".join(frames))
         except FrameError as error:

@@ -22,7 +22,7 @@ from specbranch.service.wire import Figures
 log = logging.getLogger(__name__)
 
 STATES = ("on", "closed", "lagging", "unreachable", "off")
-_TIMEOUT_S = 0.03  # for all services together
+_TIMEOUT_S = 0.04  # for all services together
 _LABELS = ["model_name", "engine"]
 _COUNTS = {
     "calls": ("calls", "Engine steps in which the draft service was asked or told."),
