@@ -30,7 +30,7 @@ from specbranch.plugins.vllm.exactness.prompts import GREEDY, TOSS_KEYS
 from specbranch.plugins.vllm.exactness.runs import Ask, Done, Job, News, Run
 from specbranch.service.process import DraftOptions, DraftProcess
 
-_BATCH = 8  # of the engine's own noise, and of the runs that are compared with it
+_BATCH = 8  # of the engine's own noise, of the runs that are compared with it, and of all that is sampled
 _MOST_ROWS = 16
 _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
 
@@ -186,10 +186,10 @@ def _served_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[
     together = Run("greedy together", _greedy_asks(size, 5), _BATCH, section)
     alone = [Run("greedy alone", _greedy_asks(size, None), 1)] if is_bare else []
     laws = [
-        Run(feature.name, feature.asks(size.num_samples, temperature, 0 if is_bare else 1), 0, sampled)
+        Run(feature.name, feature.asks(size.num_samples, temperature, 0 if is_bare else 1), _BATCH, sampled)
         for feature in FEATURES
     ]
-    again = [Run(f"seeds, time {turn}", _seeded().asks(size.num_repeats), 0, sampled) for turn in (1, 2)]
+    again = [Run(f"seeds, time {turn}", _seeded().asks(size.num_repeats), _BATCH, sampled) for turn in (1, 2)]
     return [together, *alone, *laws, *again]
 
 
