@@ -25,6 +25,8 @@ print(json.dumps([
     current_platform.is_cpu(),
     rejection_sampler.expand_batch_to_tokens(top_k, ends, 5).tolist(),
     rejection_sampler.expand_batch_to_tokens(temperature, ends, 5, replace_from=0, replace_to=1).tolist(),
+    list(rejection_sampler.apply_top_k_top_p(torch.empty(0, 9), top_k[:0], None).shape),
+    rejection_sampler.apply_top_k_top_p(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2]), None).isinf().tolist(),
 ]))
 """
 
@@ -36,8 +38,10 @@ def test_every_draft_token_gets_the_parameters_of_its_request() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr[-4000:]
-    is_cpu, top_k, temperature = json.loads(done.stdout.splitlines()[-1])
+    is_cpu, top_k, temperature, shape, is_cut = json.loads(done.stdout.splitlines()[-1])
     if not is_cpu:
         pytest.skip("this vLLM does not run on the CPU")
     assert top_k == [5, 5, 7, 7, 7]
     assert temperature == [0.5, 0.5, 1.0, 1.0, 1.0]
+    assert shape == [0, 9]  # a step without draft tokens
+    assert is_cut == [[True, False, False]]

@@ -31,20 +31,24 @@ def warn_if_untested() -> None:
 
 
 def mend_cpu_sampler() -> None:
-    """Mend vLLM's verification of sampled requests on the CPU, if this vLLM needs it (vllm-project/vllm#55005).
+    """Mend vLLM's verification of sampled requests on the CPU, where this vLLM needs it; other devices are left alone.
 
-    Its CPU form of `expand_batch_to_tokens` writes to a copy. The caller gets memory that nobody has written as
-    temperature, top-k and top-p of every draft token: above temperature 0 any speculation has a wrong output law.
+    `expand_batch_to_tokens` writes to a copy (vllm-project/vllm#55005). Its caller gets memory that nobody has written
+    as temperature, top-k and top-p of every draft token: above temperature 0 any speculation has a wrong output law.
+    `apply_top_k_top_p` raises in a step without draft tokens, so a request with top-k alone ends the engine.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample import rejection_sampler as module
 
-    if not _expands_rightly(rejection_sampler.expand_batch_to_tokens):
+    if not _expands_rightly(module.expand_batch_to_tokens):
         log.warning("this vLLM verifies sampled tokens wrongly on the CPU (vllm-project/vllm#55005); mended in place")
-        rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+        module.expand_batch_to_tokens = _expand_batch_to_tokens
+    if not _takes_no_rows(module.apply_top_k_top_p):
+        log.warning("this vLLM fails on the CPU at top-k in a step without drafts; mended in place")
+        module.apply_top_k_top_p = _unless_empty(module.apply_top_k_top_p)
 
 
 def _expands_rightly(expand: Any) -> bool:
@@ -60,6 +64,20 @@ def _expand_batch_to_tokens(
     """Each row's value once for each of its tokens; the arguments are vLLM's."""
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)
+
+
+def _takes_no_rows(apply: Any) -> bool:
+    import torch
+
+    try:
+        apply(torch.empty(0, 4), torch.empty(0, dtype=torch.int32), None)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _unless_empty(apply: Any) -> Any:
+    return lambda logits, k, p: apply(logits, k, p) if len(logits) else logits
 
 
 def is_output_rank() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -29,7 +30,7 @@ from specbranch.plugins.vllm.exactness.prompts import GREEDY, TOSS_KEYS
 from specbranch.plugins.vllm.exactness.runs import Ask, Done, Job, News, Run
 from specbranch.service.process import DraftOptions, DraftProcess
 
-_BATCH = 8  # of the engine's own noise, and of the runs that are compared with it
+_BATCH = 8  # of the engine's own noise, of the runs that are compared with it, and of all that is sampled
 _MOST_ROWS = 16
 _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
 
@@ -75,6 +76,7 @@ class Report:
     options: CheckOptions
     engine: Mapping[str, str]
     findings: Sequence[Finding]
+    stage_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def has_failed(self) -> bool:
@@ -93,6 +95,7 @@ class Report:
             "seed": options.seed,
             "size": asdict(options.size),
             "versions": {"specbranch": __version__, **self.engine},
+            "stage_s": {name: round(seconds, 1) for name, seconds in self.stage_s.items()},
             "findings": [asdict(finding) for finding in self.findings],
         }
 
@@ -121,7 +124,7 @@ def check(options: CheckOptions, listen: Listener) -> Report:
         *_exact_findings(options, bare.runs, ours.runs),
         *_served_findings(options, ours_served.engine["dtype"], bare_served.runs, ours_served.runs),
     ]
-    return Report(options, ours_served.engine, findings)
+    return Report(options, ours_served.engine, findings, run.stage_s)
 
 
 class _Stages:
@@ -131,6 +134,7 @@ class _Stages:
         self._options = options
         self._listen = listen
         self._section = section
+        self.stage_s: dict[str, float] = {}
 
     def stage(self, name: str, dtype: str, runs: list[Run]) -> Worked:
         options = self._options
@@ -153,7 +157,10 @@ class _Stages:
             done += news.num_ended
             self._listen(name, done, total)
 
-        return run_job(job, hear)
+        start_s = time.monotonic()
+        worked = run_job(job, hear)
+        self.stage_s[name] = time.monotonic() - start_s
+        return worked
 
 
 def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
@@ -184,10 +191,10 @@ def _served_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[
     together = Run("greedy together", _greedy_asks(size, 5), _BATCH, section)
     alone = [Run("greedy alone", _greedy_asks(size, None), 1)] if is_bare else []
     laws = [
-        Run(feature.name, feature.asks(size.num_samples, temperature, 0 if is_bare else 1), 0, sampled)
+        Run(feature.name, feature.asks(size.num_samples, temperature, 0 if is_bare else 1), _BATCH, sampled)
         for feature in FEATURES
     ]
-    again = [Run(f"seeds, time {time}", _seeded().asks(size.num_repeats), 0, sampled) for time in (1, 2)]
+    again = [Run(f"seeds, time {turn}", _seeded().asks(size.num_repeats), _BATCH, sampled) for turn in (1, 2)]
     return [together, *alone, *laws, *again]
 
 

@@ -37,28 +37,14 @@ GREEDY = (
     "Reasons to learn a second language:\n1.",
 )
 
-COIN = (
-    "A fair coin was tossed many times. The results: heads, tails, tails, heads, tails, heads, heads, heads, tails,"
-    " heads, tails, tails, heads, heads, tails, tails, tails, heads, tails, heads, heads, tails,"
-)
+# Short: whenever two samples part, the draft reads the whole text of one of them anew.
+COIN = "Coin tosses: heads, tails, tails, heads, tails, heads, heads, tails,"
 
-WEATHER = (
-    "The weather of each day, in one word: sun, rain, sun, cloud, cloud, rain, sun, sun, snow, cloud, rain, rain, sun,"
-    " cloud, snow, sun, rain, cloud, sun, rain, snow, snow, cloud, sun, rain,"
-)
+WEATHER = "Weather: sun, rain, cloud, sun, rain, rain, cloud, sun,"
 
-TOSSES = "One JSON object for each toss of a coin:\n" + "".join(
+TOSSES = "".join(
     f'{{"coin": "{coin}", "won": {won}}}\n'
-    for coin, won in (
-        ("heads", "true"),
-        ("tails", "true"),
-        ("heads", "false"),
-        ("tails", "false"),
-        ("tails", "true"),
-        ("heads", "true"),
-        ("tails", "false"),
-        ("heads", "false"),
-    )
+    for coin, won in (("heads", "true"), ("tails", "true"), ("heads", "false"), ("tails", "false"))
 )
 
 TOSS_KEYS = ("coin", "won")
