@@ -199,8 +199,10 @@ def _served_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[
 
 
 def _sampled_section(section: dict[str, Any]) -> dict[str, Any]:
-    settings = {"gamma": _SAMPLED_GAMMA} if "gamma" in setting_names(section["planner"]) else {}
-    return {**section, "settings": settings}
+    """Short drafts that are waited for: outputs of a few tokens would else be over before the first draft comes."""
+    wanted = {"gamma": _SAMPLED_GAMMA, "waits": True}
+    names = setting_names(section["planner"])
+    return {**section, "settings": {name: value for name, value in wanted.items() if name in names}}
 
 
 def _seeded() -> Feature:
