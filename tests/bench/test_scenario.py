@@ -59,6 +59,8 @@ def test_every_method_sees_every_group_of_prompts_side_by_side_in_an_order_of_it
     assert all(a.messages == b.messages and {a.method.name, b.method.name} == {"bare", "ours"} for a, b in pairs)
     assert {a.method.name for a, _ in pairs} == {"bare", "ours"}
     assert trials == plan_trials(scenario, data)
+    few = read_scenario(written(data, "groups = 1\n" + SMALL))
+    assert len(plan_trials(few, data)) == 2 * (1 + 1) * 2
     assert scenario.section(scenario.methods[1], "ipc:///x")["settings"] == {"gamma": 3}
 
 

@@ -50,7 +50,7 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
             (task, size, start, tuple(messages[start : start + size]))
             for task, messages in texts.items()
             for size in scenario.concurrency
-            for start in range(0, len(messages) - size + 1, size)
+            for start in range(0, len(messages) - size + 1, size)[: scenario.groups]
         ]
         order.shuffle(groups)
         for task, size, start, messages in groups:

@@ -36,7 +36,11 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pair of models on given cores, prompts, and the methods to compare; `gamma` is the longest submission."""
+    """One pair of models on given cores, prompts, and the methods to compare.
+
+    `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how many such
+    groups of each task are measured at most.
+    """
 
     name: str
     target: str
@@ -52,6 +56,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float = 0.0
     gamma: int = 8
     deadline_ms: float = 1000.0
+    groups: int | None = None
     concurrency: list[int] = msgspec.field(default_factory=lambda: [1])
     repeats: int = 1
     seed: int = 0

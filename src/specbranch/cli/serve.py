@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -76,6 +77,7 @@ def serve(
     deadline_ms: Annotated[
         float | None, typer.Option(help="The longest that a step may wait for drafts.", min=0)
     ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto and `specbranch timeline`.")] = None,
     target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
     draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
 ) -> None:
@@ -91,7 +93,8 @@ def serve(
         on_cpu = compat.runs_on_cpu()
         cores = divide_cores(draft_device, target_cores, draft_cores)
         engine = draft_engine or engine_for(draft)
-        options = DraftOptions(draft, engine, draft_device, cores.draft, len(cores.draft) if cores.draft else None)
+        extra = ["--trace", str(trace.absolute())] if trace else []
+        options = DraftOptions(draft, engine, draft_device, cores.draft, extra=extra)
         plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
         code = _run(plan, console_for(False))
     raise typer.Exit(code)
