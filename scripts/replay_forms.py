@@ -37,7 +37,10 @@ def main() -> None:
             found = {name: best_gamma(trace, form, Layout(c, row_cost)) for name, form in FORMS.items()}
             speeds = {name: round(outcome.speedup, 3) for name, outcome in found.items()}
             rows.append({"task": task, "c": c, "row_cost": row_cost, "speedup": speeds})
-            print(f"{task:14} c {c:4g} row {row_cost:4g}  " + "  ".join(f"{name} {speed:.2f}" for name, speed in speeds.items()))
+            print(
+                f"{task:14} c {c:4g} row {row_cost:4g}  "
+                + "  ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+            )
     args.out.write_text(json.dumps({"script": "scripts/replay_forms.py", "rows": rows}, indent=1) + "\n")
 
 
