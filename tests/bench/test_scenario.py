@@ -9,7 +9,7 @@ import pytest
 
 from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.runner import plan_trials
-from specbranch.bench.scenario import ScenarioError, read_scenario
+from specbranch.bench.scenario import ScenarioError, read_scenario, scenario_of
 from specbranch.core.planners import SettingError
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +62,15 @@ def test_every_method_sees_every_group_of_prompts_side_by_side_in_an_order_of_it
     few = read_scenario(written(data, "groups = 1\n" + SMALL))
     assert len(plan_trials(few, data)) == 2 * (1 + 1) * 2
     assert scenario.section(scenario.methods[1], "ipc:///x")["settings"] == {"gamma": 3}
+
+
+def test_a_scenario_is_known_again_from_its_results(data: Path) -> None:
+    scenario = read_scenario(written(data, SMALL))
+    document = scenario.as_json()
+    del document["groups"]  # written before there were groups
+
+    assert scenario_of(document) == scenario
+    assert scenario_of({**document, "seed": 1}) != scenario
 
 
 def test_prompts_are_spread_over_the_file(data: Path) -> None:

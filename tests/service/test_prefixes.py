@@ -56,7 +56,7 @@ def test_another_text_with_the_same_beginning_borrows_it() -> None:
     draft = bench.shelf.find((b"ours", Digest(other).name))
     assert draft is not None
 
-    assert bench.compute.counts.borrowed_tokens == 32
+    assert bench.compute.counts.borrowed_tokens == 35
     law = draft.session.tree.root.law
     assert law is not None and law.ids == DRAFT.law(tuple(other)).ids
 
@@ -68,7 +68,7 @@ def test_texts_opened_together_wait_for_the_first_to_be_read() -> None:
     for text in texts:
         read_in(bench, text)
 
-    assert bench.compute.counts.borrowed_tokens == 2 * 32
+    assert bench.compute.counts.borrowed_tokens == 2 * 33
 
 
 def test_what_was_forgotten_cannot_be_borrowed() -> None:

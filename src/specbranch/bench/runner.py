@@ -60,13 +60,16 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
     return trials
 
 
-def run_scenario(scenario: Scenario, data: Path, sink: TextIO, progress: Callable[[int, int], None]) -> None:
-    """Measure everything and write one JSON line for each trial."""
+def run_scenario(
+    scenario: Scenario, data: Path, sink: TextIO, progress: Callable[[int, int], None], num_done: int = 0
+) -> None:
+    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before."""
     trials = plan_trials(scenario, data)
     with _engines(scenario) as engines:
-        header = {"format": FORMAT, "version": 1, "scenario": scenario.as_json(), "provenance": engines.provenance()}
-        _write(sink, header)
-        for number, trial in enumerate(trials):
+        if not num_done:
+            header = {"format": FORMAT, "version": 1, "scenario": scenario.as_json()}
+            _write(sink, {**header, "provenance": engines.provenance()})
+        for number, trial in enumerate(trials[num_done:], start=num_done):
             progress(number, len(trials))
             _write(sink, engines.measure(trial))
         progress(len(trials), len(trials))

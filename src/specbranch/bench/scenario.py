@@ -79,6 +79,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
+def scenario_of(document: dict[str, Any]) -> Scenario:
+    """The scenario that a result file was measured with; what it does not name has its default."""
+    return msgspec.convert(document, Scenario)
+
+
 def read_scenario(path: Path) -> Scenario:
     """The scenario of a file, checked."""
     try:

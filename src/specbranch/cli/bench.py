@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specbranch.bench.prompts import PromptError
 from specbranch.bench.runner import run_scenario
-from specbranch.bench.scenario import ScenarioError, read_scenario
+from specbranch.bench.scenario import Scenario, ScenarioError, read_scenario, scenario_of
 from specbranch.bench.summary import Line, ResultError, read_results, summarize
 from specbranch.bench.worker import WorkerError
 from specbranch.cli.console import console_for, friendly_errors, print_json, progress_bar
@@ -30,17 +30,20 @@ def run(
     scenario: Annotated[Path, typer.Argument(help="TOML file that says what to measure.")],
     data: Annotated[Path, typer.Option(help="Directory with the files of prompts that the scenario names.")],
     out: Annotated[Path, typer.Option(help="Result file, one JSON document a line; must not exist.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a result file that was cut off.")] = False,
 ) -> None:
     """Start the engines on their cores and measure; nothing else should run on the machine meanwhile."""
-    with friendly_errors(ScenarioError, SettingError, PromptError, WorkerError, StartError, OSError):
+    with friendly_errors(ScenarioError, SettingError, PromptError, ResultError, WorkerError, StartError, OSError):
         chosen = read_scenario(scenario)
-        with out.open("x") as sink, progress_bar() as bar:
+        num_done = _num_done(chosen, out) if resume else 0
+        with out.open("a" if resume else "x") as sink, progress_bar() as bar:
             task = bar.add_task("starting engines", total=None)
             run_scenario(
                 chosen,
                 data,
                 sink,
                 lambda done, total: bar.update(task, completed=done, total=total, description=chosen.name),
+                num_done,
             )
         _print(out, as_json=False)
 
@@ -53,6 +56,14 @@ def show(
     """Tokens per second of every method over bare vLLM, with the spread over prompts."""
     with friendly_errors(ResultError):
         _print(results, as_json)
+
+
+def _num_done(scenario: Scenario, path: Path) -> int:
+    """Trials that a result file already holds; it must be of the same scenario."""
+    header, records = read_results(path)
+    if scenario_of(header["scenario"]) != scenario:
+        raise ResultError(f"{path} holds results of another scenario, or of another state of it; begin a new file")
+    return len(records)
 
 
 def _print(path: Path, as_json: bool) -> None:

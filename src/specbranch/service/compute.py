@@ -193,6 +193,7 @@ class Compute:
             return
         try:
             with donor.lock:
+                length = _common_len(donor.session.tokens, draft.session.tokens, length)
                 handle = donor.binding.lend(donor.session.tree, length)
         except EngineFull:
             return
@@ -246,6 +247,14 @@ class Compute:
     def _forget_all(self) -> None:
         for draft in self._shelf.snapshot():
             self._shelf.forget(draft)
+
+
+def _common_len(one: Sequence[int], other: Sequence[int], known: int) -> int:
+    """How many tokens both texts begin with, `known` of them known; the last of the other does not count."""
+    length = known
+    while length < min(len(one), len(other) - 1) and one[length] == other[length]:
+        length += 1
+    return length
 
 
 def _pairs(wish: _Wish) -> list[tuple[float, Node]]:
