@@ -174,21 +174,19 @@ def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
 
 def _exact_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[Run]:
     size = options.size
-    with_logprobs = Run(
-        "greedy with logprobs", _greedy_asks(size, 5)[: None if section is None else _BATCH], 0, section
-    )
     if section is None:
-        return [with_logprobs]
+        return [Run("greedy with logprobs", _greedy_asks(size, 5), 0)]
+    with_logprobs = Run("greedy with logprobs", _greedy_asks(size, 5)[:_BATCH], 0, _waiting(section))
     asks = _greedy_asks(size, None)
-    runs = [Run(f"greedy: {name}", asks, 0, {**section, "planner": name}) for name in options.planners]
+    runs = [Run(f"greedy: {name}", asks, 0, _waiting({**section, "planner": name})) for name in options.planners]
     return [*runs, with_logprobs]
 
 
 def _served_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[Run]:
     size, is_bare = options.size, section is None
-    sampled = None if section is None else _sampled_section(section)
+    sampled = None if section is None else _waiting(section, gamma=_SAMPLED_GAMMA)
     temperature = 1.0 if is_bare or options.wrong_temperature is None else options.wrong_temperature
-    together = Run("greedy together", _greedy_asks(size, 5), _BATCH, section)
+    together = Run("greedy together", _greedy_asks(size, 5), _BATCH, None if section is None else _waiting(section))
     alone = [Run("greedy alone", _greedy_asks(size, None), 1)] if is_bare else []
     laws = [
         Run(feature.name, feature.asks(size.num_samples, temperature, 0 if is_bare else 1), _BATCH, sampled)
@@ -198,10 +196,10 @@ def _served_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[
     return [together, *alone, *laws, *again]
 
 
-def _sampled_section(section: dict[str, Any]) -> dict[str, Any]:
-    """Short drafts that are waited for: outputs of a few tokens would else be over before the first draft comes."""
-    wanted = {"gamma": _SAMPLED_GAMMA, "waits": True}
+def _waiting(section: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """Drafts that are waited for: short outputs would else be over before the first draft comes."""
     names = setting_names(section["planner"])
+    wanted = {"waits": True, **settings}
     return {**section, "settings": {name: value for name, value in wanted.items() if name in names}}
 
 
