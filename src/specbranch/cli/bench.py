@@ -17,9 +17,13 @@ from specbranch.cli.console import console_for, friendly_errors, print_json, pro
 from specbranch.core.planners import SettingError
 from specbranch.service.process import StartError
 
+_COLUMNS = (
+    "task", "at", "method", "n", "tok/s", "speed", "range", "/round", "hits", "lost", "ms", "hook", "same"
+)  # fmt: skip
 _CAPTION = (
-    "speed: tokens per second over bare vLLM (range: 95 % of resamples); lost: rolled back per emitted token; "
-    "round, hook: ms"
+    "at: requests at once; n: trials; speed: tokens per second over bare vLLM, range: 95 % of resamples; /round: "
+    "emitted tokens; lost: rolled back per emitted token; ms: of a round; hook: ms of the proposer's call; same: "
+    "answers equal to bare vLLM's"
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Measure methods against each other on real engines.")
@@ -76,36 +80,23 @@ def _print(path: Path, as_json: bool) -> None:
 
 
 def _table(name: str, lines: list[Line]) -> Table:
-    table = Table(
-        title=name,
-        caption=_CAPTION,
-    )
-    for column in (
-        "task",
-        "at once",
-        "method",
-        "tok/s",
-        "speed",
-        "range",
-        "emitted/round",
-        "round ms",
-        "hook ms",
-        "equal",
-    ):
-        table.add_column(column, justify="left" if column in ("task", "method") else "right")
+    table = Table(title=name, caption=_CAPTION, box=None, padding=(0, 1, 0, 0))
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in ("task", "method") else "right", no_wrap=True)
     for line in lines:
         table.add_row(
             line.task,
             str(line.concurrency),
             line.method,
-            f"{line.tokens_per_s:.2f}",
-            f"{line.speedup:.2f}x",
+            str(line.trials),
+            f"{line.tokens_per_s:.1f}",
+            f"{line.speedup:.2f}",
             f"{line.low:.2f}-{line.high:.2f}",
             f"{line.emitted_per_round:.2f}",
-            _optional(line.hit_rate, ".2f"),
+            _optional(line.hit_rate, ".0%"),
             _optional(line.rolled_back, ".2f"),
             f"{line.round_ms:.0f}",
-            _optional(line.hook_ms, ".2f"),
+            _optional(line.hook_ms, ".1f"),
             f"{line.same_as_bare:.0%}",
         )
     return table
