@@ -6,19 +6,13 @@ A program of its own: vLLM keeps global state, and its environment must be set b
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-
 from specbranch.core.planners import PLANNERS
 from specbranch.service.client import ClientOptions, DraftClient
-from tests.service.harness import Service, running
+from tests.vllm.runs import draft_service
 
 SUBJECTS = ("water", "the moon", "a fox", "bread", "winter", "music", "the sea", "numbers")
 BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")
@@ -45,11 +39,7 @@ def main() -> None:
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
     }
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        address = f"ipc://{directory}/draft.sock"
-        program = [str(Path(sys.executable).with_name("specbranch")), "draft", "--model", str(args.draft)]
-        command = [*program, "--listen", address, "--threads", "1", "--log-level", "warning"]
-        stack.enter_context(running(Service(command, address)))
+    with draft_service(str(args.draft)) as address:
         bare = LLM(**common)
         texts = {"bare": _tokens(bare.generate(prompts, greedy, use_tqdm=False))}
         del bare

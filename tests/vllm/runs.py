@@ -7,16 +7,22 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-
+from specbranch.plugins.vllm.cores import split, usable_cores
 from specbranch.plugins.vllm.target import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
+
+# Apart from each other: threads that wait for one another suffer badly when a core has two things to do.
+CORES = split(usable_cores(), target_on_cpu=True, draft_on_cpu=True)
+if CORES.target:
+    os.sched_setaffinity(0, CORES.target)
+    os.environ["OMP_NUM_THREADS"] = str(len(CORES.target))
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @contextlib.contextmanager
 def draft_service(model: str) -> Iterator[str]:
     """The address of a running draft service."""
-    with DraftProcess(DraftOptions(model, threads=1, extra=("--log-level", "warning"))) as service:
+    with DraftProcess(DraftOptions(model, cores=CORES.draft, extra=("--log-level", "warning"))) as service:
         yield service.address
 
 
