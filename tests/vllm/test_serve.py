@@ -86,7 +86,7 @@ def test_it_says_what_runs_where_and_when_it_is_ready(served: Served) -> None:
     said = served.out.read_text()
 
     assert TARGET in said and f"{DRAFT} by llamacpp on cpu" in said
-    assert "specbranch gamma=4" in said and "2000 ms" in said
+    assert "specbranch waits=True gamma=4" in said and "2000 ms" in said
     assert served.url in said
     assert "ipc://" in said
     assert "Application startup complete" not in said
