@@ -42,7 +42,7 @@ def test_a_right_pair_holds(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_wrong_law_is_caught() -> None:
     """The second engine samples at temperature 2, not 1; greedy decoding is as it should be and still holds."""
-    code, document = run_check("--prompts", "2", "--tokens", "8", "--wrong-temperature", "2")
+    code, document = run_check("--prompts", "2", "--tokens", "8", "--samples", "32", "--wrong-temperature", "2")
     failed = [finding["name"] for finding in document["findings"] if finding["result"] == "FAILED"]
 
     assert code == 1
