@@ -81,3 +81,16 @@ def test_a_step_of_the_other_way_is_not_counted() -> None:
     gate.observe(8, 8, 1.0)
 
     assert not gate.is_open(8)
+
+
+def test_a_trial_waits_until_the_draft_has_read_the_text() -> None:
+    """For the first 30 steps after opening no drafts come; they are not held against it."""
+    for first, is_found in ((30, True), (200, False)):
+        gate, since_open = Gate(), 0
+        for _ in range(150):
+            is_open = gate.is_open(1)
+            since_open = since_open + 1 if is_open else 0
+            has_drafts = since_open > first
+            gate.observe(1, 2000 if has_drafts else 1000, 1.0, has_drafts)
+
+        assert gate.was_open == is_found

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 class GateSettings:
     """Steps of a measurement with and without drafts, steps to let pass after a change, steps between measurements.
 
-    Drafts must give `margin` times the tokens per second of plain decoding; a trial that gives less than `hopeless`
-    times ends early.
+    After opening, a trial begins when the first drafts have come, at the latest after `longest_settle_steps`: a draft
+    has to read the text in first, and that is not what is to be judged. Drafts must give `margin` times the tokens per
+    second of plain decoding; a trial that gives less than `hopeless` times ends early.
     """
 
     plain_steps: int = 8
     trial_steps: int = 16
     settle_steps: int = 4
+    longest_settle_steps: int = 64
     open_steps: int = 512
     closed_steps: int = 256
     longest_closed_steps: int = 8192
@@ -67,6 +69,7 @@ class Gate:
         self._loads: dict[int, _Load] = {}
         self._was_open = False
         self._since_change = 0
+        self._has_seen_drafts = False
 
     @property
     def was_open(self) -> bool:
@@ -79,14 +82,19 @@ class Gate:
         if is_open != self._was_open:
             self._was_open = is_open
             self._since_change = 0
+            self._has_seen_drafts = False
         return is_open
 
-    def observe(self, num_rows: int, num_tokens: int, step_s: float) -> None:
+    def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:
         """Take in a step of so many rows that ran as `is_open` last said; only whole decoding steps."""
         load = self._load(num_rows)
         self._since_change += 1
         # The first steps after a change still show the other way: texts to read in, drafts on their way.
-        if load.is_open != self._was_open or self._since_change <= self._settings.settle_steps:
+        is_settled = self._since_change > self._settings.settle_steps and (
+            not load.is_open or self._has_seen_drafts or self._since_change > self._settings.longest_settle_steps
+        )
+        self._has_seen_drafts |= has_drafts
+        if load.is_open != self._was_open or not is_settled:
             return
         (load.drafted if load.is_open else load.plain).observe(num_tokens, step_s)
         load.steps += 1

@@ -36,6 +36,7 @@ class SpecBranchProposer:
         self._client: DraftClient | None = None
         self._gate: Gate | None = None
         self._pace = Pace()
+        self._had_drafts = False
         self._runner: Any = None
         self._lens = [0] * (self._most + 1)  # rows by the length of their submission
         self._asides: Counter[str] = Counter()
@@ -99,6 +100,7 @@ class SpecBranchProposer:
             }
             for index, draft in self._ask(texts).items():
                 drafts[index] = draft
+        self._had_drafts = any(drafts)
         self._show()
         return drafts
 
@@ -108,7 +110,7 @@ class SpecBranchProposer:
             return True
         step_s = self._pace.step_s(num_new, lengths)
         if step_s is not None:
-            self._gate.observe(len(num_new), sum(num_new), step_s)
+            self._gate.observe(len(num_new), sum(num_new), step_s, self._had_drafts)
         return self._gate.is_open(len(num_new))
 
     def _without_aside(self, rows: Sequence[int], num_rows: int) -> Sequence[int]:
