@@ -7,7 +7,7 @@ After a hit the surviving branch is cut by a fresh signal (posterior drafting) a
 
 Three things are better than in the paper. What a cut leaves out stays in the tree, where it is the first branch. After
 a miss the target need not wait: it verifies what is there, if only its own last token, while the draft catches up;
-on recorded traces waiting never paid. And where rows are dear, only those are run that pay for their time. `waits` and
+on recorded traces waiting did not pay. And where rows are dear, only those are run that pay for their time. `waits` and
 not `is_thrifty` give the paper's form.
 """
 
