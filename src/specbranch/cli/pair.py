@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -43,7 +42,7 @@ class PairOptions:
 
     def check(self) -> None:
         """Raise now what would otherwise be raised after both models were loaded."""
-        if importlib.util.find_spec("vllm") is None:
+        if not compat.is_installed():
             raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
         if self.draft is not None:
             read_settings(self.section).client_options(self.gamma)

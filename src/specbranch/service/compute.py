@@ -179,16 +179,18 @@ class Compute:
 
     def _is_about_to_borrow(self, draft: Draft) -> bool:
         """Whether the session that this one will borrow from is itself still reading."""
-        if draft.donor is None or draft.binding.num_handles:
+        found = draft.donor  # read once: the lookup thread may forget the draft meanwhile
+        if found is None or draft.binding.num_handles:
             return False
-        donor, _ = draft.donor
+        donor, _ = found
         return donor in self._busy and not donor.is_forgotten and donor.binding.num_unread(donor.session.tree) > 1
 
     def _borrow(self, draft: Draft) -> None:
         """Begin with what another session's cache holds of the same text."""
-        if draft.donor is None or draft.is_mute:
+        found, draft.donor = draft.donor, None
+        if found is None or draft.is_mute:
             return
-        (donor, length), draft.donor = draft.donor, None
+        donor, length = found
         if donor.is_forgotten or draft.binding.num_handles:
             return
         try:

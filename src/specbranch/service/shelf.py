@@ -163,6 +163,7 @@ class Shelf:
             draft.is_forgotten = True
             self._drafts.pop(draft.key, None)
             self._prefixes.remove(draft)
+            draft.donor = None  # else sessions that never borrow would keep all their forerunners alive
             self._num_tokens -= len(draft.session.tokens)
             self._forgotten.append(draft)
             self._retire(draft)
