@@ -37,8 +37,9 @@ def main() -> None:
         # Two, though one is used: with one, bare vLLM 0.32 for the CPU gives all rows the same output.
         "max_loras": 2,
     }
-    from specbranch.plugins.vllm import compat
     from vllm import LLM
+
+    from specbranch.plugins.vllm import compat
 
     with tempfile.TemporaryDirectory() as directory, draft_service(args.draft) as address:
         write_adapter(Path(args.target), Path(directory))
@@ -92,9 +93,8 @@ def write_adapter(target: Path, directory: Path) -> None:
 
 def _decode(llm: Any, adapter: str) -> list[list[int]]:
     """Every prompt twice in one batch: with the adapter and without."""
-    from vllm.lora.request import LoRARequest
-
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     lora = LoRARequest("random", 1, adapter)
