@@ -20,7 +20,7 @@ class Feature:
     name: str
     prompt: str
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    num_tokens: int = 5
+    num_tokens: int = 3
     schema: dict[str, Any] | None = None
     is_seeded: bool = False
 
