@@ -241,7 +241,7 @@ def test_a_device_of_llama_cpp_other_than_the_processor_is_out_of_reach() -> Non
 def test_the_processor_is_named_without_the_host() -> None:
     assert cpu_name("processor\t: 0\nmodel name\t: Some CPU: 2 GHz\nmodel name\t: Other") == "Some CPU: 2 GHz"
     assert cpu_name("") is None
-    assert set(provenance()) == {"version", "cpu", "num_cores", "cache_bytes", "numpy"}
+    assert set(provenance()) == {"version", "commit", "cpu", "num_cores", "cache_bytes", "numpy"}
 
 
 @pytest.mark.parametrize("size", [1000, None])

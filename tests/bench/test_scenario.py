@@ -85,11 +85,38 @@ def test_prompts_are_spread_over_the_file(data: Path) -> None:
         (('"specbranch"', '"specbranh"'), "did you mean 'specbranch'"),
         (('name = "bare"', 'name = "ours"'), "different names"),
         (("count = 4", "count = "), "is no scenario"),
+        (("settings = {", "cores = [0]\nsettings = {"), "are vLLM's own"),
     ],
 )
 def test_a_mistake_in_a_scenario_is_named(data: Path, change: tuple[str, str], message: str) -> None:
     with pytest.raises((ScenarioError, SettingError), match=message):
         read_scenario(written(data, SMALL.replace(*change)))
+
+
+def test_methods_share_an_engine_if_they_need_the_same_one(data: Path) -> None:
+    peers = """
+[[methods]]
+name = "pearl"
+planner = "pearl"
+[[methods]]
+name = "ngram"
+speculative_config = { method = "ngram", num_speculative_tokens = 5 }
+[[methods]]
+name = "both cores"
+cores = [0, 1]
+"""
+    scenario = read_scenario(written(data, SMALL + peers))
+    bare, ours, pearl, ngram, both = scenario.methods
+
+    assert ours.engine == pearl.engine
+    assert len({bare.engine, ours.engine, ngram.engine, both.engine}) == 4
+    assert [scenario.num_cores(method) for method in (bare, ours, ngram, both)] == [1, 2, 1, 2]
+
+
+def test_any_file_of_prompts_will_do(data: Path) -> None:
+    text = SMALL.replace('task = "gsm8k"', 'task = "mine"\nfield = "question"')
+
+    assert plan_trials(read_scenario(written(data, text)), data)[0].task == "mine"
 
 
 def test_prompts_that_are_not_there_are_named(data: Path) -> None:

@@ -1,4 +1,4 @@
-"""What results say: ratios to bare on the same prompts, and their spread."""
+"""What results say: ratios to bare on the same prompts, their spread, and where a method loses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from specbranch.bench.summary import ResultError, read_results, summarize
+from specbranch.bench.results import Record, ResultError, Results, drop_unfinished, header, read_results
+from specbranch.bench.scenario import BenchMethod, PromptSet, Scenario
+from specbranch.bench.summary import losses, mean_speeds, summarize
+
+METHODS = [
+    BenchMethod("bare"),
+    BenchMethod("ours", planner="specbranch"),
+    BenchMethod("peer", speculative_config={"method": "ngram"}, cores=[0, 1]),
+]
+SCENARIO = Scenario("small", "t", "d", [PromptSet("gsm8k", "g.jsonl", 2), PromptSet("chat", "c.jsonl", 2)], METHODS)
 
 
-def record(method: str, prompt: int, tokens: int, elapsed_s: float, digest: str = "a", **more: Any) -> dict[str, Any]:
+def record(method: str, prompt: int, tokens: int, elapsed_s: float, digest: str = "a", **more: Any) -> Record:
     return {
         "task": "gsm8k",
         "concurrency": 1,
@@ -29,42 +38,87 @@ def record(method: str, prompt: int, tokens: int, elapsed_s: float, digest: str 
     }
 
 
+def results_of(*records: Record) -> Results:
+    return Results("r.jsonl", SCENARIO, {}, records)
+
+
 DRAFT = {"rounds": 20, "hits": 15, "rows": 60, "rejected": 5, "unused": 9, "cut": 1}
 
 
 def test_speed_is_tokens_over_time_against_bare() -> None:
-    records = [
-        record("ours", 0, 100, 11.0, counts={"calls": 10, "wait_s": 0.02}),
-        record("bare", 0, 100, 21.0),
-        record("ours", 1, 50, 6.0, digest="b", counts={"calls": 10, "wait_s": 0.02}, draft=DRAFT),
-        record("bare", 1, 50, 11.0),
-    ]
-    bare, ours = summarize(records)
+    bare, ours = summarize(
+        results_of(
+            record("ours", 0, 100, 11.0, counts={"calls": 10, "wait_s": 0.02}, verified=[40, 30], step_ms=20.0),
+            record("bare", 0, 100, 21.0),
+            record("ours", 1, 50, 6.0, digest="b", counts={"calls": 10, "wait_s": 0.02}, draft=DRAFT, joules=300.0),
+            record("bare", 1, 50, 11.0),
+        )
+    )
 
-    assert (bare.method, bare.speedup, bare.low, bare.high) == ("bare", 1.0, 1.0, 1.0)
-    assert ours.speedup == pytest.approx((150 / 17) / (150 / 32))
-    assert ours.low <= ours.speedup <= ours.high
-    assert (ours.low, ours.high) == pytest.approx((11 / 6, 21 / 11))
-    assert (ours.emitted_per_round, ours.round_ms) == (7.5, 750.0)
+    assert (bare.method, bare.speed.value, bare.speed.low, bare.speed.high) == ("bare", 1.0, 1.0, 1.0)
+    assert ours.speed.value == pytest.approx((150 / 17) / (150 / 32))
+    assert ours.speed_per_core == pytest.approx(ours.speed.value / 2)
+    assert ours.speed.low <= ours.speed.value <= ours.speed.high
+    assert (ours.speed.low, ours.speed.high) == pytest.approx((11 / 6, 21 / 11))
+    assert (ours.emitted_per_round, ours.round_ms, ours.step_ms) == (7.5, 750.0, 20.0)
     assert ours.hook_ms == pytest.approx(2.0)
-    assert (bare.hook_ms, bare.hit_rate) == (None, None)
-    assert (ours.hit_rate, ours.rolled_back, ours.rows_per_round) == (0.75, 0.1, 3.0)
+    assert (bare.hook_ms, bare.hit_rate, bare.accepted_share, bare.lost) == (None, None, None, None)
+    assert (ours.hit_rate, ours.rows_per_round) == (0.75, 3.0)
+    assert ours.lost == pytest.approx(0.1)
+    assert (ours.accepted_share, ours.joules_per_token) == (0.75, None)
     assert ours.same_as_bare == 0.5
 
 
 def test_a_run_that_was_cut_off_is_read_as_far_as_it_went() -> None:
     records = [record("ours", 0, 100, 10.0), record("bare", 0, 100, 20.0), record("ours", 1, 100, 10.0)]
+    unpaired = [record("ours", 0, 100, 10.0, task="chat"), record("bare", 1, 100, 10.0, task="chat")]
 
-    assert [line.trials for line in summarize(records)] == [1, 2]
+    assert [(line.task, line.method, line.trials) for line in summarize(results_of(*records, *unpaired))] == [
+        ("gsm8k", "bare", 1),
+        ("gsm8k", "ours", 2),
+        ("chat", "bare", 1),
+    ]
+
+
+def test_the_mean_over_tasks_is_geometric() -> None:
+    records = [
+        record(method, 0, 100, elapsed_s, task=task)
+        for task, method, elapsed_s in (
+            ("gsm8k", "bare", 8.0), ("gsm8k", "ours", 1.0), ("chat", "bare", 8.0), ("chat", "ours", 4.0)
+        )
+    ]  # fmt: skip
+
+    assert mean_speeds(results_of(*records))[1]["ours"].value == pytest.approx(4.0)
+
+
+def test_losses_are_told_in_all_and_for_each_core() -> None:
+    def found(ours_s: float) -> list[tuple[str, bool, float]]:
+        records = [record("bare", 0, 90, 9.0), record("ours", 0, 90, ours_s), record("peer", 0, 90, 5.0)]
+        return [
+            (loss.other, loss.is_per_core, round(loss.ahead.value, 3)) for loss in losses(results_of(*records), "ours")
+        ]
+
+    assert found(3.0) == []
+    assert found(4.6) == [("bare", True, round(2 * 4.6 / 9, 3))]
+    assert found(6.0) == [("bare", True, round(12 / 9, 3)), ("peer", False, 1.2)]
+    assert found(10.0) == [("bare", False, round(10 / 9, 3)), ("peer", False, 2.0)]
 
 
 def test_a_file_without_results_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    for text in ("", "no json", json.dumps({"format": "other"})):
+    for text in ("", "no json", json.dumps({"format": "other"}), "[]"):
         path.write_text(text)
         with pytest.raises(ResultError):
             read_results(path)
-    path.write_text(
-        json.dumps({"format": "specbranch-bench", "version": 1}) + "\n" + json.dumps(record("bare", 0, 1, 1.0))
-    )
-    assert len(read_results(path)[1]) == 1
+
+
+def test_a_file_that_was_cut_off_within_a_line_can_be_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    whole = json.dumps(header(SCENARIO, {})) + "\n" + json.dumps(record("bare", 0, 1, 1.0)) + "\n"
+    path.write_text(whole + '{"task": "gs')
+    drop_unfinished(path)
+
+    assert path.read_text() == whole
+    drop_unfinished(path)
+    results = read_results(path)
+    assert (len(results.records), results.scenario) == (1, SCENARIO)

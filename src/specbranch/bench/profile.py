@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -320,11 +321,22 @@ def provenance() -> dict[str, Any]:
     """Where the figures come from, without the name of the host."""
     return {
         "version": __version__,
+        "commit": commit(Path(__file__).parent),
         "cpu": cpu_name(_read(Path("/proc/cpuinfo"))),
         "num_cores": os.cpu_count(),
         "cache_bytes": cache_bytes(),
         "numpy": np.__version__,
     }
+
+
+def commit(directory: Path) -> str | None:
+    """The commit that a checkout stands at, with `+` if it was changed since; None for an installed package."""
+    try:
+        command = ["git", "-C", str(directory), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def cpu_name(cpuinfo: str) -> str | None:

@@ -9,13 +9,28 @@ from typing import Any
 
 _Row = dict[str, Any]
 _CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
+_Task = tuple[Callable[[_Row], bool], Callable[[_Row], str]]
 
-# task: (which rows of the file belong to it, the message of a row)
-_TASKS: dict[str, tuple[Callable[[_Row], bool], Callable[[_Row], str]]] = {
+
+def _of_spec_bench(*categories: str) -> _Task:
+    return lambda row: row["category"] in categories, lambda row: row["turns"][0]
+
+
+def _any_rows(field: str) -> _Task:
+    return lambda row: True, lambda row: str(row[field])
+
+
+# task: (which rows of the file belong to it, the message of a row); of several turns the first
+_TASKS: dict[str, _Task] = {
     "humaneval": (lambda row: True, lambda row: "Complete this Python function.\n\n" + row["prompt"]),
     "gsm8k": (lambda row: True, lambda row: row["question"]),
-    "summarization": (lambda row: row["category"] == "summarization", lambda row: row["turns"][0]),
-    "chat": (lambda row: row["category"] in _CHAT, lambda row: row["turns"][0]),
+    "mt-bench": _of_spec_bench(*_CHAT, "coding", "math"),
+    "translation": _of_spec_bench("translation"),
+    "summarization": _of_spec_bench("summarization"),
+    "qa": _of_spec_bench("qa"),
+    "math": _of_spec_bench("math_reasoning"),
+    "rag": _of_spec_bench("rag"),
+    "chat": _of_spec_bench(*_CHAT),
 }
 
 TASKS = tuple(_TASKS)
@@ -25,11 +40,11 @@ class PromptError(ValueError):
     """A file that does not hold the prompts it should; the message says what would help."""
 
 
-def read_prompts(task: str, path: Path, count: int) -> list[str]:
-    """`count` messages of a task, spread evenly over its file, always the same ones."""
-    if task not in _TASKS:
-        raise PromptError(f"no task is called {task!r}; choose from {', '.join(TASKS)}")
-    belongs, message = _TASKS[task]
+def read_prompts(task: str, path: Path, count: int, field: str | None = None) -> list[str]:
+    """`count` messages of a task, spread evenly over its file, always the same ones; with `field` of any such rows."""
+    if field is None and task not in _TASKS:
+        raise PromptError(f"no task is called {task!r}; choose from {', '.join(TASKS)}, or name the field of the file")
+    belongs, message = _TASKS[task] if field is None else _any_rows(field)
     try:
         rows = [row for line in path.read_text().splitlines() if belongs(row := json.loads(line))]
         stride = max(1, len(rows) // count)

@@ -12,17 +12,20 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
 
+from specbranch.bench.energy import read_joules
 from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
+from specbranch.bench.results import Record, header
 from specbranch.bench.scenario import BenchMethod, Scenario
 from specbranch.bench.worker import VLLM, Worker
 from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.service.reporter import Reach, Reporter
 
-FORMAT = "specbranch-bench"
 _REPORT_S = 5.0
 _FIGURES = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")
 _WARM_UP = "Count from one to ten."
@@ -44,7 +47,10 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
     """All measurements in the order in which they are taken: methods side by side, shuffled anew each time."""
     order = random.Random(scenario.seed)
     trials: list[Trial] = []
-    texts = {chosen.task: read_prompts(chosen.task, data / chosen.file, chosen.count) for chosen in scenario.prompts}
+    texts = {
+        chosen.task: read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field)
+        for chosen in scenario.prompts
+    }
     for repeat in range(scenario.repeats):
         groups = [
             (task, size, start, tuple(messages[start : start + size]))
@@ -67,8 +73,7 @@ def run_scenario(
     trials = plan_trials(scenario, data)
     with _engines(scenario) as engines:
         if not num_done:
-            header = {"format": FORMAT, "version": 1, "scenario": scenario.as_json()}
-            _write(sink, {**header, "provenance": engines.provenance()})
+            _write(sink, header(scenario, engines.provenance()))
         for number, trial in enumerate(trials[num_done:], start=num_done):
             progress(number, len(trials))
             _write(sink, engines.measure(trial))
@@ -77,26 +82,26 @@ def run_scenario(
 
 @dataclass(slots=True)
 class _Engines:
-    """The draft service, a worker for bare vLLM and one with our proposer, and who asks the service for figures."""
+    """The draft service, a worker for each engine, and who asks the service for figures."""
 
     scenario: Scenario
     draft: DraftProcess
-    bare: Worker
-    ours: Worker | None
+    workers: dict[str, Worker]
     reporters: dict[str, Reporter]
 
     def provenance(self) -> dict[str, Any]:
         assert self.draft.welcome is not None
-        return {**provenance(), **self.bare.info, "draft": Path(self.draft.welcome.model).name}
+        info = next(iter(self.workers.values())).info
+        return {**provenance(), **info, "draft": Path(self.draft.welcome.model).name}
 
     def warm_up(self) -> None:
         for method in self.scenario.methods:
             self._generate(method, (_WARM_UP,), max_tokens=24)
 
-    def measure(self, trial: Trial) -> dict[str, Any]:
-        before = self._figures(trial.method)
+    def measure(self, trial: Trial) -> Record:
+        before, joules = self._figures(trial.method), read_joules()
         answer = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
-        after = self._figures(trial.method)
+        after, joules_after = self._figures(trial.method), read_joules()
         return {
             "task": trial.task,
             "concurrency": trial.concurrency,
@@ -107,8 +112,11 @@ class _Engines:
             "elapsed_s": answer["elapsed_s"],
             "first_s": max(request["steps"][0][0] for request in answer["requests"]),
             "rounds": sum(len(request["steps"]) for request in answer["requests"]),
+            "step_ms": _step_ms(answer["requests"]),
             "digests": [_digest(request["tokens"]) for request in answer["requests"]],
             "counts": answer["counts"],
+            "verified": answer["verified"],
+            "joules": None if joules is None or joules_after is None else joules_after - joules,
             "draft": {name: after[name] - before.get(name, 0) for name in after},
         }
 
@@ -121,10 +129,8 @@ class _Engines:
 
     def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> dict[str, Any]:
         sampling = {"temperature": self.scenario.temperature, "max_tokens": max_tokens}
-        if method.planner is None:
-            return self.bare.generate(messages, sampling, None)
-        assert self.ours is not None, "a planner needs our proposer"
-        return self.ours.generate(messages, sampling, self.scenario.section(method, self.draft.address))
+        section = None if method.planner is None else self.scenario.section(method, self.draft.address)
+        return self.workers[method.engine].generate(messages, sampling, section)
 
 
 @contextlib.contextmanager
@@ -138,21 +144,21 @@ def _engines(scenario: Scenario) -> Iterator[_Engines]:
             extra=["--log-level", "warning", *scenario.draft_arguments],
         )
         draft = stack.enter_context(DraftProcess(options))
-        bare = stack.enter_context(_worker(scenario, None, logs / "bare.log"))
+        workers: dict[str, Worker] = {}
+        for method in scenario.methods:
+            if method.engine not in workers:
+                worker = _worker(scenario, method, draft.address, logs / f"{method.name}.log")
+                workers[method.engine] = stack.enter_context(worker)
         drafting = [method for method in scenario.methods if method.planner is not None]
-        ours = None
-        if drafting:
-            section = scenario.section(drafting[0], draft.address)
-            ours = stack.enter_context(_worker(scenario, section, logs / "ours.log"))
         reporters = {method.name: Reporter(draft.address, method.name.encode()) for method in drafting}
         for reporter in reporters.values():
             stack.callback(reporter.close)
-        engines = _Engines(scenario, draft, bare, ours, reporters)
+        engines = _Engines(scenario, draft, workers, reporters)
         engines.warm_up()
         yield engines
 
 
-def _worker(scenario: Scenario, section: dict[str, Any] | None, log_file: Path) -> Worker:
+def _worker(scenario: Scenario, method: BenchMethod, address: str, log_file: Path) -> Worker:
     arguments = {
         "dtype": scenario.dtype,
         "max_model_len": scenario.max_model_len,
@@ -164,12 +170,19 @@ def _worker(scenario: Scenario, section: dict[str, Any] | None, log_file: Path) 
     }
     options = {
         "model": scenario.target,
-        "section": section,
+        "section": None if method.planner is None else scenario.section(method, address),
+        "speculative_config": method.speculative_config,
         "num_speculative_tokens": scenario.gamma,
         "arguments": arguments,
-        "cores": scenario.target_cores,
+        "cores": method.cores or scenario.target_cores,
     }
     return Worker(VLLM, options, log_file)
+
+
+def _step_ms(requests: list[dict[str, Any]]) -> float | None:
+    """The middle of the times between steps: what a step takes when nothing disturbs it."""
+    gaps = [end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"])]
+    return 1e3 * median(gaps) if gaps else None
 
 
 def _digest(tokens: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 from specbranch.bench.prompts import TASKS
 from specbranch.core.planners import PLANNERS, SettingError, suggest
 
-_BARE = "bare"
+BARE = "bare"
 
 
 class ScenarioError(ValueError):
@@ -18,21 +19,37 @@ class ScenarioError(ValueError):
 
 
 class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """So many prompts of a task, from a file in the data directory."""
+    """So many prompts of a task, from a file in the data directory.
+
+    With `field` any JSONL file will do: the message is what stands there, and the task's name is free.
+    """
 
     task: str
     file: str
     count: int
+    field: str | None = None
 
 
 class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way to decode: bare vLLM if no planner is named, else our proposer with that planner."""
+    """One way to decode: our proposer with a planner, vLLM with a `speculative_config` of its own, or bare vLLM.
+
+    `cores` are those of the whole method if it has no planner; a planner has the target's and the draft's.
+    """
 
     name: str
     planner: str | None = None
+    speculative_config: dict[str, Any] | None = None
+    cores: list[int] | None = None
     settings: dict[str, Any] = {}
     predictor: str = "confidence"
     is_gated: bool = True
+
+    @property
+    def engine(self) -> str:
+        """What must be loaded for it: methods with the same engine share one."""
+        if self.planner is not None:
+            return "ours"
+        return json.dumps([self.speculative_config, self.cores], sort_keys=True)
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +83,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         document: dict[str, Any] = msgspec.to_builtins(self)
         return document
 
+    def num_cores(self, method: BenchMethod) -> int:
+        """How many cores a method keeps: what a fair comparison divides by."""
+        if method.planner is not None:
+            return len({*self.target_cores, *self.draft_cores})
+        return len(method.cores or self.target_cores)
+
     def section(self, method: BenchMethod, address: str) -> dict[str, Any]:
         """Our section of vLLM's `additional_config` for a method."""
         return {
@@ -93,12 +116,14 @@ def read_scenario(path: Path) -> Scenario:
     except msgspec.DecodeError as error:
         raise ScenarioError(f"{path} is no scenario: {error}") from error
     for prompts in scenario.prompts:
-        if prompts.task not in TASKS:
+        if prompts.field is None and prompts.task not in TASKS:
             raise ScenarioError(f"{path}: no task is called {prompts.task!r}; {suggest(prompts.task, TASKS)}")
     names = [method.name for method in scenario.methods]
-    if len(set(names)) != len(names) or _BARE not in names:
-        raise ScenarioError(f"{path}: methods need different names, one of them {_BARE!r} without a planner")
+    if len(set(names)) != len(names) or BARE not in names:
+        raise ScenarioError(f"{path}: methods need different names, one of them {BARE!r} without a planner")
     for method in scenario.methods:
+        if method.planner is not None and (method.speculative_config is not None or method.cores is not None):
+            raise ScenarioError(f"{path}: {method.name!r} has a planner; speculative_config and cores are vLLM's own")
         if method.planner is not None and method.planner not in PLANNERS:
             raise SettingError(f"{path}: no planner is called {method.planner!r}; {suggest(method.planner, PLANNERS)}")
     return scenario

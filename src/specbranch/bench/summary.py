@@ -1,91 +1,163 @@
-"""What a result file says: tokens per second of every method over bare vLLM, with the spread over prompts."""
+"""What results say: tokens per second of every method over bare vLLM, with the spread over prompts."""
 
 from __future__ import annotations
 
-import json
+import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from specbranch.bench.runner import FORMAT
+from specbranch.bench.results import Record, Results
+from specbranch.bench.scenario import BARE
 
-_BARE = "bare"
 _RESAMPLES = 2000
 
+Cell = tuple[str, int]  # task, concurrency
 
-class ResultError(ValueError):
-    """A file that holds no results."""
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Tokens per second of one method over another's on the same prompts; 95 % of resamples are in its range."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One method on one task at one concurrency. `low` and `high` hold 95 % of resampled ratios to bare."""
+    """One method on one task at one concurrency."""
 
     task: str
     concurrency: int
     method: str
     trials: int
+    cores: int
     tokens_per_s: float
-    speedup: float
-    low: float
-    high: float
+    speed: Ratio  # over bare vLLM
+    speed_per_core: float  # over bare vLLM, each divided by the cores that it keeps
     emitted_per_round: float
     round_ms: float
+    step_ms: float | None  # middle of the steps' times; None in files that do not hold it
     hook_ms: float | None  # mean time of the proposer's call, waits included
+    accepted_share: float | None  # of the draft tokens that vLLM verified
     hit_rate: float | None  # the draft's figures; None where nothing was drafted
-    rolled_back: float | None  # drafted tokens lost per emitted token
+    rolled_back: Mapping[str, float] | None  # drafted tokens lost per emitted token, by cause
     rows_per_round: float | None
+    joules_per_token: float | None
     same_as_bare: float  # share of answers equal to bare vLLM's, token by token
+
+    @property
+    def lost(self) -> float | None:
+        """Drafted tokens lost per emitted token, for whatever cause."""
+        return None if self.rolled_back is None else sum(self.rolled_back.values())
 
     def as_json(self) -> dict[str, Any]:
         """The line as a plain document."""
         return asdict(self)
 
 
-def read_results(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header and the records of a result file."""
-    try:
-        header, *records = (json.loads(line) for line in path.read_text().splitlines())
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{path} holds no results: {error}") from error
-    if header.get("format") != FORMAT:
-        raise ResultError(f"{path} is no result file of `specbranch bench`")
-    return header, records
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A place where another method is faster than the one in question, in all or for each core."""
+
+    task: str
+    concurrency: int
+    other: str
+    ahead: Ratio  # the other's speed over that of the method in question
+    is_per_core: bool
 
 
-def summarize(records: Iterable[dict[str, Any]]) -> list[Line]:
-    """A line for every method, in the order in which tasks, concurrencies and methods sort."""
-    by_cell: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
+def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
+    """The records of every task and concurrency by method, in the scenario's order; only cells that have bare runs."""
+    by_cell: dict[Cell, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in results.records:
         by_cell[record["task"], record["concurrency"]][record["method"]].append(record)
+    tasks = [prompts.task for prompts in results.scenario.prompts]
+    names = [method.name for method in results.scenario.methods]
+    return {
+        cell: {name: by_cell[cell][name] for name in names if _paired(by_cell[cell][name], by_cell[cell][BARE])}
+        for cell in sorted(by_cell, key=lambda cell: (tasks.index(cell[0]), cell[1]))
+        if by_cell[cell][BARE]
+    }
+
+
+def summarize(results: Results) -> list[Line]:
+    """A line for every method of every cell."""
     return [
-        _line(task, concurrency, method, own, methods[_BARE])
-        for (task, concurrency), methods in sorted(by_cell.items())
-        for method, own in sorted(methods.items(), key=lambda item: (item[0] != _BARE, item[0]))
+        _line(results, cell, method, own, methods[BARE])
+        for cell, methods in cells(results).items()
+        for method, own in methods.items()
     ]
 
 
-def ratio(own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second of one set of records over another's."""
-    return _rate(own) / _rate(other)
+def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
+    """For each concurrency the geometric mean over tasks of every method's speed over bare vLLM."""
+    grouped: dict[int, list[dict[str, list[Record]]]] = defaultdict(list)
+    for (_, concurrency), methods in cells(results).items():
+        grouped[concurrency].append(methods)
+    return {
+        concurrency: {
+            name: _mean_ratio([(methods[name], methods[BARE]) for methods in tasks])
+            for name in tasks[0]
+            if all(name in methods for methods in tasks)
+        }
+        for concurrency, tasks in grouped.items()
+    }
 
 
-def ratio_spread(own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """The range that holds 95 % of the ratios when the prompts are drawn anew; both see the same prompts."""
-    pairs = _paired(own, other)
+def losses(results: Results, subject: str) -> list[Loss]:
+    """Where another method beats `subject`; for each core only if it does not in all."""
+    found = []
+    for (task, concurrency), methods in cells(results).items():
+        if subject not in methods:
+            continue
+        cores = results.scenario.num_cores(results.method(subject))
+        for other, records in methods.items():
+            if other == subject:
+                continue
+            ahead = compare(records, methods[subject])
+            share = cores / results.scenario.num_cores(results.method(other))
+            if ahead.value > 1:
+                found.append(Loss(task, concurrency, other, ahead, is_per_core=False))
+            elif ahead.value * share > 1:
+                scaled = Ratio(ahead.value * share, ahead.low * share, ahead.high * share)
+                found.append(Loss(task, concurrency, other, scaled, is_per_core=True))
+    return found
+
+
+def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
+    """The ratio of two methods on the prompts that both have answered, drawn anew for its range."""
+    return _mean_ratio([(own, other)])
+
+
+def _mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
+    """The geometric mean over tasks; prompts are drawn anew within each task."""
+    paired = [_paired(own, other) for own, other in tasks]
     order = random.Random(0)
-    ratios = sorted(_resampled(pairs, order) for _ in range(_RESAMPLES))
-    return ratios[int(0.025 * _RESAMPLES)], ratios[int(0.975 * _RESAMPLES) - 1]
+    draws = sorted(
+        _geometric_mean([_ratio(order.choices(pairs, k=len(pairs))) for pairs in paired]) for _ in range(_RESAMPLES)
+    )
+    value = _geometric_mean([_ratio(pairs) for pairs in paired])
+    return Ratio(value, draws[int(0.025 * _RESAMPLES)], draws[int(0.975 * _RESAMPLES) - 1])
 
 
-def _line(task: str, concurrency: int, method: str, own: list[dict[str, Any]], bare: list[dict[str, Any]]) -> Line:
-    low, high = ratio_spread(own, bare)
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: list[Record]) -> Line:
+    task, concurrency = cell
+    speed = compare(own, bare)
+    cores, bare_cores = (results.scenario.num_cores(results.method(name)) for name in (method, BARE))
     calls = sum(record["counts"].get("calls", 0) for record in own)
     wait_s = sum(record["counts"].get("wait_s", 0.0) for record in own)
-    rounds = sum(record["rounds"] for record in own)
+    rounds, emitted = sum(record["rounds"] for record in own), sum(record["tokens"] for record in own)
+    verified = [sum(record.get("verified", (0, 0))[place] for record in own) for place in (0, 1)]
+    joules = [record["joules"] for record in own if record.get("joules") is not None]
+    steps_ms = [record["step_ms"] for record in own if record.get("step_ms") is not None]
     same = [
         a == b for mine, theirs in _paired(own, bare) for a, b in zip(mine["digests"], theirs["digests"], strict=True)
     ]
@@ -94,43 +166,44 @@ def _line(task: str, concurrency: int, method: str, own: list[dict[str, Any]], b
         concurrency,
         method,
         len(own),
+        cores,
         _rate(own),
-        ratio(own, bare),
-        low,
-        high,
-        sum(record["tokens"] for record in own) / rounds,
+        speed,
+        speed.value * bare_cores / cores,
+        emitted / rounds,
         1000 * concurrency * sum(record["elapsed_s"] - record["first_s"] for record in own) / max(rounds, 1),
+        sorted(steps_ms)[len(steps_ms) // 2] if steps_ms else None,
         1000 * wait_s / calls if calls else None,
-        *_draft_figures(own),
+        verified[1] / verified[0] if verified[0] else None,
+        *_draft_figures(own, emitted),
+        sum(joules) / emitted if len(joules) == len(own) else None,
         sum(same) / len(same),
     )
 
 
-def _draft_figures(own: Sequence[dict[str, Any]]) -> tuple[float | None, float | None, float | None]:
+def _draft_figures(
+    own: Sequence[Record], emitted: int
+) -> tuple[float | None, Mapping[str, float] | None, float | None]:
     """Hit rate, rolled-back tokens per emitted token, draft rows per round."""
     total: Counter[str] = Counter()
     for record in own:
         total.update(record["draft"])
     if not total["rounds"]:
         return None, None, None
-    lost = total["rejected"] + total["unused"] + total["cut"]
-    emitted = sum(record["tokens"] for record in own)
-    return total["hits"] / total["rounds"], lost / emitted, total["rows"] / total["rounds"]
+    lost = {cause: total[cause] / emitted for cause in ("rejected", "unused", "cut")}
+    return total["hits"] / total["rounds"], lost, total["rows"] / total["rounds"]
 
 
-def _rate(records: Sequence[dict[str, Any]]) -> float:
+def _rate(records: Sequence[Record]) -> float:
     return float(sum(record["tokens"] for record in records) / sum(record["elapsed_s"] for record in records))
 
 
-def _paired(
-    own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _ratio(pairs: Sequence[tuple[Record, Record]]) -> float:
+    return _rate([mine for mine, _ in pairs]) / _rate([theirs for _, theirs in pairs])
+
+
+def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record, Record]]:
     """Records of the same prompts, side by side; a run that was cut off leaves some without a partner."""
     partners = {(record["prompt"], record["repeat"]): record for record in other}
     keys = [(record["prompt"], record["repeat"]) for record in own]
     return [(record, partners[key]) for record, key in zip(own, keys, strict=True) if key in partners]
-
-
-def _resampled(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], order: random.Random) -> float:
-    drawn = order.choices(pairs, k=len(pairs))
-    return ratio([mine for mine, _ in drawn], [theirs for _, theirs in drawn])

@@ -9,21 +9,23 @@ import typer
 from rich.table import Table
 
 from specbranch.bench.prompts import PromptError
+from specbranch.bench.report import lost_lines, write_report
+from specbranch.bench.results import ResultError, drop_unfinished, read_results
 from specbranch.bench.runner import run_scenario
-from specbranch.bench.scenario import Scenario, ScenarioError, read_scenario, scenario_of
-from specbranch.bench.summary import Line, ResultError, read_results, summarize
+from specbranch.bench.scenario import Scenario, ScenarioError, read_scenario
+from specbranch.bench.summary import Line, summarize
 from specbranch.bench.worker import WorkerError
 from specbranch.cli.console import console_for, friendly_errors, print_json, progress_bar
 from specbranch.core.planners import SettingError
 from specbranch.service.process import StartError
 
 _COLUMNS = (
-    "task", "at", "method", "n", "tok/s", "speed", "range", "/round", "hits", "lost", "ms", "hook", "same"
+    "task", "at", "method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same"
 )  # fmt: skip
 _CAPTION = (
-    "at: requests at once; n: trials; speed: tokens per second over bare vLLM, range: 95 % of resamples; /round: "
-    "emitted tokens; lost: rolled back per emitted token; ms: of a round; hook: ms of the proposer's call; same: "
-    "answers equal to bare vLLM's"
+    "at: requests at once; n: trials; speed: tokens per second over bare vLLM, range: 95 % of resamples; core: speed "
+    "for each core that the method keeps; emit: tokens a round; lost: rolled back per emitted token; hook: ms of the "
+    "proposer's call; same: answers equal to bare vLLM's"
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Measure methods against each other on real engines.")
@@ -62,21 +64,43 @@ def show(
         _print(results, as_json)
 
 
+@bench.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Result files; each is a section.")],
+    out: Annotated[Path, typer.Option(help="Directory for report.md, report.html and the figures.")],
+    method: Annotated[str, typer.Option(help="The method whose losses are told.")] = "specbranch",
+    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Benchmark",
+) -> None:
+    """Tables with ranges, figures, and where we lose: Markdown, and one HTML page that needs nothing beside it."""
+    with friendly_errors(ResultError, ImportError, OSError):
+        read = [read_results(path) for path in results]
+        page = write_report(read, out, method, title)
+        console = console_for(as_json=False)
+        for one in read:
+            console.print(_table(one.scenario.name, summarize(one)))
+            lost = lost_lines(one, method)
+            console.print(f"where {method} loses: " + ("nowhere in this run" if not lost else ""), style="bold")
+            for line in lost:
+                console.print(f"  {line}", highlight=False)
+        console.print(f"written: {page} and report.md beside it", highlight=False)
+
+
 def _num_done(scenario: Scenario, path: Path) -> int:
     """Trials that a result file already holds; it must be of the same scenario."""
-    header, records = read_results(path)
-    if scenario_of(header["scenario"]) != scenario:
+    drop_unfinished(path)
+    results = read_results(path)
+    if results.scenario != scenario:
         raise ResultError(f"{path} holds results of another scenario, or of another state of it; begin a new file")
-    return len(records)
+    return len(results.records)
 
 
 def _print(path: Path, as_json: bool) -> None:
-    header, records = read_results(path)
-    lines = summarize(records)
+    results = read_results(path)
+    lines = summarize(results)
     if as_json:
-        print_json({"scenario": header["scenario"], "lines": [line.as_json() for line in lines]})
+        print_json({"scenario": results.scenario.as_json(), "lines": [line.as_json() for line in lines]})
     else:
-        console_for(as_json).print(_table(header["scenario"]["name"], lines))
+        console_for(as_json).print(_table(results.scenario.name, lines))
 
 
 def _table(name: str, lines: list[Line]) -> Table:
@@ -90,12 +114,12 @@ def _table(name: str, lines: list[Line]) -> Table:
             line.method,
             str(line.trials),
             f"{line.tokens_per_s:.1f}",
-            f"{line.speedup:.2f}",
-            f"{line.low:.2f}-{line.high:.2f}",
+            f"{line.speed.value:.2f}",
+            f"{line.speed.low:.2f}-{line.speed.high:.2f}",
+            f"{line.speed_per_core:.2f}",
             f"{line.emitted_per_round:.2f}",
             _optional(line.hit_rate, ".0%"),
-            _optional(line.rolled_back, ".2f"),
-            f"{line.round_ms:.0f}",
+            _optional(line.lost, ".2f"),
             _optional(line.hook_ms, ".1f"),
             f"{line.same_as_bare:.0%}",
         )

@@ -1,7 +1,8 @@
 """vLLM as a worker for measurements: orders on standard input, answers on standard output, one JSON document a line.
 
-The first line says what to load: `model`, `section` (None: bare), `num_speculative_tokens`, `arguments`, `cores`. Each
-further line is an order: `messages` to answer together, `sampling`, and the `section` to `use` from now on.
+The first line says what to load: `model`, `section` (of our proposer), `speculative_config` (of vLLM's own methods),
+bare if both are None, `num_speculative_tokens`, `arguments`, `cores`. Each further line is an order: `messages` to
+answer together, `sampling`, and the `section` to `use` from now on.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ def main() -> None:
 
 
 def _load(options: dict[str, Any]) -> Target:
-    path = local_model(options["model"])
-    return Target(
-        TargetOptions(
-            str(path or options["model"]),
-            options["section"],
-            options["num_speculative_tokens"],
-            options["arguments"],
-        )
-    )
+    arguments, own = options["arguments"], options["speculative_config"]
+    if own is not None:
+        own = {**own, "model": _found(own["model"])} if "model" in own else own
+        arguments = {**arguments, "speculative_config": own}
+    section, length = options["section"], options["num_speculative_tokens"]
+    return Target(TargetOptions(_found(options["model"]), section, length, arguments))
+
+
+def _found(model: str) -> str:
+    return str(local_model(model) or model)
 
 
 def _info() -> dict[str, Any]:
@@ -56,7 +58,7 @@ def _info() -> dict[str, Any]:
 def _generate(target: Target, order: dict[str, Any]) -> dict[str, Any]:
     prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in order["messages"]]
     requests: list[dict[str, Any]] = [{"tokens": [], "steps": []} for _ in prompts]
-    before = target.proposer_counts()
+    before, verified_before = target.proposer_counts(), target.draft_tokens()
     start_s = time.monotonic()
     for piece in target.stream([Request(prompt, order["sampling"]) for prompt in prompts]):
         request = requests[piece.index]
@@ -64,7 +66,8 @@ def _generate(target: Target, order: dict[str, Any]) -> dict[str, Any]:
         request["steps"].append([piece.at_s - start_s, len(piece.tokens)])
     elapsed_s = time.monotonic() - start_s
     counts = {name: count - before[name] for name, count in target.proposer_counts().items()}
-    return {"requests": requests, "elapsed_s": elapsed_s, "counts": counts}
+    verified = [after - count for after, count in zip(target.draft_tokens(), verified_before, strict=True)]
+    return {"requests": requests, "elapsed_s": elapsed_s, "counts": counts, "verified": verified}
 
 
 def _say(sink: Any, document: dict[str, Any]) -> None:

@@ -1,0 +1,202 @@
+"""A report on result files: what was measured, tables, figures, and where we lose; as Markdown and as one HTML page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specbranch.bench.figures import draw_figures
+from specbranch.bench.results import Results
+from specbranch.bench.scenario import BARE
+from specbranch.bench.summary import Line, Ratio, losses, mean_speeds, summarize
+
+_HEADS = (
+    "method", "cores", "tokens/s", "over bare", "95 % of resamples", "per core", "emitted/round", "accepted", "hits",
+    "rejected", "unused", "cut", "ms/round", "hook ms", "same",
+)  # fmt: skip
+_NOTE = (
+    "Over bare: tokens per second from request to last token, against bare vLLM in the same run. Per core: the same, "
+    "divided by the cores that a method keeps. Accepted: share of the draft tokens that vLLM verified. Rejected, "
+    "unused, cut: drafted tokens rolled back per emitted token, by cause. Hook: time of the proposer's call in a step, "
+    "waits included. Same: answers equal to bare vLLM's, token by token."
+)
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2b2a; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 3rem; border-top: 1px solid #d7dedd; padding-top: 1.5rem; }
+table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e6ebea; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } figure { margin: 1.5rem 0; } svg { max-width: 100%; height: auto; }
+figcaption, .note { color: #5b6b69; font-size: 13px; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A heading over rows of text."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    heads: Sequence[str] = _HEADS
+
+
+@dataclass(slots=True)
+class Section:
+    """What is said of one result file."""
+
+    title: str
+    facts: list[str]
+    tables: list[Table] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    figures: list[tuple[str, Path]] = field(default_factory=list)  # caption, path of the SVG
+
+
+def write_report(all_results: Sequence[Results], directory: Path, subject: str, title: str) -> Path:
+    """Write `report.md`, `report.html` and the figures; the path of the page."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sections = []
+    for results in all_results:
+        section = section_of(results, subject)
+        section.figures = draw_figures(results, directory, Path(results.name).stem)
+        sections.append(section)
+    (directory / "report.md").write_text(as_markdown(title, sections))
+    page = directory / "report.html"
+    page.write_text(as_html(title, sections))
+    return page
+
+
+def section_of(results: Results, subject: str) -> Section:
+    """Everything but the figures."""
+    lines = summarize(results)
+    section = Section(results.scenario.name, _facts(results))
+    for task, concurrency in dict.fromkeys((line.task, line.concurrency) for line in lines):
+        chosen = [line for line in lines if (line.task, line.concurrency) == (task, concurrency)]
+        title = task if len(results.scenario.concurrency) == 1 else f"{task}, {concurrency} at once"
+        section.tables.append(Table(f"{title} ({chosen[0].trials} trials)", [_row(line) for line in chosen]))
+    if len({line.task for line in lines}) > 1:
+        section.tables += [
+            Table(
+                "mean of the tasks" if len(results.scenario.concurrency) == 1 else f"mean, {concurrency} at once",
+                [[name, f"{ratio.value:.2f}", _range(ratio)] for name, ratio in speeds.items()],
+                ("method", "over bare", "95 % of resamples"),
+            )
+            for concurrency, speeds in mean_speeds(results).items()
+        ]
+    section.lost = lost_lines(results, subject)
+    return section
+
+
+def lost_lines(results: Results, subject: str) -> list[str]:
+    """One sentence for every place where another method is ahead of `subject`."""
+    said = []
+    for loss in losses(results, subject):
+        other = "bare vLLM" if loss.other == BARE else loss.other
+        what = " for each core" if loss.is_per_core else ""
+        sure = "" if loss.ahead.low > 1 else ", within the noise"
+        at = f", {loss.concurrency} at once" if len(results.scenario.concurrency) > 1 else ""
+        said.append(
+            f"{loss.task}{at}: {other} is {loss.ahead.value:.2f} times as fast as {subject}{what} "
+            f"({_range(loss.ahead)}{sure})"
+        )
+    return said
+
+
+def as_markdown(title: str, sections: Sequence[Section]) -> str:
+    """The report for a repository; figures are linked."""
+    parts = [f"# {title}", _NOTE]
+    for section in sections:
+        parts += [f"## {section.title}", "\n".join(f"- {fact}" for fact in section.facts)]
+        for table in section.tables:
+            parts += [f"### {table.title}", _markdown_table(table)]
+        parts += [f"![{caption}]({path.name})" for caption, path in section.figures]
+        parts += ["### Where we lose", _bullets(section.lost)]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_html(title: str, sections: Sequence[Section]) -> str:
+    """One page that needs nothing beside it; figures are inside."""
+    escape = html.escape
+    body = [f"<h1>{escape(title)}</h1>", f'<p class="note">{escape(_NOTE)}</p>']
+    for section in sections:
+        body += [f"<h2>{escape(section.title)}</h2>", _html_list(section.facts)]
+        for caption, path in section.figures:
+            picture = path.read_text()
+            drawing = picture[picture.index("<svg") :]
+            body.append(f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>")
+        for table in section.tables:
+            head = "".join(f"<th>{escape(name)}</th>" for name in table.heads)
+            rows = "".join(
+                "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in table.rows
+            )
+            body.append(f"<h3>{escape(table.title)}</h3><table><tr>{head}</tr>{rows}</table>")
+        body += ["<h3>Where we lose</h3>", _html_list(section.lost) if section.lost else "<p>Nowhere in this run.</p>"]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _facts(results: Results) -> list[str]:
+    scenario, source = results.scenario, results.provenance
+    draft = f"{scenario.draft} as draft" if any(method.planner for method in scenario.methods) else "no draft"
+    versions = ", ".join(f"{name} {source[name]}" for name in ("vllm", "torch", "transformers") if name in source)
+    facts = [
+        f"{scenario.target} ({scenario.dtype}) as target, {draft}",
+        f"target on cores {_list(scenario.target_cores)}, draft on {_list(scenario.draft_cores)} of: "
+        f"{source.get('cpu') or 'unknown processor'}",
+        f"temperature {scenario.temperature:g}, at most {scenario.max_tokens} tokens, natural end",
+        f"result file {results.name}; specbranch {source.get('commit') or source.get('version')}, {versions}",
+    ]
+    planned = len(scenario.methods) * sum(
+        len(range(0, prompts.count - size + 1, size)[: scenario.groups])
+        for prompts in scenario.prompts
+        for size in scenario.concurrency
+    )
+    if len(results.records) < planned * scenario.repeats:
+        facts.append(f"cut off: {len(results.records)} of {planned * scenario.repeats} trials")
+    return facts
+
+
+def _row(line: Line) -> list[str]:
+    lost = line.rolled_back or {}
+    return [
+        line.method,
+        str(line.cores),
+        f"{line.tokens_per_s:.2f}",
+        f"{line.speed.value:.2f}",
+        "" if line.method == BARE else _range(line.speed),
+        f"{line.speed_per_core:.2f}",
+        f"{line.emitted_per_round:.2f}",
+        _optional(line.accepted_share, ".2f"),
+        _optional(line.hit_rate, ".2f"),
+        *(_optional(lost.get(cause), ".2f") for cause in ("rejected", "unused", "cut")),
+        f"{line.round_ms:.0f}",
+        _optional(line.hook_ms, ".1f"),
+        f"{line.same_as_bare:.0%}",
+    ]
+
+
+def _markdown_table(table: Table) -> str:
+    lines = [table.heads, ["---"] * len(table.heads), *table.rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines) if lines else "Nowhere in this run."
+
+
+def _html_list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def _range(ratio: Ratio) -> str:
+    return f"{ratio.low:.2f}-{ratio.high:.2f}"
+
+
+def _list(cores: Sequence[int]) -> str:
+    return ", ".join(str(core) for core in cores)
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,39 @@
+"""The report: every method in its tables, every loss told, one page that needs nothing beside it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from specbranch.bench.report import write_report
+from specbranch.bench.results import read_results
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    read = [read_results(RESULTS / name) for name in ("bench-flagship.jsonl", "bench-load.jsonl")]
+    page = write_report(read, tmp_path, "pearl", "Two <runs>").read_text()
+    text = (tmp_path / "report.md").read_text()
+
+    assert "Two &lt;runs&gt;" in page
+    assert not re.search(r'(src|href)="(?!#)[^"]*"', re.sub(r'xlink:href="#[^"]*"', "", page))
+    assert page.count("<svg") == len(list(tmp_path.glob("*.svg"))) >= 4
+    for word in ("humaneval", "gsm8k, 8 at once", "| specbranch |", "mean of the tasks"):
+        assert word in text
+    # pearl is not the fastest of the flagship run, and a report on it says so.
+    assert re.search(r"- humaneval: specbranch is 1\.\d\d times as fast as pearl", text)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert (tmp_path / link).stat().st_size > 1000
+
+
+def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = read_results(RESULTS / "bench-flagship.jsonl")
+    for name in ("one", "two"):
+        write_report([results], tmp_path / name, "specbranch", "Again")
+
+    assert (tmp_path / "one" / "report.html").read_bytes() == (tmp_path / "two" / "report.html").read_bytes()
