@@ -54,7 +54,7 @@ def test_every_method_sees_every_group_of_prompts_side_by_side_in_an_order_of_it
     scenario = read_scenario(written(data, SMALL))
     trials = plan_trials(scenario, data)
 
-    assert len(trials) == 2 * (4 + 2) * 2
+    assert len(trials) == scenario.num_trials == 2 * (4 + 2) * 2
     pairs = list(zip(trials[::2], trials[1::2], strict=True))
     assert all(a.messages == b.messages and {a.method.name, b.method.name} == {"bare", "ours"} for a, b in pairs)
     assert {a.method.name for a, _ in pairs} == {"bare", "ours"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from specbranch.bench.pyplot import load_pyplot
@@ -28,12 +29,22 @@ _LEAST_HITS = 0.05
 def draw_figures(results: Results, directory: Path, stem: str) -> list[tuple[str, Path]]:
     """Write all figures that these results give as SVG and PNG; each with its caption and the path of the SVG."""
     pyplot = load_pyplot()
+    if results.scenario.served is not None:
+        return _draw(
+            pyplot, directory, stem, [("rates", "Time per token against requests a second", _rate_drawer(results))]
+        )
     lines = summarize(results)
     wanted: list[tuple[str, str, Callable[[Any], None] | None]] = [
         ("speed", "Speed over bare vLLM; whiskers: 95 % of resamples of the prompts", _speed_drawer(results, lines)),
         ("load", "Speed over bare vLLM against requests at once", _load_drawer(results)),
         ("hits", "Hit rate against draft rows a round", _hits_drawer(results, lines)),
     ]
+    return _draw(pyplot, directory, stem, wanted)
+
+
+def _draw(
+    pyplot: Any, directory: Path, stem: str, wanted: Sequence[tuple[str, str, Callable[[Any], None] | None]]
+) -> list[tuple[str, Path]]:
     drawn = []
     for name, caption, draw in wanted:
         if draw is None:
@@ -109,6 +120,27 @@ def _load_drawer(results: Results) -> Callable[[Any], None] | None:
         axis.set_xticks(results.scenario.concurrency, [str(at) for at in results.scenario.concurrency])
         axis.set_xlabel("requests at once")
         axis.set_ylabel("speed over bare vLLM")
+        axis.legend(frameon=False, fontsize=8)
+
+    return draw
+
+
+def _rate_drawer(results: Results) -> Callable[[Any], None]:
+    """The middle of the time per token, each run a point."""
+
+    def draw(axis: Any) -> None:
+        for method in results.scenario.methods:
+            own = [record for record in results.records if record["method"] == method.name]
+            rates = sorted({record["rate"] for record in own})
+            color = _BARE_COLOR if method.name == BARE else _color(results, method.name)
+            means = [fmean(one["times_ms"]["tpot"]["p50"] for one in own if one["rate"] == rate) for rate in rates]
+            axis.plot(rates, means, color=color, label=_label(results, method.name))
+            axis.scatter(
+                [one["rate"] for one in own], [one["times_ms"]["tpot"]["p50"] for one in own], color=color, s=18
+            )
+        axis.set_xlabel("requests a second")
+        axis.set_ylabel("ms per token, p50")
+        axis.set_ylim(bottom=0)
         axis.legend(frameon=False, fontsize=8)
 
     return draw

@@ -6,6 +6,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from specbranch.bench.figures import draw_figures
 from specbranch.bench.results import Results
@@ -15,6 +16,10 @@ from specbranch.bench.summary import Line, Ratio, losses, mean_speeds, summarize
 _HEADS = (
     "method", "cores", "tokens/s", "over bare", "95 % of resamples", "per core", "emitted/round", "accepted", "hits",
     "rejected", "unused", "cut", "ms/round", "hook ms", "same",
+)  # fmt: skip
+_LOAD_HEADS = (
+    "method", "cores", "requests/s", "runs", "tokens/s", "first token p50", "p99", "per token p50", "p99",
+    "between pieces p99", "whole answer p50",
 )  # fmt: skip
 _NOTE = (
     "Over bare: tokens per second from request to last token, against bare vLLM in the same run. Per core: the same, "
@@ -48,6 +53,7 @@ class Section:
     title: str
     facts: list[str]
     tables: list[Table] = field(default_factory=list)
+    can_lose: bool = True  # False where nothing is compared
     lost: list[str] = field(default_factory=list)
     figures: list[tuple[str, Path]] = field(default_factory=list)  # caption, path of the SVG
 
@@ -68,8 +74,12 @@ def write_report(all_results: Sequence[Results], directory: Path, subject: str, 
 
 def section_of(results: Results, subject: str) -> Section:
     """Everything but the figures."""
-    lines = summarize(results)
     section = Section(results.scenario.name, _facts(results))
+    if results.scenario.served is not None:
+        section.tables.append(load_table(results))
+        section.can_lose = False
+        return section
+    lines = summarize(results)
     for task, concurrency in dict.fromkeys((line.task, line.concurrency) for line in lines):
         chosen = [line for line in lines if (line.task, line.concurrency) == (task, concurrency)]
         title = task if len(results.scenario.concurrency) == 1 else f"{task}, {concurrency} at once"
@@ -87,8 +97,32 @@ def section_of(results: Results, subject: str) -> Section:
     return section
 
 
+def load_table(results: Results) -> Table:
+    """Servers under load: for each rate every method, times in ms as the mean of its runs."""
+    rows = []
+    for rate in sorted({record["rate"] for record in results.records}):
+        for method in results.scenario.methods:
+            own = [one for one in results.records if one["rate"] == rate and one["method"] == method.name]
+            if not own:
+                continue
+            times = [
+                fmean(record["times_ms"][name][place] for record in own)
+                for name, place in (
+                    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"), ("e2el", "p50")
+                )
+            ]  # fmt: skip
+            speed = sum(record["tokens"] for record in own) / sum(record["duration_s"] for record in own)
+            cores = str(results.scenario.num_cores(method))
+            rows.append(
+                [method.name, cores, f"{rate:g}", str(len(own)), f"{speed:.1f}", *(f"{ms:.0f}" for ms in times)]
+            )
+    return Table("Servers under load, times in ms", rows, _LOAD_HEADS)
+
+
 def lost_lines(results: Results, subject: str) -> list[str]:
     """One sentence for every place where another method is ahead of `subject`."""
+    if results.scenario.served is not None:
+        return []
     said = []
     for loss in losses(results, subject):
         other = "bare vLLM" if loss.other == BARE else loss.other
@@ -110,7 +144,8 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
         for table in section.tables:
             parts += [f"### {table.title}", _markdown_table(table)]
         parts += [f"![{caption}]({path.name})" for caption, path in section.figures]
-        parts += ["### Where we lose", _bullets(section.lost)]
+        if section.can_lose:
+            parts += ["### Where we lose", _bullets(section.lost)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -130,7 +165,9 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
                 "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in table.rows
             )
             body.append(f"<h3>{escape(table.title)}</h3><table><tr>{head}</tr>{rows}</table>")
-        body += ["<h3>Where we lose</h3>", _html_list(section.lost) if section.lost else "<p>Nowhere in this run.</p>"]
+        if section.can_lose:
+            told = _html_list(section.lost) if section.lost else "<p>Nowhere in this run.</p>"
+            body += ["<h3>Where we lose</h3>", told]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
@@ -148,13 +185,8 @@ def _facts(results: Results) -> list[str]:
         f"temperature {scenario.temperature:g}, at most {scenario.max_tokens} tokens, natural end",
         f"result file {results.name}; specbranch {source.get('commit') or source.get('version')}, {versions}",
     ]
-    planned = len(scenario.methods) * sum(
-        len(range(0, prompts.count - size + 1, size)[: scenario.groups])
-        for prompts in scenario.prompts
-        for size in scenario.concurrency
-    )
-    if len(results.records) < planned * scenario.repeats:
-        facts.append(f"cut off: {len(results.records)} of {planned * scenario.repeats} trials")
+    if len(results.records) < scenario.num_trials:
+        facts.append(f"cut off: {len(results.records)} of {scenario.num_trials} trials")
     return facts
 
 

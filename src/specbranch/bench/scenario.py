@@ -52,11 +52,19 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return json.dumps([self.speculative_config, self.cores], sort_keys=True)
 
 
+class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Load on a server: requests that come at random moments, so many a second, whether or not others are answered."""
+
+    rates: list[float]
+    requests: int = 32
+    max_num_seqs: int = 64
+
+
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pair of models on given cores, prompts, and the methods to compare.
 
     `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how many such
-    groups of each task are measured at most.
+    groups of each task are measured at most. With `served` real servers are measured under load instead.
     """
 
     name: str
@@ -77,11 +85,24 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     concurrency: list[int] = msgspec.field(default_factory=lambda: [1])
     repeats: int = 1
     seed: int = 0
+    served: Served | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The scenario as a plain document."""
         document: dict[str, Any] = msgspec.to_builtins(self)
         return document
+
+    @property
+    def num_trials(self) -> int:
+        """How many measurements a whole run takes."""
+        if self.served is not None:
+            return self.repeats * len(self.methods) * len(self.served.rates)
+        groups = sum(
+            len(range(0, prompts.count - size + 1, size)[: self.groups])
+            for prompts in self.prompts
+            for size in self.concurrency
+        )
+        return self.repeats * len(self.methods) * groups
 
     def num_cores(self, method: BenchMethod) -> int:
         """How many cores a method keeps: what a fair comparison divides by."""

@@ -9,10 +9,11 @@ import typer
 from rich.table import Table
 
 from specbranch.bench.prompts import PromptError
-from specbranch.bench.report import lost_lines, write_report
-from specbranch.bench.results import ResultError, drop_unfinished, read_results
+from specbranch.bench.report import load_table, lost_lines, write_report
+from specbranch.bench.results import ResultError, Results, drop_unfinished, read_results
 from specbranch.bench.runner import run_scenario
 from specbranch.bench.scenario import Scenario, ScenarioError, read_scenario
+from specbranch.bench.served import LoadError, run_load
 from specbranch.bench.summary import Line, summarize
 from specbranch.bench.worker import WorkerError
 from specbranch.cli.console import console_for, friendly_errors, print_json, progress_bar
@@ -39,12 +40,15 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a result file that was cut off.")] = False,
 ) -> None:
     """Start the engines on their cores and measure; nothing else should run on the machine meanwhile."""
-    with friendly_errors(ScenarioError, SettingError, PromptError, ResultError, WorkerError, StartError, OSError):
+    with friendly_errors(
+        ScenarioError, SettingError, PromptError, ResultError, WorkerError, StartError, LoadError, OSError
+    ):
         chosen = read_scenario(scenario)
         num_done = _num_done(chosen, out) if resume else 0
         with out.open("a" if resume else "x") as sink, progress_bar() as bar:
             task = bar.add_task("starting engines", total=None)
-            run_scenario(
+            measure = run_scenario if chosen.served is None else run_load
+            measure(
                 chosen,
                 data,
                 sink,
@@ -77,7 +81,9 @@ def report(
         page = write_report(read, out, method, title)
         console = console_for(as_json=False)
         for one in read:
-            console.print(_table(one.scenario.name, summarize(one)))
+            console.print(_table(one))
+            if one.scenario.served is not None:
+                continue
             lost = lost_lines(one, method)
             console.print(f"where {method} loses: " + ("nowhere in this run" if not lost else ""), style="bold")
             for line in lost:
@@ -96,14 +102,26 @@ def _num_done(scenario: Scenario, path: Path) -> int:
 
 def _print(path: Path, as_json: bool) -> None:
     results = read_results(path)
-    lines = summarize(results)
-    if as_json:
-        print_json({"scenario": results.scenario.as_json(), "lines": [line.as_json() for line in lines]})
+    if not as_json:
+        console_for(as_json).print(_table(results))
+    elif results.scenario.served is None:
+        lines = [line.as_json() for line in summarize(results)]
+        print_json({"scenario": results.scenario.as_json(), "lines": lines})
     else:
-        console_for(as_json).print(_table(results.scenario.name, lines))
+        print_json({"scenario": results.scenario.as_json(), "records": list(results.records)})
 
 
-def _table(name: str, lines: list[Line]) -> Table:
+def _table(results: Results) -> Table:
+    if results.scenario.served is None:
+        return _speed_table(results.scenario.name, summarize(results))
+    said = load_table(results)
+    table = Table(*said.heads, title=results.scenario.name, caption=said.title, box=None, padding=(0, 1, 0, 0))
+    for row in said.rows:
+        table.add_row(*row)
+    return table
+
+
+def _speed_table(name: str, lines: list[Line]) -> Table:
     table = Table(title=name, caption=_CAPTION, box=None, padding=(0, 1, 0, 0))
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("task", "method") else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`specbranch serve`: a draft service and `vllm serve` with our proposer, started and stopped as one."""
+"""`specbranch serve`: a draft service and `vllm serve` with our proposer, started and stopped as one; or bare vLLM."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """All that was asked for, checked, before anything is started."""
+    """All that was asked for, checked, before anything is started. Without a draft vLLM is bare."""
 
     target: str
-    draft: DraftOptions
+    draft: DraftOptions | None
     engine: str
     cores: Cores
     gamma: int
@@ -48,10 +48,10 @@ class _Plan:
     flags: Flags
     on_cpu: bool
 
-    def options(self, address: str) -> ServeOptions:
-        """What vLLM is started with, once it is known where the draft service listens."""
+    def options(self, address: str | None) -> ServeOptions:
+        """What vLLM is started with, once it is known where the draft service listens, if there is one."""
         model = local_model(self.target)
-        section = {"address": address, **self.section}
+        section = None if address is None else {"address": address, **self.section}
         return ServeOptions(str(model or self.target), self.target, section, self.gamma, self.flags, self.cores.target)
 
     def settings(self) -> ProposerSettings:
@@ -66,7 +66,7 @@ class _Plan:
 def serve(
     context: typer.Context,
     target: Annotated[str, typer.Argument(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
-    draft: Annotated[str, typer.Option(help="The draft model; as TARGET, or a GGUF file.")],
+    draft: Annotated[str | None, typer.Option(help="The draft model; as TARGET, or a GGUF file.")] = None,
     draft_device: Annotated[str, typer.Option(help="cpu, cuda:0, gpu:1, mps: what the engine knows.")] = "cpu",
     draft_engine: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(ENGINES)}; by default what suits the draft.")
@@ -80,21 +80,26 @@ def serve(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto and `specbranch timeline`.")] = None,
     target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
     draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
+    bare: Annotated[bool, typer.Option("--bare", help="vLLM as it is, on the same cores: to compare with.")] = False,
 ) -> None:
     """Serve TARGET with vLLM and let DRAFT draft for it. Every other flag goes to `vllm serve` as it is."""
     with friendly_errors(UsageError, SettingError, FlagError, EngineError, StartError):
         if target.startswith("-"):
             raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
+        if (draft is None) != bare:
+            raise UsageError("give either --draft with a model, or --bare for vLLM without one")
         if not compat.is_installed():
             raise UsageError("vLLM is not installed; pip install 'specbranch[vllm]'")
         section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings)}
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
         on_cpu = compat.runs_on_cpu()
-        cores = divide_cores(draft_device, target_cores, draft_cores)
-        engine = draft_engine or engine_for(draft)
-        extra = ["--trace", str(trace.absolute())] if trace else []
-        options = DraftOptions(draft, engine, draft_device, cores.draft, extra=extra)
+        cores = divide_cores("none" if bare else draft_device, target_cores, draft_cores)
+        engine, options = "", None
+        if draft is not None:
+            engine = draft_engine or engine_for(draft)
+            extra = ["--trace", str(trace.absolute())] if trace else []
+            options = DraftOptions(draft, engine, draft_device, cores.draft, extra=extra)
         plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
         code = _run(plan, console_for(False))
     raise typer.Exit(code)
@@ -102,17 +107,19 @@ def serve(
 
 def _run(plan: _Plan, console: Console) -> int:
     """Start both, watch them, stop both; returns the exit code."""
-    settings, endpoint = plan.settings(), Endpoint.of(plan.flags)
+    settings, endpoint = plan.settings() if plan.draft else None, Endpoint.of(plan.flags)
     begin_s = time.monotonic()
     with contextlib.ExitStack() as stack:
-        keeper = DraftKeeper(plan.draft, say=lambda line: _say(console, line))
-        stack.callback(keeper.stop)
-        server = VllmServer(plan.options(keeper.address))
+        keeper = DraftKeeper(plan.draft, say=lambda line: _say(console, line)) if plan.draft else None
+        if keeper:
+            stack.callback(keeper.stop)
+        server = VllmServer(plan.options(keeper.address if keeper else None))
         stack.callback(server.kill)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            keeper.start()
-            console.print(_summary(plan, settings, keeper.address, endpoint))
+            if keeper:
+                keeper.start()
+            console.print(_summary(plan, settings, keeper.address if keeper else None, endpoint))
             server.start()
             return _watch(server, endpoint, begin_s, console)
         except KeyboardInterrupt:
@@ -120,15 +127,17 @@ def _run(plan: _Plan, console: Console) -> int:
             return _stop(server, keeper)
 
 
-def _stop(server: VllmServer, keeper: DraftKeeper) -> int:
+def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:
     try:
         server.stop()
-        keeper.stop()
+        if keeper:
+            keeper.stop()
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         server.kill()
-        keeper.kill()
+        if keeper:
+            keeper.kill()
         return _KILLED
     return 0
 
@@ -150,17 +159,21 @@ def _say(console: Console, line: str) -> None:
     console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
 
-def _summary(plan: _Plan, settings: ProposerSettings, address: str, endpoint: Endpoint) -> Table:
+def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: Endpoint) -> Table:
     table = Table.grid(padding=(0, 2))
-    planned = settings.client_options(plan.gamma).settings
-    rows = {
-        "target": f"{plan.target} on {'the CPU' if plan.on_cpu else 'GPU'}, {_core_words(plan.cores.target)}",
-        "draft": f"{plan.draft.model} by {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}",
-        "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
-        "deadline": f"{settings.deadline_ms:g} ms",
-        "socket": address,
-        "server": str(endpoint),
-    }
+    place = "the CPU" if plan.on_cpu else "GPU"
+    rows = {"target": f"{plan.target} on {place}, {_core_words(plan.cores.target)}"}
+    if plan.draft and settings:
+        planned = settings.client_options(plan.gamma).settings
+        rows |= {
+            "draft": f"{plan.draft.model} by {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}",
+            "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
+            "deadline": f"{settings.deadline_ms:g} ms",
+            "socket": address or "",
+        }
+    else:
+        rows["draft"] = "none: vLLM is bare"
+    rows["server"] = str(endpoint)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", escape(value))
     return table

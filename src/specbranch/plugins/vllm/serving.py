@@ -1,4 +1,4 @@
-"""How `vllm serve` is started with our proposer: its arguments, its environment, its cores, and its process.
+"""How `vllm serve` is started, with our proposer or bare: its arguments, its environment, its cores, and its process.
 
 With one worker on the CPU the model runs inside vLLM's engine process. vLLM would rather start a worker of its own and
 then wait for it by spinning on shared memory, which takes a core from whoever computes.
@@ -32,17 +32,20 @@ _OWN_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 class ServeOptions:
     """What to serve. `model` is what vLLM loads and `name` what clients call it; `section` are the proposer's settings.
 
-    `flags` are vLLM's own. `cores` None means that vLLM is not pinned, as on a GPU.
+    Without a section vLLM is bare, or has the speculation that its own flags ask for. `flags` are vLLM's own. `cores`
+    None means that vLLM is not pinned, as on a GPU.
     """
 
     model: str
     name: str
-    section: Mapping[str, Any]
+    section: Mapping[str, Any] | None
     num_speculative_tokens: int = 8
     flags: Flags = field(default_factory=lambda: Flags([]))
     cores: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        if self.section is None:
+            return
         for name in ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"):
             if self.flags.has(name):
                 raise FlagError(
@@ -66,6 +69,15 @@ class ServeOptions:
 
     def arguments(self) -> list[str]:
         """The arguments of vLLM's command; what somebody gave goes through as it is."""
+        ours, rest = self._with_proposer() if self.section is not None else ([], self.flags)
+        if self.in_one_process:
+            ours += [_EXECUTOR, "uni"]
+        if self.name != self.model and not rest.has("--served-model-name"):
+            ours += ["--served-model-name", self.name]
+        return ["serve", self.model, *ours, *rest.words]
+
+    def _with_proposer(self) -> tuple[list[str], Flags]:
+        """The arguments that bring our proposer in, and the flags that are left."""
         table, rest = self.flags.take_json("--additional-config")
         speculative = {
             "method": "custom_class",
@@ -78,11 +90,7 @@ class ServeOptions:
             "--additional-config",
             json.dumps(self._with_us(table)),
         ]
-        if self.in_one_process:
-            ours += [_EXECUTOR, "uni"]
-        if self.name != self.model and not rest.has("--served-model-name"):
-            ours += ["--served-model-name", self.name]
-        return ["serve", self.model, *ours, *rest.words]
+        return ours, rest
 
     def environment(self) -> dict[str, str]:
         """What is added to the environment, so that vLLM computes on its cores only."""
@@ -111,14 +119,15 @@ class ServeOptions:
         theirs = table.get("specbranch", {})
         if not isinstance(theirs, dict):
             raise FlagError(f"--additional-config has {theirs!r} under 'specbranch'; give a table of settings")
+        section = dict(self.section or {})
         for key in theirs:
-            if key in self.section:
+            if key in section:
                 raise FlagError(
                     f"--additional-config sets specbranch.{key}, which `specbranch serve` sets; leave one out"
                 )
         merged: dict[str, Any] = {}
         merge(merged, table)
-        merge(merged, {"specbranch": dict(self.section)})
+        merge(merged, {"specbranch": section})
         return merged
 
 

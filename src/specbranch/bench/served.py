@@ -1,0 +1,201 @@
+"""Servers under load: `specbranch serve`, bare or with a draft, and requests that come at random moments.
+
+The load is vLLM's own `vllm bench serve`, so its figures are the field's: time to first token, time between tokens,
+throughput. One server runs at a time; the methods take turns in an order that is shuffled anew for every repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from specbranch.bench.profile import provenance
+from specbranch.bench.prompts import read_prompts
+from specbranch.bench.results import Record, header
+from specbranch.bench.scenario import BenchMethod, Scenario, Served
+from specbranch.engines.options import local_model
+
+_VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
+_START_S, _STOP_S, _LOOK_S = 300.0, 60.0, 0.5
+_TIMES = ("ttft", "tpot", "itl", "e2el")
+_PERCENTILES = (50, 99)
+
+
+class LoadError(RuntimeError):
+    """A server that did not come up, or a load that could not be put on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTrial:
+    """One measurement: a method at a rate of requests."""
+
+    method: BenchMethod
+    rate: float
+    repeat: int
+
+
+def plan_load(scenario: Scenario, served: Served) -> list[LoadTrial]:
+    """All measurements in their order: one method after the other, shuffled anew for every repeat."""
+    order = random.Random(scenario.seed)
+    trials: list[LoadTrial] = []
+    for repeat in range(scenario.repeats):
+        methods = list(scenario.methods)
+        order.shuffle(methods)
+        for method in methods:
+            rates = list(served.rates)
+            order.shuffle(rates)
+            trials += [LoadTrial(method, rate, repeat) for rate in rates]
+    return trials
+
+
+def run_load(
+    scenario: Scenario, data: Path, sink: TextIO, progress: Callable[[int, int], None], num_done: int = 0
+) -> None:
+    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before."""
+    assert scenario.served is not None
+    trials = plan_load(scenario, scenario.served)
+    if not num_done:
+        _write(sink, header(scenario, provenance()))
+    with tempfile.TemporaryDirectory(prefix="specbranch-load-") as name, contextlib.ExitStack() as stack:
+        directory = Path(name)
+        prompts = _write_prompts(scenario, scenario.served, data, directory)
+        current: BenchMethod | None = None
+        url = ""
+        for number, trial in enumerate(trials[num_done:], start=num_done):
+            progress(number, len(trials))
+            if trial.method != current:
+                stack.close()
+                current = trial.method
+                url = stack.enter_context(server(serve_words(scenario, trial.method), directory / "server.log"))
+                _load(scenario, url, prompts, 4.0, 4, directory)  # warm-up
+            measured = _load(scenario, url, prompts, trial.rate, scenario.served.requests, directory)
+            _write(
+                sink, {"method": trial.method.name, "rate": trial.rate, "repeat": trial.repeat, **_figures(measured)}
+            )
+        progress(len(trials), len(trials))
+
+
+def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
+    """The words behind `specbranch serve` for a method."""
+    assert scenario.served is not None
+    cores = _joined(method.cores or scenario.target_cores)
+    words = [scenario.target, "--target-cores", cores]
+    if method.planner is None:
+        words.append("--bare")
+        if method.speculative_config is not None:
+            words += ["--speculative-config", json.dumps(_local(method.speculative_config))]
+    else:
+        words += ["--draft", scenario.draft, "--draft-cores", _joined(scenario.draft_cores)]
+        words += ["--planner", method.planner, "--gamma", str(scenario.gamma)]
+        words += ["--deadline-ms", str(scenario.deadline_ms)]
+        for key, value in method.settings.items():
+            words += ["--set", f"{key}={json.dumps(value)}"]
+        words += ["--additional-config", json.dumps({"specbranch": {"is_gated": method.is_gated}})]
+    words += ["--dtype", scenario.dtype, "--max-model-len", str(scenario.max_model_len)]
+    words += ["--max-num-seqs", str(scenario.served.max_num_seqs), "--seed", str(scenario.seed)]
+    return [*words, "--enforce-eager", "--no-enable-prefix-caching"]
+
+
+@contextlib.contextmanager
+def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
+    """A running `specbranch serve` with these words on a free port; its address. Stopped at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "specbranch", "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_until_up(url, process, log_file)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_up(url: str, process: subprocess.Popen[bytes], log_file: Path) -> None:
+    end_s = time.monotonic() + _START_S
+    while process.poll() is None and time.monotonic() < end_s:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return
+        time.sleep(_LOOK_S)
+    raise LoadError(f"the server did not come up; the end of its log: {log_file.read_text()[-1500:]}")
+
+
+def _load(
+    scenario: Scenario, url: str, prompts: Path, rate: float, num_requests: int, directory: Path
+) -> dict[str, Any]:
+    """Put a load on the server; what `vllm bench serve` says of it."""
+    out = directory / "load.json"
+    out.unlink(missing_ok=True)
+    words = ["bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url]
+    words += ["--model", scenario.target, "--tokenizer", _found(scenario.target)]
+    words += ["--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle"]
+    words += ["--custom-output-len", str(scenario.max_tokens), "--temperature", str(scenario.temperature)]
+    words += ["--num-prompts", str(num_requests), "--request-rate", str(rate), "--seed", str(scenario.seed)]
+    words += ["--percentile-metrics", ",".join(_TIMES), "--metric-percentiles", _joined(_PERCENTILES)]
+    words += ["--save-result", "--result-dir", str(directory), "--result-filename", out.name, "--disable-tqdm"]
+    done = subprocess.run([sys.executable, "-m", _VLLM, *words], capture_output=True, text=True, check=False)
+    if done.returncode or not out.exists():
+        raise LoadError(f"vllm bench serve failed: {done.stderr[-1500:]}")
+    measured: dict[str, Any] = json.loads(out.read_text())
+    return measured
+
+
+def _figures(measured: dict[str, Any]) -> Record:
+    """What is kept of a load: counts, throughput, and the spread of each time."""
+    times = {
+        name: {f"p{percentile}": measured[f"p{percentile}_{name}_ms"] for percentile in _PERCENTILES}
+        | {"mean": measured[f"mean_{name}_ms"]}
+        for name in _TIMES
+    }
+    return {
+        "completed": measured["completed"],
+        "duration_s": measured["duration"],
+        "tokens": measured["total_output_tokens"],
+        "tokens_per_s": measured["output_throughput"],
+        "times_ms": times,
+    }
+
+
+def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Path) -> Path:
+    """The prompts as `vllm bench serve` reads them, all tasks in turns, as many as a load needs."""
+    tasks = [read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field) for chosen in scenario.prompts]
+    mixed = [messages[index % len(messages)] for index in range(served.requests) for messages in tasks]
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in mixed))
+    return path
+
+
+def _local(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "model": _found(config["model"])} if "model" in config else config
+
+
+def _found(model: str) -> str:
+    return str(local_model(model) or model)
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(str(number) for number in numbers)
+
+
+def _write(sink: TextIO, document: dict[str, Any]) -> None:
+    sink.write(json.dumps(document) + "\n")
+    sink.flush()
