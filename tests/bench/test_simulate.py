@@ -103,3 +103,26 @@ def test_methods_take_what_their_planner_knows() -> None:
     assert method_for("none", pair).settings == {}
     assert method_for("pearl", pair).settings == {"gamma": 6}
     assert method_for("ssd", pair).settings == {"gamma": 6, "acceptance": 0.7}
+
+
+def test_tokens_of_a_target_step_and_other_targets_of_a_draft_cost_what_is_said() -> None:
+    layout = Layout(8.0, 0.1, batch=4, token_cost=0.5, sharing=3)
+
+    # Two rows of each of three targets are six rows; a step of four tokens has three beyond the first.
+    assert layout.draft.at(2) == pytest.approx(1 + 0.1 * 5)
+    assert layout.target.at(4) == pytest.approx(8 + 0.5 * 3)
+    assert layout.devices == pytest.approx(1 + 1 / 3)
+    assert Layout(8.0, 0.1, sharing=0.5).draft.at(3) == pytest.approx(1 + 0.1)
+
+
+def test_dear_verification_and_a_shared_draft_make_slower() -> None:
+    trace = make_iid_trace(0.8, 8, 60, random.Random(0))
+    method = Method("pearl", {"gamma": 6})
+    free, dear, shared = (
+        simulate(trace, method, Layout(8.0, 0.1, 4, token_cost, sharing)).speedup
+        for token_cost, sharing in ((0.0, 1), (1.0, 1), (0.0, 8))
+    )
+
+    assert free > dear > 1
+    assert free > shared
+    assert simulate(trace, Method("none"), Layout(8.0, 0.1, 4, 1.0)).speedup == pytest.approx(1.0)

@@ -48,6 +48,7 @@ def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
         # The service learns of a verdict with the next step, so the last one is not among them.
         assert 0 < figures.accepted <= walk.num_accepted
         assert figures.rounds == 39
+        assert figures.first_row_us > 0
         assert 0 < figures.hits <= figures.rounds
         assert figures.accepted <= figures.submitted <= figures.accepted + figures.rejected + 4
         with reporter_for(service.address, b"another") as stranger:

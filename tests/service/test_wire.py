@@ -43,7 +43,7 @@ REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152),
     Proposals(8, [[1, 2, 3], None, []]),
     Refused("because"),
-    Figures(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0),
+    Figures(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000),
 ]
 
 
@@ -90,9 +90,9 @@ def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 62, 0.5, "many", None])
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", range(12))
 def test_figures_out_of_bounds_are_refused(place: int, value: Any) -> None:
-    figures = [1] * 10
+    figures = [1] * 12
     figures[place] = value
 
     with pytest.raises(FrameError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,21 +28,32 @@ PREDICTORS = ("confidence", "none", "all", "random", "oracle")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Two devices. Times are in draft steps of one row, so the target's is the speed ratio c."""
+    """Two devices. Times are in draft steps of one row, so the target's is the speed ratio c.
+
+    `token_cost` is what each token of a target step beyond the first takes. `sharing` is how many such targets one
+    draft device serves in step with each other; below 1 a target has several draft devices, which divide its rows.
+    """
 
     c: float
     row_cost: float = 0.0
     batch: int = 1
+    token_cost: float = 0.0
+    sharing: float = 1.0
 
     @property
     def draft(self) -> StepCost:
-        """Step time of the draft."""
-        return StepCost(1.0, self.row_cost)
+        """Step time of the draft by the rows of one target: those of the others come on top."""
+        return StepCost(1.0 + self.row_cost * max(0.0, self.sharing - 1), self.row_cost * self.sharing)
 
     @property
     def target(self) -> StepCost:
-        """Step time of the target: verification is free."""
-        return StepCost(self.c)
+        """Step time of the target by the tokens of its batch."""
+        return StepCost(self.c, self.token_cost)
+
+    @property
+    def devices(self) -> float:
+        """Devices for each target: its own, and its part of the draft's."""
+        return 1.0 + 1.0 / self.sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +123,16 @@ def simulate(
             planner = make_planner(method.planner, method.settings, predictor)
             sessions.append(Session((index,), planner, TopDraw(), costs, Ending(max_new_tokens=len(answer.tokens))))
         elapsed_s += Loop(sessions, target, draft, costs, observe=observe).run()
-        plain_s += layout.c * max(len(answer.tokens) for answer in batch)
+        plain_s += _plain_s(batch, layout)
         for session in sessions:
             stats.add(session.stats)
     return Outcome(method, elapsed_s, plain_s / elapsed_s, stats)
+
+
+def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
+    """The time in which the target alone says all answers of a batch."""
+    lengths = [len(answer.tokens) for answer in batch]
+    return sum(layout.target.at(sum(length > place for length in lengths)) for place in range(max(lengths)))
 
 
 def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> Outcome:

@@ -6,6 +6,7 @@ sleep, so several engines can share the same cores and be measured in turns.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 VLLM = "specbranch.plugins.vllm.worker"
 _STOP_S = 30.0
+_LAST_WORDS_S, _LOG_LEN = 5.0, 1500
 
 
 class WorkerError(RuntimeError):
@@ -40,7 +42,10 @@ class Worker:
             self._process.stdin.flush()
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         except (OSError, ValueError) as error:
-            raise WorkerError(f"{self._module} ended or failed; its log is {self._log_file}") from error
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_WORDS_S)
+            end = self._log_file.read_text(errors="replace")[-_LOG_LEN:]
+            raise WorkerError(f"{self._module} ended or failed; the end of its log:\n{end}") from error
         return answer
 
     def generate(

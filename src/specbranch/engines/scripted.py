@@ -175,7 +175,8 @@ class ScriptedTarget:
         self._states: WeakKeyDictionary[Session, tuple[int, State]] = WeakKeyDictionary()
 
     def step_s(self, sessions: Sequence[Session]) -> float:
-        return self._cost.at(len(sessions))
+        # What costs is a token of the batch, submitted or to be made.
+        return self._cost.at(sum(1 + len(session.submitted) for session in sessions))
 
     def verify(self, session: Session) -> Verdict:
         states = [self._state(session)]

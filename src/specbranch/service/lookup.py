@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbranch.core.costs import Costs
+from specbranch.core.costs import Costs, StepCost
 from specbranch.core.draw import TopDraw
 from specbranch.core.planners import SettingError, make_planner
 from specbranch.core.planners.none import NonePlanner
@@ -160,6 +160,7 @@ class Lookup:
 
     def _serve_report(self, report: Report) -> Figures:
         sessions, stats = self._shelf.stats_of(report.namespace)
+        cost = self._compute.cost.cost or StepCost(0.0)
         return Figures(
             report.round,
             sessions,
@@ -171,6 +172,8 @@ class Lookup:
             stats.rejected,
             stats.unused,
             stats.cut,
+            round(1e6 * cost.first_s),
+            round(1e6 * cost.more_s),
         )
 
     def _serve_open(self, client: Client, request: Open) -> None:

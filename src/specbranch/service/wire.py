@@ -101,7 +101,10 @@ class Report(Struct, tag="report", array_like=True, frozen=True, forbid_unknown_
 
 
 class Figures(Struct, tag="figures", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to `Report`: sums over all sessions of the namespace since the service began."""
+    """The answer to `Report`: sums over all sessions of the namespace since the service began.
+
+    The last two are of the draft for whomever it works: what a step of one row takes now, and each further row.
+    """
 
     round: Round
     sessions: Count  # remembered now
@@ -113,6 +116,8 @@ class Figures(Struct, tag="figures", array_like=True, frozen=True, forbid_unknow
     rejected: Count
     unused: Count
     cut: Count
+    first_row_us: Count
+    more_row_us: Count
 
 
 Request = Hello | Step | Open | Report

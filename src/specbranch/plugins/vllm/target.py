@@ -65,9 +65,9 @@ class Target:
                 "num_speculative_tokens": options.num_speculative_tokens,
             }
             arguments["additional_config"] = {"specbranch": dict(options.section)}
+        self.llm = LLM(model=options.model, **arguments)
         if "speculative_config" in arguments:
             compat.mend_cpu_sampler()  # vLLM's own methods need it as much as ours
-        self.llm = LLM(model=options.model, **arguments)
         self._has_proposer = options.section is not None
         self._num_requests = 0
 
