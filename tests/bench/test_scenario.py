@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,20 @@ cores = [0, 1]
     assert ours.engine == pearl.engine
     assert len({bare.engine, ours.engine, ngram.engine, both.engine}) == 4
     assert [scenario.num_cores(method) for method in (bare, ours, ngram, both)] == [1, 2, 1, 2]
+
+
+def test_engines_that_do_not_fit_together_take_turns_block_by_block(data: Path) -> None:
+    peer = '[[methods]]\nname = "ngram"\nspeculative_config = { method = "ngram" }\n'
+    text = "engines_at_once = 1\nblock = 4\n" + SMALL + peer
+    trials = plan_trials(read_scenario(written(data, text)), data)
+    changes = sum(one.method.engine != other.method.engine for one, other in pairwise(trials))
+
+    # Two repeats of six groups in blocks of four: four blocks of three engines.
+    assert len(trials) == 2 * 6 * 3
+    assert 4 * 2 <= changes <= 4 * 3
+    assert {(trial.messages, trial.method.name) for trial in trials[:12]} == {
+        (trial.messages, name) for trial in trials[:4] for name in ("bare", "ours", "ngram")
+    }
 
 
 def test_any_file_of_prompts_will_do(data: Path) -> None:

@@ -22,6 +22,13 @@ _OURS = {
     "budget": "#0b3c49",
 }
 _OTHERS = ("#6a4c93", "#9d7fc1", "#c5b0dd", "#457b9d", "#8ab0c8", "#d1495b")
+CAPTIONS = {
+    "speed": "Speed over bare vLLM; whiskers: 95 % of resamples of the prompts",
+    "load": "Speed over bare vLLM against requests at once",
+    "hits": "Hit rate against draft rows a round",
+    "rates": "Time per token against requests a second",
+}
+_Drawer = Callable[[Any], None]
 _BARE_COLOR = "#8d99ae"
 _LEAST_HITS = 0.05
 
@@ -29,24 +36,8 @@ _LEAST_HITS = 0.05
 def draw_figures(results: Results, directory: Path, stem: str) -> list[tuple[str, Path]]:
     """Write all figures that these results give as SVG and PNG; each with its caption and the path of the SVG."""
     pyplot = load_pyplot()
-    if results.scenario.served is not None:
-        return _draw(
-            pyplot, directory, stem, [("rates", "Time per token against requests a second", _rate_drawer(results))]
-        )
-    lines = summarize(results)
-    wanted: list[tuple[str, str, Callable[[Any], None] | None]] = [
-        ("speed", "Speed over bare vLLM; whiskers: 95 % of resamples of the prompts", _speed_drawer(results, lines)),
-        ("load", "Speed over bare vLLM against requests at once", _load_drawer(results)),
-        ("hits", "Hit rate against draft rows a round", _hits_drawer(results, lines)),
-    ]
-    return _draw(pyplot, directory, stem, wanted)
-
-
-def _draw(
-    pyplot: Any, directory: Path, stem: str, wanted: Sequence[tuple[str, str, Callable[[Any], None] | None]]
-) -> list[tuple[str, Path]]:
     drawn = []
-    for name, caption, draw in wanted:
+    for name, draw in _drawers(results).items():
         if draw is None:
             continue
         figure, axis = pyplot.subplots(figsize=(10, 3.8), layout="constrained")
@@ -58,11 +49,22 @@ def _draw(
             figure.savefig(path, metadata={"Date": None})
         figure.savefig(path.with_suffix(".png"), dpi=110)
         pyplot.close(figure)
-        drawn.append((caption, path))
+        drawn.append((CAPTIONS[name], path))
     return drawn
 
 
-def _speed_drawer(results: Results, lines: Sequence[Line]) -> Callable[[Any], None] | None:
+def _drawers(results: Results) -> dict[str, _Drawer | None]:
+    if results.scenario.served is not None:
+        return {"rates": _rate_drawer(results)}
+    lines = summarize(results)
+    return {
+        "speed": _speed_drawer(results, lines),
+        "load": _load_drawer(results),
+        "hits": _hits_drawer(results, lines),
+    }
+
+
+def _speed_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
     """Bars in groups: one group a task, and the mean of all tasks where there are several."""
     alone = min(results.scenario.concurrency)
     shown = [line for line in lines if line.concurrency == alone]
@@ -101,7 +103,7 @@ def _speed_drawer(results: Results, lines: Sequence[Line]) -> Callable[[Any], No
     return draw
 
 
-def _load_drawer(results: Results) -> Callable[[Any], None] | None:
+def _load_drawer(results: Results) -> _Drawer | None:
     if len(results.scenario.concurrency) < 2:
         return None
     by_concurrency = mean_speeds(results)
@@ -125,7 +127,7 @@ def _load_drawer(results: Results) -> Callable[[Any], None] | None:
     return draw
 
 
-def _rate_drawer(results: Results) -> Callable[[Any], None]:
+def _rate_drawer(results: Results) -> _Drawer:
     """The middle of the time per token, each run a point."""
 
     def draw(axis: Any) -> None:
@@ -146,7 +148,7 @@ def _rate_drawer(results: Results) -> Callable[[Any], None]:
     return draw
 
 
-def _hits_drawer(results: Results, lines: Sequence[Line]) -> Callable[[Any], None] | None:
+def _hits_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
     # A method that takes turns prepares nothing, and its hits mean nothing.
     points = [line for line in lines if (line.hit_rate or 0) > _LEAST_HITS and line.rows_per_round]
     if not points:

@@ -68,17 +68,20 @@ def measure(
     seed: int = 0,
     clock: Clock = time.perf_counter,
     on_round: Callable[[], object] = lambda: None,
+    is_enough: Callable[[], bool] = lambda: True,
 ) -> Timings:
     """Time steps of each row count behind the same context; one warm-up round is not counted.
 
     Every round takes one step of each row count, in a new order, so that noise of the machine and the step before
-    hit all row counts alike.
+    hit all row counts alike. After `num_steps` it goes on until it `is_enough`.
     """
     bench = _Bench(engine, context_len, random.Random(seed), clock)
     try:
-        for _ in range(num_steps + 1):
+        num_rounds = 0
+        while num_rounds <= num_steps or not is_enough():
             bench.take_round(rows)
             on_round()
+            num_rounds += 1
         return bench.timings(rows)
     finally:
         bench.close()

@@ -21,7 +21,7 @@ _LOAD_HEADS = (
     "method", "cores", "requests/s", "runs", "tokens/s", "first token p50", "p99", "per token p50", "p99",
     "between pieces p99", "whole answer p50",
 )  # fmt: skip
-_NOTE = (
+NOTE = (
     "Over bare: tokens per second from request to last token, against bare vLLM in the same run. Per core: the same, "
     "divided by the cores that a method keeps. Accepted: share of the draft tokens that vLLM verified. Rejected, "
     "unused, cut: drafted tokens rolled back per emitted token, by cause. Hook: time of the proposer's call in a step, "
@@ -138,21 +138,24 @@ def lost_lines(results: Results, subject: str) -> list[str]:
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
     """The report for a repository; figures are linked."""
-    parts = [f"# {title}", _NOTE]
-    for section in sections:
-        parts += [f"## {section.title}", "\n".join(f"- {fact}" for fact in section.facts)]
-        for table in section.tables:
-            parts += [f"### {table.title}", _markdown_table(table)]
-        parts += [f"![{caption}]({path.name})" for caption, path in section.figures]
-        if section.can_lose:
-            parts += ["### Where we lose", _bullets(section.lost)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([f"# {title}", NOTE, *(section_markdown(section) for section in sections)]) + "\n"
+
+
+def section_markdown(section: Section, figures: str = "") -> str:
+    """One section; `figures` is the path from the text to its figures, with a slash at its end."""
+    parts = [f"## {section.title}", "\n".join(f"- {fact}" for fact in section.facts)]
+    for table in section.tables:
+        parts += [f"### {table.title}", _markdown_table(table)]
+    parts += [f"![{caption}]({figures}{path.name})" for caption, path in section.figures]
+    if section.can_lose:
+        parts += ["### Where we lose", _bullets(section.lost)]
+    return "\n\n".join(parts)
 
 
 def as_html(title: str, sections: Sequence[Section]) -> str:
     """One page that needs nothing beside it; figures are inside."""
     escape = html.escape
-    body = [f"<h1>{escape(title)}</h1>", f'<p class="note">{escape(_NOTE)}</p>']
+    body = [f"<h1>{escape(title)}</h1>", f'<p class="note">{escape(NOTE)}</p>']
     for section in sections:
         body += [f"<h2>{escape(section.title)}</h2>", _html_list(section.facts)]
         for caption, path in section.figures:

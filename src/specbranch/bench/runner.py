@@ -11,7 +11,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -59,11 +59,24 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
             for start in range(0, len(messages) - size + 1, size)[: scenario.groups]
         ]
         order.shuffle(groups)
-        for task, size, start, messages in groups:
-            methods = list(scenario.methods)
-            order.shuffle(methods)
-            trials += [Trial(task, size, repeat, start, messages, method) for method in methods]
+        for first in range(0, len(groups), scenario.block):
+            for methods in _turns(scenario, order):
+                for task, size, start, messages in groups[first : first + scenario.block]:
+                    order.shuffle(methods)
+                    trials += [Trial(task, size, repeat, start, messages, method) for method in methods]
     return trials
+
+
+def _turns(scenario: Scenario, order: random.Random) -> list[list[BenchMethod]]:
+    """Methods that are measured side by side: all of them, or engine by engine where engines take turns in memory."""
+    if scenario.engines_at_once is None:
+        return [list(scenario.methods)]
+    by_engine: dict[str, list[BenchMethod]] = {}
+    for method in scenario.methods:
+        by_engine.setdefault(method.engine, []).append(method)
+    turns = list(by_engine.values())
+    order.shuffle(turns)
+    return turns
 
 
 def run_scenario(
@@ -82,23 +95,49 @@ def run_scenario(
 
 @dataclass(slots=True)
 class _Engines:
-    """The draft service, a worker for each engine, and who asks the service for figures."""
+    """The draft service, the workers that are loaded now, oldest first, and who asks the service for figures."""
 
     scenario: Scenario
     draft: DraftProcess
-    workers: dict[str, Worker]
     reporters: dict[str, Reporter]
+    logs: Path
+    workers: dict[str, Worker] = field(default_factory=dict)
 
     def provenance(self) -> dict[str, Any]:
         assert self.draft.welcome is not None
         info = next(iter(self.workers.values())).info
         return {**provenance(), **info, "draft": Path(self.draft.welcome.model).name}
 
-    def warm_up(self) -> None:
+    def load(self) -> None:
+        """Load as many engines as there is room for."""
         for method in self.scenario.methods:
-            self._generate(method, (_WARM_UP,), max_tokens=24)
+            if method.engine not in self.workers and self._has_room():
+                self._start(method)
+
+    def close(self) -> None:
+        while self.workers:
+            self._close_oldest()
+
+    def _has_room(self) -> bool:
+        limit = self.scenario.engines_at_once
+        return limit is None or len(self.workers) < limit
+
+    def _start(self, method: BenchMethod) -> None:
+        """Load a method's engine, and let all methods that share it warm up."""
+        worker = _worker(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
+        self.workers[method.engine] = worker.__enter__()
+        for one in self.scenario.methods:
+            if one.engine == method.engine:
+                self._generate(one, (_WARM_UP,), max_tokens=24)
+
+    def _close_oldest(self) -> None:
+        self.workers.pop(next(iter(self.workers))).__exit__(None, None, None)
 
     def measure(self, trial: Trial) -> Record:
+        if trial.method.engine not in self.workers:
+            while not self._has_room():
+                self._close_oldest()
+            self._start(trial.method)
         before, joules = self._figures(trial.method), read_joules()
         answer = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
         after, joules_after = self._figures(trial.method), read_joules()
@@ -151,17 +190,13 @@ def _engines(scenario: Scenario) -> Iterator[_Engines]:
             extra=["--log-level", "warning", *scenario.draft_arguments],
         )
         draft = stack.enter_context(DraftProcess(options))
-        workers: dict[str, Worker] = {}
-        for method in scenario.methods:
-            if method.engine not in workers:
-                worker = _worker(scenario, method, draft.address, logs / f"{method.name}.log")
-                workers[method.engine] = stack.enter_context(worker)
         drafting = [method for method in scenario.methods if method.planner is not None]
         reporters = {method.name: Reporter(draft.address, method.name.encode()) for method in drafting}
         for reporter in reporters.values():
             stack.callback(reporter.close)
-        engines = _Engines(scenario, draft, workers, reporters)
-        engines.warm_up()
+        engines = _Engines(scenario, draft, reporters, logs)
+        stack.callback(engines.close)
+        engines.load()
         yield engines
 
 

@@ -65,6 +65,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how many such
     groups of each task are measured at most. With `served` real servers are measured under load instead.
+
+    Where memory cannot hold all engines, `engines_at_once` says how many it can; then each engine answers a `block` of
+    groups before the next one is loaded in its place.
     """
 
     name: str
@@ -85,6 +88,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     concurrency: list[int] = msgspec.field(default_factory=lambda: [1])
     repeats: int = 1
     seed: int = 0
+    block: int = 1
+    engines_at_once: int | None = None
     served: Served | None = None
 
     def as_json(self) -> dict[str, Any]:

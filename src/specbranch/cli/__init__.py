@@ -11,6 +11,7 @@ from specbranch.cli.bench import bench
 from specbranch.cli.check import check
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.generate import generate
+from specbranch.cli.plan import plan
 from specbranch.cli.profile import profile
 from specbranch.cli.serve import FLAGS_GO_THROUGH, serve
 from specbranch.cli.simulate import simulate
@@ -34,7 +35,7 @@ def main(
     """Branch-parallel speculative decoding: a draft on its own device prepares for the target's verdicts."""
 
 
-for command in (check, draft, generate, keys, profile, simulate, timeline):
+for command in (check, draft, generate, keys, plan, profile, simulate, timeline):
     app.command()(command)
 app.command(context_settings=FLAGS_GO_THROUGH)(serve)
 app.add_typer(bench, name="bench")

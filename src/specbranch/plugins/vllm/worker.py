@@ -57,7 +57,7 @@ def _info() -> dict[str, Any]:
 
 def _generate(target: Target, order: dict[str, Any]) -> dict[str, Any]:
     prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in order["messages"]]
-    requests: list[dict[str, Any]] = [{"tokens": [], "steps": []} for _ in prompts]
+    requests: list[dict[str, Any]] = [{"prompt": prompt, "tokens": [], "steps": []} for prompt in prompts]
     before, verified_before = target.proposer_counts(), target.draft_tokens()
     start_s = time.monotonic()
     for piece in target.stream([Request(prompt, order["sampling"]) for prompt in prompts]):

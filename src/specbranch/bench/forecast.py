@@ -1,0 +1,138 @@
+"""A forecast from a survey: the simulator with the measured costs and the recorded laws, for every planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specbranch.bench.presets import Pair
+from specbranch.bench.profile import fit_line
+from specbranch.bench.simulate import Layout, Method, best_gamma, method_for, simulate
+from specbranch.bench.survey import Survey
+from specbranch.bench.trace import Trace
+from specbranch.core.costs import StepCost
+
+_NONE = "none"
+_LONGEST = 8  # submission, as `specbranch serve` has it
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the two devices cost, in seconds, and by how much the draft's work slows the target."""
+
+    target: StepCost  # by tokens in the batch, while the draft works
+    draft: StepCost  # by rows
+    slowdown: float  # the target's step beside the draft over its step alone
+
+    def layout(self, batch: int, sharing: float = 1.0) -> Layout:
+        """The same in draft steps of one row."""
+        unit_s = self.draft.first_s
+        return Layout(
+            self.target.first_s / unit_s,
+            self.draft.more_s / unit_s,
+            batch,
+            self.target.more_s / unit_s,
+            sharing,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The speed of a method over the target alone, while texts are decoded; reading prompts is not in it."""
+
+    concurrency: int
+    method: Method
+    speed: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The forecast as a plain document."""
+        settings = dict(self.method.settings)
+        return {
+            "concurrency": self.concurrency,
+            "planner": self.method.planner,
+            "settings": settings,
+            "speed": self.speed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a survey says to its owner."""
+
+    terms: Terms
+    forecasts: Sequence[Forecast]  # of every planner at every concurrency
+    with_two_drafts: float  # speed of the best one at the least concurrency, with two draft devices
+    with_shared_draft: float  # and with one draft device for two such targets
+
+    @property
+    def concurrencies(self) -> list[int]:
+        """All that were asked for, in order."""
+        return sorted({forecast.concurrency for forecast in self.forecasts})
+
+    def best_at(self, concurrency: int) -> Forecast:
+        """The fastest planner at a concurrency; `none` if nothing pays."""
+        return max((one for one in self.forecasts if one.concurrency == concurrency), key=lambda one: one.speed)
+
+    def stops_at(self, least_gain: float) -> int | None:
+        """The first concurrency at which nothing is faster than bare vLLM by so much; None if it always pays."""
+        for concurrency in self.concurrencies:
+            if self.best_at(concurrency).speed < 1 + least_gain:
+                return concurrency
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures."""
+        terms = self.terms
+        return {
+            "c": terms.target.first_s / terms.draft.first_s,
+            "row_cost": terms.draft.share_of_more,
+            "slowdown": terms.slowdown,
+            "forecasts": [forecast.as_json() for forecast in self.forecasts],
+            "with_two_drafts": self.with_two_drafts,
+            "with_shared_draft": self.with_shared_draft,
+        }
+
+
+def terms_of(survey: Survey) -> Terms:
+    """Straight lines through what was measured; neither falls."""
+    alone, draft = fit_line(survey.target_alone_s).cost, fit_line(survey.draft_s).cost
+    slowdown = max(1.0, survey.target_beside_s / survey.target_alone_s[1])
+    target = StepCost(survey.target_alone_s[1] * slowdown, max(alone.more_s, 0.0) * slowdown)
+    return Terms(target, StepCost(survey.draft_s[1], max(draft.more_s, 0.0)), slowdown)
+
+
+def foresee(trace: Trace, method: Method, terms: Terms, batch: int = 1, sharing: float = 1.0) -> Forecast:
+    """The forecast for one method as it is."""
+    if method.planner == _NONE:
+        return Forecast(batch, method, 1.0)
+    outcome = simulate(_at_least(trace, batch), method, terms.layout(batch, sharing))
+    return Forecast(batch, method, outcome.speedup / terms.slowdown)
+
+
+def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]) -> Advice:
+    """Forecasts for planners, each at the window that suits it, and what other numbers of devices would change."""
+    terms = terms_of(survey)
+    forecasts = [
+        _best(survey.trace, planner, terms, concurrency) for concurrency in concurrencies for planner in planners
+    ]
+    few = min(concurrencies)
+    best = max((one for one in forecasts if one.concurrency == few), key=lambda one: one.speed)
+    more, shared = (_best(survey.trace, best.method.planner, terms, few, sharing).speed for sharing in (0.5, 2.0))
+    return Advice(terms, forecasts, more, shared)
+
+
+def _best(trace: Trace, planner: str, terms: Terms, batch: int, sharing: float = 1.0) -> Forecast:
+    layout = terms.layout(batch, sharing)
+    pair = Pair("surveyed", layout.c, _LONGEST, trace.match_share(), "", layout.row_cost)
+    method = method_for(planner, pair, as_in_paper=False)
+    if planner == _NONE:
+        return Forecast(batch, method, 1.0)
+    outcome = best_gamma(_at_least(trace, batch), method, layout, longest=_LONGEST)
+    return Forecast(batch, outcome.method, outcome.speedup / terms.slowdown)
+
+
+def _at_least(trace: Trace, count: int) -> Trace:
+    """The trace with its answers repeated until there are enough for a batch."""
+    copies = -(-count // len(trace.answers))
+    return replace(trace, answers=trace.answers * copies)

@@ -1,0 +1,147 @@
+"""A survey of a pair on this machine: what steps cost, alone and side by side, and the draft's laws on real answers.
+
+Two devices are seldom quite apart: on one CPU they share memory, and each slows the other. So the target is timed both
+alone and while the draft works, and the draft only while the target works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from specbranch.bench.profile import measure
+from specbranch.bench.trace import Answer, Header, Trace
+from specbranch.bench.worker import Worker
+from specbranch.core.law import Law
+from specbranch.engines.protocol import DraftEngine, Row
+
+MESSAGES = (
+    "Write a Python function that returns the n-th prime number.",
+    "Write a Python class for a queue with two stacks, with docstrings.",
+    "Write a SQL query for the three best customers of each month.",
+    "Write a regular expression for dates such as 2024-02-29 and explain it.",
+    "A train leaves at 9:40 and arrives at 13:05. It stops twice, 7 minutes each. How long does it move?",
+    "Anna has 3 boxes of 24 pencils and gives away a third of all. How many are left? Think step by step.",
+    "A shirt costs 40 euros after a discount of 20 %. What did it cost before?",
+    "What is the sum of the first 50 odd numbers? Show why.",
+    "Explain to a child why the moon changes its shape.",
+    "Give me five tips for a first job interview.",
+    "Write a short letter to a neighbour whose dog barks at night.",
+    "What are the advantages of a heat pump over a gas boiler?",
+    "Describe a quiet morning in a small harbour town.",
+    "Compare lists and tuples in Python.",
+    "Translate into French: Good morning, I would like two tickets to Lyon, please.",
+    "Summarise in two sentences how vaccines work.",
+)
+_STEP_TOKENS = 24
+_PIECE_LEN = 256
+_AT_ONCE = 8
+_CONTEXT_LEN = 192
+
+Tell = Callable[[str], None]
+_Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's answer
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was measured. Step times in seconds: of the target by tokens in its batch, of the draft by rows."""
+
+    target_alone_s: Mapping[int, float]
+    target_beside_s: float  # of one token, while the draft works
+    draft_s: Mapping[int, float]  # while the target works
+    trace: Trace
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures without the trace itself."""
+        return {
+            "target_alone_ms": {str(tokens): 1e3 * step_s for tokens, step_s in self.target_alone_s.items()},
+            "target_beside_ms": 1e3 * self.target_beside_s,
+            "draft_ms": {str(rows): 1e3 * step_s for rows, step_s in self.draft_s.items()},
+            "agreement": self.trace.match_share(),
+            "in_first_three": self.trace.match_share(3),
+            "tokens": self.trace.num_tokens,
+        }
+
+
+def take_survey(
+    worker: Worker,
+    engine: DraftEngine,
+    messages: Sequence[str],
+    sizes: Sequence[int],
+    rows: Sequence[int],
+    answer_len: int,
+    tell: Tell,
+) -> Survey:
+    """Measure a target in its worker and a draft engine in this process."""
+    alone_s = {}
+    for size in sizes:
+        tell(f"target, {size} at once")
+        alone_s[size] = _step_s(_ask(worker, _cycled(messages, size), _STEP_TOKENS, goes_on=True))
+    tell("target beside the draft")
+    beside_s, draft_s = _together(worker, engine, messages[0], 4 * _STEP_TOKENS, rows)
+    pairs: list[_Pair] = []
+    for start in range(0, len(messages), max(sizes)):
+        tell(f"answers, {start} of {len(messages)}")
+        group = messages[start : start + max(sizes)]
+        requests = _ask(worker, group, answer_len, goes_on=False)
+        pairs += [(request["prompt"], request["tokens"]) for request in requests]
+    return Survey(alone_s, beside_s, draft_s, record_laws(engine, pairs, tell))
+
+
+def record_laws(engine: DraftEngine, pairs: Sequence[_Pair], tell: Tell = lambda stage: None) -> Trace:
+    """The draft's law before every token of the answers, each on the true text."""
+    answers = []
+    for start in range(0, len(pairs), _AT_ONCE):
+        tell(f"the draft's laws, {start} of {len(pairs)} answers")
+        group = pairs[start : start + _AT_ONCE]
+        handles = [engine.open() for _ in group]
+        laws = [[_read(engine, handle, prompt)] for handle, (prompt, _) in zip(handles, group, strict=True)]
+        for place in range(max(len(answer) for _, answer in group) - 1):
+            active = [index for index, (_, answer) in enumerate(group) if place + 1 < len(answer)]
+            rows = [Row(handles[index], (group[index][1][place],)) for index in active]
+            for index, law in zip(active, engine.run(rows), strict=True):
+                laws[index].append(law)
+        for handle in handles:
+            engine.close(handle)
+        answers += [Answer(tuple(answer), tuple(own)) for (_, answer), own in zip(group, laws, strict=True)]
+    return Trace(Header(draft=engine.info.model, task="survey"), tuple(answers))
+
+
+def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Law:
+    """Feed a whole prompt; the law behind it."""
+    for start in range(0, len(prompt), _PIECE_LEN):
+        (law,) = engine.run([Row(handle, tuple(prompt[start : start + _PIECE_LEN]))])
+    return law
+
+
+def _together(
+    worker: Worker, engine: DraftEngine, message: str, num_tokens: int, rows: Sequence[int]
+) -> tuple[float, dict[int, float]]:
+    """Step times of both while both work."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(_ask, worker, [message], num_tokens, goes_on=True)
+        timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=asked.done)
+        return _step_s(asked.result()), {count: spread.median_s for count, spread in timings.by_rows.items()}
+
+
+def _ask(worker: Worker, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[dict[str, Any]]:
+    """Answers; with `goes_on` past their natural end, so that the batch keeps its size."""
+    sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": goes_on}
+    requests: list[dict[str, Any]] = worker.generate(messages, sampling, None)["requests"]
+    return requests
+
+
+def _step_s(requests: Sequence[Mapping[str, Any]]) -> float:
+    """The middle of the times between a request's steps; the first ones also read prompts and are left out."""
+    gaps: list[float] = [
+        end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"][len(requests) :])
+    ]
+    return median(gaps)
+
+
+def _cycled(messages: Sequence[str], count: int) -> list[str]:
+    return [messages[index % len(messages)] for index in range(count)]

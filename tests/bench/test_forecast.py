@@ -1,0 +1,69 @@
+"""Forecasts: costs become a layout, and advice follows from them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specbranch.bench.forecast import Advice, advise, foresee, terms_of
+from specbranch.bench.presets import Pair, make_trace
+from specbranch.bench.simulate import Layout, Method, simulate
+from specbranch.bench.survey import Survey
+
+TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
+CHEAP = Survey({1: 0.100, 2: 0.101, 4: 0.103}, 0.110, {1: 0.020, 2: 0.022, 4: 0.026}, TRACE)
+PLANNERS = ["none", "sps", "pearl", "specbranch"]
+
+
+def advice_for(survey: Survey, *concurrencies: int) -> Advice:
+    return advise(survey, PLANNERS, list(concurrencies))
+
+
+def test_terms_are_lines_through_what_was_measured() -> None:
+    terms = terms_of(CHEAP)
+
+    assert terms.slowdown == pytest.approx(1.1)
+    assert (terms.target.first_s, terms.target.more_s) == pytest.approx((0.110, 0.0011))
+    assert (terms.draft.first_s, terms.draft.more_s) == pytest.approx((0.020, 0.002))
+    layout = terms.layout(4, 2.0)
+    assert (layout.c, layout.row_cost, layout.token_cost) == pytest.approx((5.5, 0.1, 0.055))
+    assert (layout.batch, layout.sharing) == (4, 2.0)
+
+
+def test_noise_never_makes_rows_or_company_cheaper() -> None:
+    terms = terms_of(Survey({1: 0.1, 2: 0.09}, 0.08, {1: 0.02, 2: 0.019}, TRACE))
+
+    assert (terms.slowdown, terms.target.more_s, terms.draft.more_s) == (1.0, 0.0, 0.0)
+
+
+def test_a_forecast_is_the_simulation_less_the_slowdown() -> None:
+    method = Method("pearl", {"gamma": 5})
+    simulated = simulate(TRACE, method, Layout(5.5, 0.1, 1, 0.055)).speedup
+
+    assert foresee(TRACE, method, terms_of(CHEAP)).speed == pytest.approx(simulated / 1.1)
+    assert foresee(TRACE, Method("none"), terms_of(CHEAP), batch=32).speed == 1.0
+
+
+def test_advice_names_the_best_and_what_devices_would_change() -> None:
+    advice = advice_for(CHEAP, 1, 16)
+    best = advice.best_at(1)
+
+    assert best.method.planner in ("pearl", "specbranch")
+    assert best.speed > 1.5
+    assert advice.best_at(16).speed < best.speed
+    assert advice.with_two_drafts >= best.speed * 0.98
+    assert advice.with_shared_draft <= best.speed
+    assert advice.stops_at(best.speed) == 1
+    document = advice.as_json()
+    assert len(document["forecasts"]) == 2 * len(PLANNERS)
+    assert document["c"] == pytest.approx(5.5)
+
+
+def test_a_draft_as_slow_as_its_target_does_not_pay() -> None:
+    slow = Survey(CHEAP.target_alone_s, 0.2, {1: 0.1, 2: 0.2}, TRACE)
+    advice = advice_for(slow, 1)
+
+    assert advice.best_at(1).method.planner == "none"
+    assert advice.stops_at(0.1) == 1
+    assert advice_for(CHEAP, 1).stops_at(0.1) is None
