@@ -112,6 +112,8 @@ cores = [0, 1]
     assert ours.engine == pearl.engine
     assert len({bare.engine, ours.engine, ngram.engine, both.engine}) == 4
     assert [scenario.num_cores(method) for method in (bare, ours, ngram, both)] == [1, 2, 1, 2]
+    on_gpu = read_scenario(written(data, "target_cores = []\ndraft_cores = []\n" + SMALL + peers))
+    assert [on_gpu.num_cores(method) for method in on_gpu.methods[:2]] == [1, 2]
 
 
 def test_engines_that_do_not_fit_together_take_turns_block_by_block(data: Path) -> None:

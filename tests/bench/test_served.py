@@ -36,8 +36,8 @@ def test_every_method_is_served_with_the_same_flags_of_vllm() -> None:
     common = bare[bare.index("--dtype") :]
 
     assert ngram[-len(common) :] == ours[-len(common) :] == common
-    assert bare[: -len(common)] == ["t", "--target-cores", "0", "--bare"]
-    assert ngram[1:4] == ["--target-cores", "0,1", "--bare"]
+    assert bare[: -len(common)] == ["t", "--target-cores", "0", "--enforce-eager", "--bare"]
+    assert ngram[1:3] == ["--target-cores", "0,1"]
     assert '"num_speculative_tokens": 3' in ngram[ngram.index("--speculative-config") + 1]
     assert ours[ours.index("--planner") + 1] == "pearl"
     assert ours[ours.index("--set") + 1] == "gamma=3"

@@ -46,7 +46,7 @@ def test_costs_are_measured_by_size_and_laws_on_the_answers() -> None:
     # 3 is right after 2, and 4 after 3; after a 4 the draft is wrong.
     assert survey.trace.num_tokens == 5 * 12
     assert survey.trace.match_share() == (1 + 6) / 12
-    assert stages[0] == "target, 1 at once"
+    assert stages[0] == "target, 4 at once"
     assert survey.as_json()["target_alone_ms"]["2"] == survey.target_alone_s[2] * 1e3
 
 

@@ -185,8 +185,8 @@ def _engines(scenario: Scenario) -> Iterator[_Engines]:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
         options = DraftOptions(
             scenario.draft,
-            cores=scenario.draft_cores,
-            threads=len(scenario.draft_cores),
+            cores=scenario.draft_cores or None,
+            threads=len(scenario.draft_cores) or None,
             extra=["--log-level", "warning", *scenario.draft_arguments],
         )
         draft = stack.enter_context(DraftProcess(options))
@@ -206,9 +206,10 @@ def _worker(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
         "max_model_len": scenario.max_model_len,
         "max_num_seqs": max(scenario.concurrency),
         "seed": scenario.seed,
-        "enforce_eager": True,
+        "enforce_eager": bool(scenario.target_cores),  # on a CPU compiling takes minutes and gains little
         "distributed_executor_backend": "uni",
         "enable_prefix_caching": False,
+        **scenario.arguments,
     }
     options = {
         "model": scenario.target,

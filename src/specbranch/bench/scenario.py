@@ -63,7 +63,8 @@ class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pair of models on given cores, prompts, and the methods to compare.
 
-    `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how many such
+    Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed on to `vllm.LLM`, or to `vllm serve` as
+    flags. `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how many such
     groups of each task are measured at most. With `served` real servers are measured under load instead.
 
     Where memory cannot hold all engines, `engines_at_once` says how many it can; then each engine answers a `block` of
@@ -79,6 +80,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_cores: list[int] = msgspec.field(default_factory=lambda: [0])
     draft_cores: list[int] = msgspec.field(default_factory=lambda: [1])
     draft_arguments: list[str] = []
+    arguments: dict[str, Any] = {}
     max_tokens: int = 128
     max_model_len: int = 1024
     temperature: float = 0.0
@@ -110,7 +112,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.repeats * len(self.methods) * groups
 
     def num_cores(self, method: BenchMethod) -> int:
-        """How many cores a method keeps: what a fair comparison divides by."""
+        """How many cores a method keeps, or devices where none are pinned: what a fair comparison divides by."""
+        if not self.target_cores:
+            return 1 if method.planner is None else 2
         if method.planner is not None:
             return len({*self.target_cores, *self.draft_cores})
         return len(method.cores or self.target_cores)

@@ -90,14 +90,17 @@ def run_load(
 def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
     """The words behind `specbranch serve` for a method."""
     assert scenario.served is not None
-    cores = _joined(method.cores or scenario.target_cores)
-    words = [scenario.target, "--target-cores", cores]
+    words = [scenario.target]
+    if scenario.target_cores:
+        words += ["--target-cores", _joined(method.cores or scenario.target_cores), "--enforce-eager"]
     if method.planner is None:
         words.append("--bare")
         if method.speculative_config is not None:
             words += ["--speculative-config", json.dumps(_local(method.speculative_config))]
     else:
-        words += ["--draft", scenario.draft, "--draft-cores", _joined(scenario.draft_cores)]
+        words += ["--draft", scenario.draft]
+        if scenario.draft_cores:
+            words += ["--draft-cores", _joined(scenario.draft_cores)]
         words += ["--planner", method.planner, "--gamma", str(scenario.gamma)]
         words += ["--deadline-ms", str(scenario.deadline_ms)]
         for key, value in method.settings.items():
@@ -105,7 +108,9 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
         words += ["--additional-config", json.dumps({"specbranch": {"is_gated": method.is_gated}})]
     words += ["--dtype", scenario.dtype, "--max-model-len", str(scenario.max_model_len)]
     words += ["--max-num-seqs", str(scenario.served.max_num_seqs), "--seed", str(scenario.seed)]
-    return [*words, "--enforce-eager", "--no-enable-prefix-caching"]
+    for name, value in scenario.arguments.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return [*words, "--no-enable-prefix-caching"]
 
 
 @contextlib.contextmanager

@@ -77,19 +77,25 @@ def take_survey(
     tell: Tell,
 ) -> Survey:
     """Measure a target in its worker and a draft engine in this process."""
-    alone_s = {}
-    for size in sizes:
+    alone_s: dict[int, list[float]] = {size: [] for size in sizes}
+    _ask(worker, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
+    # The times alone are taken on both sides of the time together: a machine that drifts hits both.
+    for size in sizes[::-1]:
         tell(f"target, {size} at once")
-        alone_s[size] = _step_s(_ask(worker, _cycled(messages, size), _STEP_TOKENS, goes_on=True))
+        alone_s[size] += _steps_s(worker, messages, size)
     tell("target beside the draft")
     beside_s, draft_s = _together(worker, engine, messages[0], 4 * _STEP_TOKENS, rows)
+    for size in sizes:
+        tell(f"target, {size} at once, again")
+        alone_s[size] += _steps_s(worker, messages, size)
     pairs: list[_Pair] = []
     for start in range(0, len(messages), max(sizes)):
         tell(f"answers, {start} of {len(messages)}")
         group = messages[start : start + max(sizes)]
         requests = _ask(worker, group, answer_len, goes_on=False)
         pairs += [(request["prompt"], request["tokens"]) for request in requests]
-    return Survey(alone_s, beside_s, draft_s, record_laws(engine, pairs, tell))
+    medians_s = {size: median(times_s) for size, times_s in alone_s.items()}
+    return Survey(medians_s, beside_s, draft_s, record_laws(engine, pairs, tell))
 
 
 def record_laws(engine: DraftEngine, pairs: Sequence[_Pair], tell: Tell = lambda stage: None) -> Trace:
@@ -125,7 +131,7 @@ def _together(
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_ask, worker, [message], num_tokens, goes_on=True)
         timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=asked.done)
-        return _step_s(asked.result()), {count: spread.median_s for count, spread in timings.by_rows.items()}
+        return median(_gaps_s(asked.result())), {count: spread.median_s for count, spread in timings.by_rows.items()}
 
 
 def _ask(worker: Worker, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[dict[str, Any]]:
@@ -135,13 +141,14 @@ def _ask(worker: Worker, messages: Sequence[str], num_tokens: int, goes_on: bool
     return requests
 
 
-def _step_s(requests: Sequence[Mapping[str, Any]]) -> float:
-    """The middle of the times between a request's steps; the first ones also read prompts and are left out."""
-    gaps: list[float] = [
+def _steps_s(worker: Worker, messages: Sequence[str], size: int) -> list[float]:
+    """Times of steps with that many requests."""
+    asked = [messages[index % len(messages)] for index in range(size)]
+    return _gaps_s(_ask(worker, asked, _STEP_TOKENS, goes_on=True))
+
+
+def _gaps_s(requests: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Times between a request's steps; the first ones also read prompts and are left out."""
+    return [
         end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"][len(requests) :])
     ]
-    return median(gaps)
-
-
-def _cycled(messages: Sequence[str], count: int) -> list[str]:
-    return [messages[index % len(messages)] for index in range(count)]

@@ -16,6 +16,7 @@ from specbranch.bench.forecast import Advice, Forecast, advise
 from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.survey import MESSAGES, Survey, take_survey
+from specbranch.bench.trace import write_trace
 from specbranch.bench.worker import VLLM, Worker, WorkerError
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.cli.cores import divide_cores
@@ -49,6 +50,9 @@ def plan(
     target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
     draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file as well.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the recorded answers and laws, for `specbranch simulate --trace`.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Measure the pair for a minute or two, forecast every planner with the simulator, and say what to do."""
@@ -95,6 +99,8 @@ def plan(
             **advice.as_json(),
             "provenance": provenance(),
         }
+        if trace is not None:
+            write_trace(trace, survey.trace)
         if out is not None:
             out.write_text(json.dumps(document, indent=1) + "\n")
         if as_json:
