@@ -310,3 +310,42 @@ def test_a_thrifty_specbranch_runs_one_row_while_it_knows_no_cost_and_stops_at_i
     assert depths(session.rows()) == [1]  # the chain is full; the likeliest of what is left is another root
     run(session, SURE, 40)
     assert session.rows() == []
+
+
+def test_budget_submits_all_that_is_drafted_and_never_waits() -> None:
+    session = session_of("budget", gamma=3)
+
+    assert session.propose() == []
+    run(session, SURE, 5)
+    session.commit(Verdict(0, 1), 0)
+    assert session.propose() == [1, 1, 1]
+
+
+def test_budget_prepares_for_refusals_half_way_where_they_are_likely() -> None:
+    """Rows cost next to nothing: behind a doubtful first token its rivals are worth more than the far end."""
+    costs = Costs()
+    for rows in (1, 2, 4):
+        costs.draft.observe(rows, 1.0)
+    session = session_of("budget", costs=costs, gamma=2, max_rows=3)
+    session.stand_aside()
+    session.commit(Verdict(0, 0), 0)
+    even = Law((1, 2, 3), (0.5, 0.4, 0.1), 0.9)
+    session.grow(session.tree.root, even)
+    session.propose()
+    assert session.submitted == [1]
+    run(session, SURE)
+
+    # The submitted token was run, and with it 2, which stands where 1 may be refused.
+    assert [child.law is not None for child in session.tree.root.children[:2]] == [True, True]
+    assert depths(session.rows())[0] == session.tree.root.position + 2
+
+
+def test_with_dear_rows_budget_is_one_chain() -> None:
+    costs = Costs()
+    for rows in (1, 2, 4):
+        costs.draft.observe(rows, 2.0 * rows - 1)
+    session = session_of("budget", costs=costs, gamma=4)
+    session.stand_aside()
+    run(session, DOUBTFUL)
+
+    assert len(session.rows()) == 1

@@ -68,12 +68,12 @@ def test_a_tree_on_one_chain_needs_one_handle() -> None:
 
 def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_law() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = Binding(engine, piece_len=2)
+    binding = Binding(engine)
     session = Session([0, 1, 2, 3, 4], planner_of("pearl"), TopDraw(), Costs())
     session.propose()
     feeds = []
     for _ in range(3):
-        feeds += binding.feeds(session.tokens, session.tree, session.rows())
+        feeds += binding.feeds(session.tokens, session.tree, session.rows(), 2)
         engine.run([feeds[-1].row])
 
     assert [feed.row.tokens for feed in feeds] == [(0, 1), (2, 3), (4,)]
@@ -84,14 +84,14 @@ def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_law() -> None:
 
 def test_a_verdict_in_the_middle_of_the_text_goes_on_from_what_was_fed() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = Binding(engine, piece_len=2)
+    binding = Binding(engine)
     session = Session([0, 1, 2, 3], planner_of("pearl"), TopDraw(), Costs())
     session.propose()
-    (first,) = binding.feeds(session.tokens, session.tree, session.rows())
+    (first,) = binding.feeds(session.tokens, session.tree, session.rows(), 2)
     engine.run([first.row])
     session.follow([4], 0)
     session.propose()
-    (second,) = binding.feeds(session.tokens, session.tree, session.rows())
+    (second,) = binding.feeds(session.tokens, session.tree, session.rows(), 2)
 
     assert second.row.tokens == (2, 3)
     assert second.node is None

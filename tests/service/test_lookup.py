@@ -37,9 +37,7 @@ class Bench:
         self.engine = engine or ScriptedEngine(DRAFT)
         self.shelf = Shelf(max_drafts, 10_000)
         self.compute = Compute(self.engine, self.shelf, clock=lambda: self.now_s, timeline=timeline, piece_len=4)
-        self.lookup = Lookup(
-            self.engine, self.shelf, self.compute, clock=lambda: self.now_s, piece_len=4, timeline=timeline
-        )
+        self.lookup = Lookup(self.engine, self.shelf, self.compute, clock=lambda: self.now_s, timeline=timeline)
 
     def ask(self, request: Request, client: bytes = b"me") -> list[Reply]:
         return [reply for _, reply in self.lookup.handle(client, [encode(request)])]
@@ -248,12 +246,14 @@ def test_texts_are_read_one_after_the_other_while_others_draft() -> None:
     bench.work(1)
     bench.open(list(range(20)), list(range(1, 21)))
     sizes = []
-    for _ in range(10):
+    for _ in range(14):
         before = bench.engine.num_tokens
         bench.compute.work()
         sizes.append(bench.engine.num_tokens - before)
 
-    assert max(sizes) <= 4 + 1
+    # Beside the session that drafts only a quarter of a piece is read; once it rests, whole pieces.
+    assert sizes[:2] == [1 + 1, 1 + 1]
+    assert max(sizes) == 4
     assert all(draft.session.tree.root.law is not None for draft in bench.shelf.snapshot())
 
 
@@ -266,7 +266,7 @@ def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
     assert wish is not None
     wish.chosen = list(wish.nodes)
     bench.step([1, 2], 49)
-    feeds = bench.compute._feeds(wish)
+    feeds = bench.compute._feeds(wish, 4)
 
     assert [feed.row.tokens for feed in feeds] == [(49,)]
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from specbranch.bench.scenario import BenchMethod, Scenario, scenario_of
 
@@ -49,6 +49,12 @@ def read_results(path: Path) -> Results:
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise ResultError(f"{path} is no result file of `specbranch bench`")
     return Results(path.name, scenario_of(first["scenario"]), first.get("provenance", {}), records)
+
+
+def write_line(sink: TextIO, document: Record) -> None:
+    """Write one document, at once."""
+    sink.write(json.dumps(document) + "\n")
+    sink.flush()
 
 
 def drop_unfinished(path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from specbranch.bench.energy import read_joules
 from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
-from specbranch.bench.results import Record, header
+from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
 from specbranch.bench.worker import VLLM, Worker
 from specbranch.service.process import DraftOptions, DraftProcess
@@ -86,10 +86,10 @@ def run_scenario(
     trials = plan_trials(scenario, data)
     with _engines(scenario) as engines:
         if not num_done:
-            _write(sink, header(scenario, engines.provenance()))
+            write_line(sink, header(scenario, engines.provenance()))
         for number, trial in enumerate(trials[num_done:], start=num_done):
             progress(number, len(trials))
-            _write(sink, engines.measure(trial))
+            write_line(sink, engines.measure(trial))
         progress(len(trials), len(trials))
 
 
@@ -230,8 +230,3 @@ def _step_ms(requests: list[dict[str, Any]]) -> float | None:
 
 def _digest(tokens: list[int]) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
-
-
-def _write(sink: TextIO, document: dict[str, Any]) -> None:
-    sink.write(json.dumps(document) + "\n")
-    sink.flush()

@@ -63,9 +63,9 @@ class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pair of models on given cores, prompts, and the methods to compare.
 
-    Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed on to `vllm.LLM`, or to `vllm serve` as
-    flags. `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how many such
-    groups of each task are measured at most. With `served` real servers are measured under load instead.
+    Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed on to `vllm.LLM`, or to `vllm serve`
+    as flags. `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how
+    many such groups of each task are measured at most. With `served` real servers are measured under load instead.
 
     Where memory cannot hold all engines, `engines_at_once` says how many it can; then each engine answers a `block` of
     groups before the next one is loaded in its place.

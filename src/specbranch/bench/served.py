@@ -23,9 +23,9 @@ from typing import Any, TextIO
 
 from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
-from specbranch.bench.results import Record, header
+from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, Served
-from specbranch.engines.options import local_model
+from specbranch.engines.options import found_model
 
 _VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
 _START_S, _STOP_S, _LOOK_S = 300.0, 60.0, 0.5
@@ -67,7 +67,7 @@ def run_load(
     assert scenario.served is not None
     trials = plan_load(scenario, scenario.served)
     if not num_done:
-        _write(sink, header(scenario, provenance()))
+        write_line(sink, header(scenario, provenance()))
     with tempfile.TemporaryDirectory(prefix="specbranch-load-") as name, contextlib.ExitStack() as stack:
         directory = Path(name)
         prompts = _write_prompts(scenario, scenario.served, data, directory)
@@ -81,7 +81,7 @@ def run_load(
                 url = stack.enter_context(server(serve_words(scenario, trial.method), directory / "server.log"))
                 _load(scenario, url, prompts, 4.0, 4, directory)  # warm-up
             measured = _load(scenario, url, prompts, trial.rate, scenario.served.requests, directory)
-            _write(
+            write_line(
                 sink, {"method": trial.method.name, "rate": trial.rate, "repeat": trial.repeat, **_figures(measured)}
             )
         progress(len(trials), len(trials))
@@ -151,7 +151,7 @@ def _load(
     out = directory / "load.json"
     out.unlink(missing_ok=True)
     words = ["bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url]
-    words += ["--model", scenario.target, "--tokenizer", _found(scenario.target)]
+    words += ["--model", scenario.target, "--tokenizer", found_model(scenario.target)]
     words += ["--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle"]
     words += ["--custom-output-len", str(scenario.max_tokens), "--temperature", str(scenario.temperature)]
     words += ["--num-prompts", str(num_requests), "--request-rate", str(rate), "--seed", str(scenario.seed)]
@@ -190,17 +190,8 @@ def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Pa
 
 
 def _local(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "model": _found(config["model"])} if "model" in config else config
-
-
-def _found(model: str) -> str:
-    return str(local_model(model) or model)
+    return {**config, "model": found_model(config["model"])} if "model" in config else config
 
 
 def _joined(numbers: Sequence[int]) -> str:
     return ",".join(str(number) for number in numbers)
-
-
-def _write(sink: TextIO, document: dict[str, Any]) -> None:
-    sink.write(json.dumps(document) + "\n")
-    sink.flush()

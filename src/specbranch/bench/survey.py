@@ -149,6 +149,4 @@ def _steps_s(worker: Worker, messages: Sequence[str], size: int) -> list[float]:
 
 def _gaps_s(requests: Sequence[Mapping[str, Any]]) -> list[float]:
     """Times between a request's steps; the first ones also read prompts and are left out."""
-    return [
-        end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"][len(requests) :])
-    ]
+    return [end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"][len(requests) :])]

@@ -26,7 +26,7 @@ _COLOURS = {HOLDS: "green", FAILED: "bold red"}
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="The target model, as vLLM takes it.")],
+    target: Annotated[str, typer.Argument(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
     draft: Annotated[str, typer.Option(help="The draft model, as `specbranch draft --model` takes it.")],
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS[1:])}.")] = "specbranch",
     all_planners: Annotated[bool, typer.Option("--all-planners", help="Greedy equality for every planner.")] = False,

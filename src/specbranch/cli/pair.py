@@ -15,7 +15,6 @@ from typing import Any
 from specbranch.cli.console import UsageError
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.quiet import quiet
-from specbranch.engines.options import local_model
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.cores import Cores
 from specbranch.plugins.vllm.settings import read_settings
@@ -99,10 +98,9 @@ class Pair:
                 draft.start()
                 self._address = draft.address
             section = {**options.section, **self._where()} if draft else None
-            path = local_model(options.target)
             arguments = {**_usual_arguments(), **options.arguments}
             try:
-                self.target = Target(TargetOptions(str(path or options.target), section, options.gamma, arguments))
+                self.target = Target(TargetOptions(options.target, section, options.gamma, arguments))
             except Exception as error:
                 raise LoadError(f"vLLM cannot load {options.target}: {error}; see {log_file}") from error
             if draft is not None:

@@ -19,7 +19,7 @@ from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.values import table
 from specbranch.core.planners import PLANNERS, SettingError
-from specbranch.engines.options import ENGINES, engine_for, local_model
+from specbranch.engines.options import ENGINES, engine_for, found_model
 from specbranch.engines.protocol import EngineError
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.cores import Cores
@@ -50,9 +50,8 @@ class _Plan:
 
     def options(self, address: str | None) -> ServeOptions:
         """What vLLM is started with, once it is known where the draft service listens, if there is one."""
-        model = local_model(self.target)
         section = None if address is None else {"address": address, **self.section}
-        return ServeOptions(str(model or self.target), self.target, section, self.gamma, self.flags, self.cores.target)
+        return ServeOptions(found_model(self.target), self.target, section, self.gamma, self.flags, self.cores.target)
 
     def settings(self) -> ProposerSettings:
         """The proposer's settings; raises for what vLLM's worker would refuse much later."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from specbranch.core.calibration import Calibration
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -62,10 +64,11 @@ class StepEstimate:
 
 @dataclass(slots=True)
 class Costs:
-    """What is known of both devices' step times."""
+    """What was learned of a pair: both devices' step times, and how often the draft is right."""
 
     draft: StepEstimate = field(default_factory=StepEstimate)
     target: StepEstimate = field(default_factory=StepEstimate)
+    calibration: Calibration = field(default_factory=Calibration)
 
     def draft_steps_per_target_step(self, rows: int) -> float | None:
         """The speed ratio c for draft steps of that many rows; None until both devices have been seen."""

@@ -47,7 +47,7 @@ class Session:
         self.is_finished = False
         self._planner = planner
         self._ending = ending or Ending()
-        self.round = Round(0, Tree(prompt, draw), costs)
+        self.round = Round(0, Tree(prompt, draw, costs.calibration), costs)
 
     @property
     def tree(self) -> Tree:
@@ -127,6 +127,7 @@ class Session:
         """Take tokens in and begin the next round."""
         self.tokens += emitted
         tree = self.tree
+        tree.learn(committed)
         tree.commit(committed)
         self.round = Round(self.round.index + 1, tree, self.round.costs, is_hit=tree.root.law is not None)
         self._count(verdict, num_submitted, len(emitted))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from specbranch.core.calibration import Calibration
 from specbranch.core.draw import Draw
 from specbranch.core.law import Law
 
@@ -69,7 +70,7 @@ class Node:
         self.is_submitted = False
         self.fate: Fate | None = None
         self.has_served = False  # a token drawn after this one was committed
-        self.log_chance = 0.0  # of the path from the tree's first root, by the draft's own laws
+        self.log_chance = 0.0  # of the path from the tree's first root, by the draft's laws as calibrated
 
     def child_with(self, token: int) -> Node | None:
         """The child that holds `token`, if it has been drawn."""
@@ -82,10 +83,11 @@ class Node:
 class Tree:
     """A tree of drafted tokens below the last committed one."""
 
-    def __init__(self, tokens: Sequence[int], draw: Draw) -> None:
+    def __init__(self, tokens: Sequence[int], draw: Draw, calibration: Calibration | None = None) -> None:
         if not tokens:
             raise ValueError("a draft tree needs at least one committed token to stand on")
         self._draw = draw
+        self._calibration = calibration or Calibration()
         self.root = Node(tokens[-1], None, len(tokens) - 1, 0)
         self.submitted: list[Node] | None = None
         self.num_drafted = 0
@@ -185,7 +187,7 @@ class Tree:
             del self.submitted[length:]
 
     def chance(self, node: Node) -> float:
-        """How likely the draft thinks it that the text goes on to this node."""
+        """How likely it is that the text goes on to this node."""
         return math.exp(node.log_chance - self.root.log_chance)
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -215,6 +217,15 @@ class Tree:
         self.num_alive -= total.used + total.rolled_back
         return total
 
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Let the calibration see where the draft's laws were right, before these tokens are committed."""
+        node: Node | None = self.root
+        for token in tokens:
+            if node is None or node.law is None:
+                return
+            self._calibration.observe(node.law, token)
+            node = node.child_with(token)
+
     def nodes(self) -> Iterator[Node]:
         """Every drafted node still alive, the root not included."""
         stack = list(self.root.children)
@@ -231,9 +242,8 @@ class Tree:
         if token is None:
             return False
         child = Node(token, node, node.position + 1, self._submissions)
-        prob = float(node.law.probs[node.law.ids.index(token)])
         # The far end of a head may have been rounded to nothing.
-        child.log_chance = node.log_chance + math.log(max(prob, 1e-30))
+        child.log_chance = node.log_chance + math.log(max(self._calibration.chance(node.law, token), 1e-30))
         node.children.append(child)
         self.num_drafted += 1
         self.num_alive += 1

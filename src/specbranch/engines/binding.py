@@ -28,9 +28,8 @@ class Feed:
 class Binding:
     """The handles of one session. If a step fails, `close` the binding: the next rows start from the text again."""
 
-    def __init__(self, engine: DraftEngine, piece_len: int = 1 << 30) -> None:
+    def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine
-        self._piece_len = piece_len
         self._tips: dict[int, Node] = {}
         self._trunk: tuple[int, int] | None = None  # a handle, and how many committed tokens it holds
 
@@ -45,8 +44,11 @@ class Binding:
             return 0  # after a miss there is little to catch up with
         return tree.root.position + 1 - (self._trunk[1] if self._trunk else 0)
 
-    def feeds(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node]) -> list[Feed]:
-        """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed."""
+    def feeds(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], piece_len: int = 1 << 30) -> list[Feed]:
+        """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed.
+
+        Of a text that is still to be read at most `piece_len` tokens are fed.
+        """
         self._follow(tree)
         covered = self._covered()
         free = set(self._tips)
@@ -54,7 +56,9 @@ class Binding:
         for node in nodes:
             try:
                 feeds.append(
-                    self._feed_root(tokens, node) if node is tree.root else self._feed_below(node, covered, free)
+                    self._feed_root(tokens, node, piece_len)
+                    if node is tree.root
+                    else self._feed_below(node, covered, free)
                 )
             except EngineFull:
                 break
@@ -83,9 +87,9 @@ class Binding:
         self._tips.clear()
         self._trunk = None
 
-    def _feed_root(self, tokens: Sequence[int], root: Node) -> Feed:
+    def _feed_root(self, tokens: Sequence[int], root: Node, piece_len: int) -> Feed:
         handle, start = self._trunk or (self._engine.open(), 0)
-        end = min(root.position + 1, start + self._piece_len)
+        end = min(root.position + 1, start + piece_len)
         row = Row(handle, tuple(tokens[start:end]))
         if end <= root.position:
             self._trunk = (handle, end)

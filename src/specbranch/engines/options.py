@@ -58,6 +58,11 @@ def engine_for(model: str) -> str:
     return "torch"
 
 
+def found_model(model: str) -> str:
+    """Where a model lies on this machine, or else its name, for whoever fetches models from the hub by itself."""
+    return str(local_model(model) or model)
+
+
 def local_model(model: str) -> Path | None:
     """Where a model lies on this machine: as given, or below $SPECBRANCH_MODELS; None if it must come from the hub."""
     given = Path(model).expanduser()

@@ -25,6 +25,9 @@ from specbranch.service.timeline import Timeline
 log = logging.getLogger(__name__)
 
 
+_DRAFTING_SHARE = 4  # of a piece of text is read beside sessions that draft: one part in so many
+
+
 @dataclass(slots=True)
 class ComputeCounts:
     """What the compute thread did."""
@@ -134,25 +137,31 @@ class Compute:
         )
         for _, _, wish, node in ranked[: self._engine.info.row_limit]:
             wish.chosen.append(node)
-        chosen = self._within_a_piece([wish for wish in wishes if wish.chosen])
+        chosen = [wish for wish in wishes if wish.chosen]
+        # Whoever drafts already must not wait long for others who read: then they read by smaller pieces.
+        has_drafting = any(not self._is_reading(wish.draft) for wish in chosen)
+        piece_len = max(1, self._piece_len // _DRAFTING_SHARE) if has_drafting else self._piece_len
+        chosen = self._within_a_piece(chosen, piece_len)
         for wish in chosen:  # before any feed: what is fed is not yet in the engine's cache
             self._borrow(wish.draft)
-        feeds = [(wish.draft, feed) for wish in chosen for feed in self._feeds(wish)]
+        feeds = [(wish.draft, feed) for wish in chosen for feed in self._feeds(wish, piece_len)]
         if chosen and not feeds:
             self._make_room([wish.draft for wish in chosen])
         return feeds
 
-    def _within_a_piece(self, wishes: list[_Wish]) -> list[_Wish]:
+    def _is_reading(self, draft: Draft) -> bool:
+        return draft.binding.num_unread(draft.session.tree) > 1
+
+    def _within_a_piece(self, wishes: list[_Wish], piece_len: int) -> list[_Wish]:
         """Without those who would read in more text than one step should; the first reader always may."""
         kept, num_read = [], 0
         for wish in wishes:
             if self._is_about_to_borrow(wish.draft):
                 continue
-            num_unread = wish.draft.binding.num_unread(wish.draft.session.tree)
-            if num_unread > 1:
-                if num_read >= self._piece_len:
+            if self._is_reading(wish.draft):
+                if num_read >= piece_len:
                     continue
-                num_read += min(num_unread, self._piece_len)
+                num_read += min(wish.draft.binding.num_unread(wish.draft.session.tree), piece_len)
             kept.append(wish)
         return kept
 
@@ -167,7 +176,7 @@ class Compute:
             worths = [lead + session.tree.chance(node) for node in nodes]
             return _Wish(draft, session.round.index, nodes, worths)
 
-    def _feeds(self, wish: _Wish) -> list[Feed]:
+    def _feeds(self, wish: _Wish, piece_len: int) -> list[Feed]:
         draft = wish.draft
         with draft.lock:
             session = draft.session
@@ -175,7 +184,7 @@ class Compute:
             if session.round.index != wish.round_index:
                 # A verdict came in between: the old nodes may be gone.
                 nodes = session.rows()[: len(nodes)]
-            return [] if draft.is_forgotten else draft.binding.feeds(session.tokens, session.tree, nodes)
+            return [] if draft.is_forgotten else draft.binding.feeds(session.tokens, session.tree, nodes, piece_len)
 
     def _is_about_to_borrow(self, draft: Draft) -> bool:
         """Whether the session that this one will borrow from is itself still reading."""
@@ -183,7 +192,7 @@ class Compute:
         if found is None or draft.binding.num_handles:
             return False
         donor, _ = found
-        return donor in self._busy and not donor.is_forgotten and donor.binding.num_unread(donor.session.tree) > 1
+        return donor in self._busy and not donor.is_forgotten and self._is_reading(donor)
 
     def _borrow(self, draft: Draft) -> None:
         """Begin with what another session's cache holds of the same text."""

@@ -102,7 +102,6 @@ class Lookup:
         shelf: Shelf,
         compute: Compute,
         clock: Callable[[], float] = time.monotonic,
-        piece_len: int = 128,
         timeline: Timeline | None = None,
     ) -> None:
         self._timeline = timeline
@@ -111,7 +110,6 @@ class Lookup:
         self._shelf = shelf
         self._compute = compute
         self._clock = clock
-        self._piece_len = piece_len
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
         self._pending: dict[Client, _Pending] = {}
         self.counts = LookupCounts()
@@ -202,7 +200,7 @@ class Lookup:
             planner = NonePlanner()
             self.counts.muted += 1
         session = Session(text, planner, TopDraw(), self._tenant(namespace).costs)
-        draft = Draft(namespace, session, Binding(self._engine, self._piece_len), is_mute)
+        draft = Draft(namespace, session, Binding(self._engine), is_mute)
         self._shelf.put(draft)
         # The target goes on without a draft; reading the text in and preparing for its verdict begins at once.
         session.stand_aside()

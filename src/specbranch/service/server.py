@@ -59,7 +59,7 @@ class Server:
         self.shelf = Shelf(options.max_sessions, options.max_session_tokens)
         piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
         self.compute = Compute(engine, self.shelf, notify=self._wake, timeline=timeline, piece_len=piece_len)
-        self.lookup = Lookup(engine, self.shelf, self.compute, piece_len=piece_len, timeline=timeline)
+        self.lookup = Lookup(engine, self.shelf, self.compute, timeline=timeline)
 
     def stop(self) -> None:
         """End soon."""

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
+from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.pearl import PearlPlanner, PearlSettings
 from specbranch.core.planners.protocol import Planner, Predictor
@@ -27,6 +28,7 @@ _MAKERS: dict[str, tuple[type[Any] | None, Callable[[Any, Predictor], Planner]]]
     "pearl": (PearlSettings, lambda settings, predictor: PearlPlanner(settings)),
     "ssd": (SsdSettings, lambda settings, predictor: SsdPlanner(settings)),
     "specbranch": (SpecbranchSettings, SpecbranchPlanner),
+    "budget": (BudgetSettings, lambda settings, predictor: BudgetPlanner(settings)),
 }
 
 PLANNERS = tuple(_MAKERS)

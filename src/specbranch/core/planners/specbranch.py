@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbranch.core.planners.protocol import Predictor
+from specbranch.core.planners.rows import rows_that_pay
 from specbranch.core.planners.settings import require_positive, require_share
 from specbranch.core.round import Round, Signal
 from specbranch.core.tree import Node
@@ -65,7 +66,8 @@ class SpecbranchPlanner:
         if end.law is None:
             return (end,)
         if self._settings.is_thrifty:
-            return self._rows_that_pay(round)
+            settings = self._settings
+            return rows_that_pay(round, end, settings.gamma, settings.max_branches, _LEAST_CHANCE)
         count = max(1, math.floor(self._settings.max_branches * (1 - end.law.confidence)))
         tips = (tree.unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
         return [tip for tip in tips if tip]
@@ -91,17 +93,6 @@ class SpecbranchPlanner:
             node = children[0]
             chain.append(node)
         return chain, None
-
-    def _rows_that_pay(self, round: Round) -> Sequence[Node]:
-        """The likeliest tips behind the submission, as many as give the most chance for the time of a draft step."""
-        tree, cost, gamma = round.tree, round.costs.draft.cost, self._settings.gamma
-        tips = tree.frontier(tree.end, gamma, 1, _LEAST_CHANCE)
-        if cost is not None and tips:
-            # A further row pays only if its chance is to the best one's as its time is to the first row's.
-            least = max(_LEAST_CHANCE, min(tips[0][1] * cost.share_of_more, 1.0))
-            tips = tree.frontier(tree.end, gamma, self._settings.max_branches, least)
-            tips = tips[: cost.best_rows([chance for _, chance in tips])]
-        return [node for node, _ in tips]
 
     def _branch_len(self, round: Round, num_branches: int) -> int:
         """Tokens per branch, the root included: no more than the target's step leaves time for."""

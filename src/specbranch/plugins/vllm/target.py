@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbranch.engines.options import found_model
 from specbranch.plugins.vllm import compat
 
 PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
@@ -19,9 +20,10 @@ PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """What to load. `section` is our section of `additional_config`; None means bare vLLM, without our proposer.
+    """What to load. `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the hub.
 
-    `arguments` are passed on to `vllm.LLM` as they are.
+    `section` is our section of `additional_config`; None means bare vLLM, without our proposer. `arguments` are passed
+    on to `vllm.LLM` as they are.
     """
 
     model: str
@@ -65,7 +67,7 @@ class Target:
                 "num_speculative_tokens": options.num_speculative_tokens,
             }
             arguments["additional_config"] = {"specbranch": dict(options.section)}
-        self.llm = LLM(model=options.model, **arguments)
+        self.llm = LLM(model=found_model(options.model), **arguments)
         if "speculative_config" in arguments:
             compat.mend_cpu_sampler()  # vLLM's own methods need it as much as ours
         self._has_proposer = options.section is not None

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from specbranch.engines.options import local_model
+from specbranch.engines.options import found_model
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
 
 
@@ -37,14 +37,10 @@ def main() -> None:
 def _load(options: dict[str, Any]) -> Target:
     arguments, own = options["arguments"], options["speculative_config"]
     if own is not None:
-        own = {**own, "model": _found(own["model"])} if "model" in own else own
+        own = {**own, "model": found_model(own["model"])} if "model" in own else own
         arguments = {**arguments, "speculative_config": own}
     section, length = options["section"], options["num_speculative_tokens"]
-    return Target(TargetOptions(_found(options["model"]), section, length, arguments))
-
-
-def _found(model: str) -> str:
-    return str(local_model(model) or model)
+    return Target(TargetOptions(options["model"], section, length, arguments))
 
 
 def _info() -> dict[str, Any]:

@@ -1,0 +1,22 @@
+"""Which draft rows pay for their time."""
+
+from __future__ import annotations
+
+from specbranch.core.round import Round
+from specbranch.core.tree import Node
+
+
+def rows_that_pay(round: Round, start: Node, depth: int, most: int, least: float) -> list[Node]:
+    """The likeliest nodes to run at or below `start`, as many as give the most chance for the time of a draft step.
+
+    At most `most`, none deeper than `depth` tokens or with a chance below `least`; one while costs are unknown.
+    """
+    tree, cost = round.tree, round.costs.draft.cost
+    tips = tree.frontier(start, depth, 1, least)
+    if cost is not None and tips:
+        # A further row pays only if its chance is to the best one's as its time is to the first row's. The best one
+        # itself must stay, however chances are rounded.
+        needed = max(least, tips[0][1] * min(cost.share_of_more, 0.999))
+        tips = tree.frontier(start, depth, most, needed)
+        tips = tips[: cost.best_rows([chance for _, chance in tips])]
+    return [node for node, _ in tips]

@@ -1,0 +1,65 @@
+"""Calibration: the draft's word at first, then what was seen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specbranch.core.calibration import Calibration
+from specbranch.core.law import Law
+
+LAW = Law((7, 8, 9), (0.6, 0.3, 0.1), 0.9)
+
+
+def test_without_experience_the_draft_is_believed() -> None:
+    calibration = Calibration()
+
+    assert [calibration.chance(LAW, token) for token in LAW.ids] == pytest.approx([0.6, 0.3, 0.1])
+
+
+def test_chances_become_the_frequencies_that_were_seen() -> None:
+    """A target that is surer than its draft: 90 % first choices, and of the others nine in ten the second."""
+    calibration, order = Calibration(half_life=1000), random.Random(0)
+    for _ in range(3000):
+        calibration.observe(LAW, order.choices(LAW.ids, (0.9, 0.09, 0.01))[0])
+
+    found = [calibration.chance(LAW, token) for token in LAW.ids]
+    assert found == pytest.approx([0.9, 0.09, 0.01], abs=0.03)
+
+
+def test_other_confidences_are_left_alone() -> None:
+    calibration = Calibration()
+    for _ in range(100):
+        calibration.observe(LAW, 7)
+
+    assert calibration.first_chance(LAW) > 0.95
+    assert calibration.first_chance(Law((7, 8), (0.25, 0.2), 2.0)) == 0.25
+
+
+def test_the_past_is_forgotten() -> None:
+    calibration = Calibration(half_life=20)
+    for _ in range(200):
+        calibration.observe(LAW, 7)
+    for _ in range(100):
+        calibration.observe(LAW, 8)
+
+    assert calibration.first_chance(LAW) < 0.2
+    assert calibration.chance(LAW, 8) > 0.6
+
+
+def test_a_chance_is_never_more_than_what_is_left() -> None:
+    calibration = Calibration()
+    for _ in range(50):
+        calibration.observe(Law((1, 2, 3), (0.5, 0.05, 0.01), 2.0), 2)
+
+    assert calibration.chance(LAW, 8) <= 1 - calibration.first_chance(LAW)
+
+
+def test_laws_without_a_head_and_tokens_outside_of_it_do_no_harm() -> None:
+    calibration = Calibration()
+    calibration.observe(Law((), (), 0.0), 1)
+    calibration.observe(Law((3,), (1.0,), 0.0), 1)
+    calibration.observe(LAW, 1000)
+
+    assert 0 < calibration.first_chance(LAW) < 0.6
