@@ -24,7 +24,7 @@ RATIOS = (3, 5, 8, 12, 20, 30)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # (requests at once, targets that share a draft device)
 SETTINGS = ((1, 1), (8, 1), (64, 1), (1, 4), (8, 4), (1, 16))
-PLANNERS = ("sps", "pearl", "specbranch")
+PLANNERS = ("sps", "pearl", "specbranch", "budget")
 RIDGE = 256  # tokens at which a target's step takes twice the time of one token's
 PUBLISHED = {
     "llama-68m-7b": 2.01,
@@ -119,7 +119,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
             if line == 1:
                 axis.set_xlabel("c")
     figure.suptitle(
-        "The best of sps, pearl and specbranch over plain decoding (simulated): red below 1", x=0.01, ha="left"
+        "The best of sps, pearl, specbranch and budget over plain decoding (simulated): red below 1", x=0.01, ha="left"
     )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=100)
