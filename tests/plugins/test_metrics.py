@@ -57,6 +57,13 @@ def samples(collector: Collector) -> dict[tuple[str, ...], float]:
     return found
 
 
+def rounds_of(found: dict[tuple[str, ...], float]) -> dict[str, float]:
+    return {
+        engines: found["specbranch_hits_total", engines] + found["specbranch_misses_total", engines]
+        for engines in ("0", "1,2")
+    }
+
+
 def test_without_a_proposer_nothing_appears(collector: Collector) -> None:
     assert collector.describe() == []
     assert collector.collect() == []
@@ -101,13 +108,12 @@ def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespac
             for _ in range(10):
                 walk.step()
             client.close()
-        found = samples(collector)
+        # A message that came late is counted later.
+        end_s = time.monotonic() + 20
+        while rounds_of(found := samples(collector)) != {"0": 9, "1,2": 18}:
+            assert time.monotonic() < end_s, rounds_of(found)
+            time.sleep(0.2)
 
-    rounds = {
-        engines: found["specbranch_hits_total", engines] + found["specbranch_misses_total", engines]
-        for engines in ("0", "1,2")
-    }
-    assert rounds == {"0": 9, "1,2": 18}
     assert found["specbranch_sessions", "1,2"] == 2
     assert found["specbranch_state", "0", "on"] == found["specbranch_state", "1", "lagging"] == 1
     assert {labels[2] for labels in found if labels[:2] == ("specbranch_rolled_back_tokens_total", "0")} == {
@@ -167,12 +173,12 @@ def test_a_reader_never_sees_half_of_what_is_written(run: str) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        seen = [shown for _ in range(2000) for shown in read_slates(run)]
+        seen = [shown for _ in range(300) for shown in read_slates(run)]
     finally:
         is_over.set()
         writer.join()
 
-    assert len(seen) > 1500
+    assert len(seen) > 200
     assert all(len(set(shown.lens)) == 1 for shown in seen)
 
 

@@ -47,6 +47,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     # Models are found by name, as on the hub.
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("SPECBRANCH_MODELS", str(model_path("smollm2-135m-dense").parent))
     model_path("smollm2-135m")
     (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
