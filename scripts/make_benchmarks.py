@@ -55,6 +55,9 @@ def make_page(draws: bool) -> str:
         section = section_of(results, SUBJECT)
         stem = Path(name).stem
         if draws:
+            for path in _drawn(stem):
+                path.unlink()
+                path.with_suffix(".png").unlink(missing_ok=True)
             section.figures = draw_figures(results, FIGURES, stem)
         else:
             section.figures = [(_caption(path), path) for path in _drawn(stem)]

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     read = [read_results(RESULTS / name) for name in ("bench-flagship.jsonl", "bench-load.jsonl")]
-    page = write_report(read, tmp_path, "pearl", "Two <runs>").read_text()
+    page = write_report(read, tmp_path, "sps", "Two <runs>").read_text()
     text = (tmp_path / "report.md").read_text()
 
     assert "Two &lt;runs&gt;" in page
@@ -24,8 +24,8 @@ def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
     assert page.count("<svg") == len(list(tmp_path.glob("*.svg"))) >= 4
     for word in ("humaneval", "gsm8k, 8 at once", "| specbranch |", "mean of the tasks"):
         assert word in text
-    # pearl is not the fastest of the flagship run, and a report on it says so.
-    assert re.search(r"- humaneval: specbranch is 1\.\d\d times as fast as pearl", text)
+    # Taking turns is not the fastest way of the flagship run, and a report on it says so.
+    assert re.search(r"- humaneval: specbranch is 1\.\d\d times as fast as sps", text)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert (tmp_path / link).stat().st_size > 1000
 
