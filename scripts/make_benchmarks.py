@@ -30,8 +30,8 @@ INTRO = """# Benchmarks
 
 Written by `scripts/make_benchmarks.py` from the result files that each section names; do not edit. [How it is
 measured](bench.md). To run one again: `specbranch bench run scenarios/NAME.toml --data DIR --out FILE`. All of it ran on two
-cores of one machine without a GPU, and only ratios within one run count: the machine itself is up to a third slower or
-faster from hour to hour."""
+cores of one machine without a GPU, and only ratios within one run count: the machine itself, which
+others share, is up to twice as slow from hour to hour, and not always on both cores alike."""
 
 
 def main() -> None:
@@ -57,8 +57,9 @@ def make_page(draws: bool) -> str:
         if draws:
             for path in _drawn(stem):
                 path.unlink()
-                path.with_suffix(".png").unlink(missing_ok=True)
             section.figures = draw_figures(results, FIGURES, stem)
+            for _, path in section.figures:
+                path.with_suffix(".png").unlink()  # the page shows the other
         else:
             section.figures = [(_caption(path), path) for path in _drawn(stem)]
         parts.append(section_markdown(section, "img/"))
