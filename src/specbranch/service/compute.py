@@ -138,9 +138,11 @@ class Compute:
         for _, _, wish, node in ranked[: self._engine.info.row_limit]:
             wish.chosen.append(node)
         chosen = [wish for wish in wishes if wish.chosen]
-        # Whoever drafts already must not wait long for others who read: then they read by smaller pieces.
-        has_drafting = any(not self._is_reading(wish.draft) for wish in chosen)
-        piece_len = max(1, self._piece_len // _DRAFTING_SHARE) if has_drafting else self._piece_len
+        # Whoever drafts already must not wait long for others who read: these then read by smaller pieces, unless a
+        # target stands still for one of them.
+        readers = [wish.draft for wish in chosen if self._is_reading(wish.draft)]
+        is_aside = len(readers) < len(chosen) and not any(draft.is_awaited for draft in readers)
+        piece_len = max(1, self._piece_len // _DRAFTING_SHARE) if is_aside else self._piece_len
         chosen = self._within_a_piece(chosen, piece_len)
         for wish in chosen:  # before any feed: what is fed is not yet in the engine's cache
             self._borrow(wish.draft)
@@ -159,9 +161,10 @@ class Compute:
             if self._is_about_to_borrow(wish.draft):
                 continue
             if self._is_reading(wish.draft):
-                if num_read >= piece_len:
+                size = min(wish.draft.binding.num_unread(wish.draft.session.tree), piece_len)
+                if num_read and num_read + size > piece_len:
                     continue
-                num_read += min(wish.draft.binding.num_unread(wish.draft.session.tree), piece_len)
+                num_read += size
             kept.append(wish)
         return kept
 
