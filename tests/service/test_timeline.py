@@ -110,14 +110,17 @@ def test_a_step_with_new_texts_only_may_have_been_a_pause() -> None:
 
 def test_draft_steps_tell_rows_tokens_sessions_and_whether_a_text_is_read_in() -> None:
     bench, timeline = timed_bench()
-    bench.open([1, 2, 3, 4, 5, 6], [7])
+    bench.open([1, 2, 3, 4, 5, 6])
     bench.work(3)
+    bench.open([7])
+    bench.work(1)
 
-    first, second, third = (event["args"] for event in spans(timeline, "draft"))
-    assert (first["rows"], first["tokens"], first["is_prefill"]) == (2, 5, True)
-    assert (second["rows"], second["tokens"], second["is_prefill"]) == (2, 3, True)
-    assert (third["rows"], third["tokens"], third["is_prefill"]) == (2, 2, False)
-    assert len(first["sessions"]) == 2
+    first, second, third, last = (event["args"] for event in spans(timeline, "draft"))
+    assert (first["rows"], first["tokens"], first["is_prefill"]) == (1, 4, True)
+    assert (second["rows"], second["tokens"], second["is_prefill"]) == (1, 2, True)
+    assert (third["rows"], third["tokens"], third["is_prefill"]) == (1, 1, False)
+    assert (last["rows"], last["tokens"]) == (2, 2)
+    assert len(last["sessions"]) == 2
 
 
 def test_no_two_spans_of_a_lane_overlap_and_a_target_never_works_while_it_waits() -> None:
