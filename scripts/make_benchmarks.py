@@ -19,7 +19,6 @@ FILES = (
     "bench-flagship.jsonl",
     "bench-flagship-sampled.jsonl",
     "bench-flagship-peers.jsonl",
-    "bench-flagship-methods.jsonl",
     "bench-small.jsonl",
     "bench-small-sampled.jsonl",
     "bench-load.jsonl",

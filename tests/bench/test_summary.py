@@ -116,6 +116,7 @@ def test_a_file_that_was_cut_off_within_a_line_can_be_gone_on_with(tmp_path: Pat
     path = tmp_path / "r.jsonl"
     whole = json.dumps(header(SCENARIO, {})) + "\n" + json.dumps(record("bare", 0, 1, 1.0)) + "\n"
     path.write_text(whole + '{"task": "gs')
+    assert len(read_results(path).records) == 1
     drop_unfinished(path)
 
     assert path.read_text() == whole

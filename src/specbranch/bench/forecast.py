@@ -25,11 +25,16 @@ class Terms:
     draft: StepCost  # by rows
     slowdown: float  # the target's step beside the draft over its step alone
 
+    @property
+    def c(self) -> float:
+        """Target step time over draft step time."""
+        return self.target.first_s / self.draft.first_s
+
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
         """The same in draft steps of one row."""
         unit_s = self.draft.first_s
         return Layout(
-            self.target.first_s / unit_s,
+            self.c,
             self.draft.more_s / unit_s,
             batch,
             self.target.more_s / unit_s,
@@ -85,7 +90,7 @@ class Advice:
         """All figures."""
         terms = self.terms
         return {
-            "c": terms.target.first_s / terms.draft.first_s,
+            "c": terms.c,
             "row_cost": terms.draft.share_of_more,
             "slowdown": terms.slowdown,
             "forecasts": [forecast.as_json() for forecast in self.forecasts],

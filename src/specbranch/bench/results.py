@@ -41,9 +41,10 @@ def header(scenario: Scenario, provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> Results:
-    """The results in a file."""
+    """The results in a file; a last line that was not written to its end is left out."""
     try:
-        first, *records = (json.loads(line) for line in path.read_text().splitlines())
+        whole = path.read_text().rpartition("\n")[0]
+        first, *records = (json.loads(line) for line in whole.splitlines())
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} holds no results: {error}") from error
     if not isinstance(first, dict) or first.get("format") != FORMAT:

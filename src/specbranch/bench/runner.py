@@ -12,7 +12,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -22,7 +21,7 @@ from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
-from specbranch.bench.worker import VLLM, Worker
+from specbranch.bench.worker import VLLM, Worker, step_gaps_s
 from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.service.reporter import Reach, Reporter
 
@@ -224,7 +223,7 @@ def _worker(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
 
 def _step_ms(requests: list[dict[str, Any]]) -> float | None:
     """The middle of the times between steps: what a step takes when nothing disturbs it."""
-    gaps = [end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"])]
+    gaps = step_gaps_s(requests)
     return 1e3 * median(gaps) if gaps else None
 
 

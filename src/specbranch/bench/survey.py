@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from specbranch.bench.profile import measure
 from specbranch.bench.trace import Answer, Header, Trace
-from specbranch.bench.worker import Worker
+from specbranch.bench.worker import Worker, step_gaps_s
 from specbranch.core.law import Law
 from specbranch.engines.protocol import DraftEngine, Row
 
@@ -148,5 +147,5 @@ def _steps_s(worker: Worker, messages: Sequence[str], size: int) -> list[float]:
 
 
 def _gaps_s(requests: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Times between a request's steps; the first ones also read prompts and are left out."""
-    return [end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"][len(requests) :])]
+    """Times between steps; the first ones also read prompts and are left out."""
+    return step_gaps_s(requests, skip=len(requests))

@@ -10,7 +10,8 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,11 @@ _LAST_WORDS_S, _LOG_LEN = 5.0, 1500
 
 class WorkerError(RuntimeError):
     """A worker that ended or said something else than an answer."""
+
+
+def step_gaps_s(requests: Sequence[Mapping[str, Any]], skip: int = 0) -> list[float]:
+    """Times between the steps of a worker's answers, all but the first `skip` steps of each."""
+    return [end - start for request in requests for (start, _), (end, _) in pairwise(request["steps"][skip:])]
 
 
 class Worker:

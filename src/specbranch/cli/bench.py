@@ -93,10 +93,10 @@ def report(
 
 def _num_done(scenario: Scenario, path: Path) -> int:
     """Trials that a result file already holds; it must be of the same scenario."""
-    drop_unfinished(path)
     results = read_results(path)
     if results.scenario != scenario:
         raise ResultError(f"{path} holds results of another scenario, or of another state of it; begin a new file")
+    drop_unfinished(path)  # only now: a file of something else is left as it is
     return len(results.records)
 
 

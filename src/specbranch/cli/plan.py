@@ -146,7 +146,7 @@ def _sentences(survey: Survey, advice: Advice) -> list[str]:
         f"measured: a target step takes {1e3 * survey.target_alone_s[1]:.0f} ms alone and "
         f"{1e3 * survey.target_beside_s:.0f} ms beside the draft; a draft step {1e3 * survey.draft_s[1]:.0f} ms with "
         f"one row and {1e3 * survey.draft_s[many]:.0f} ms with {many}: "
-        f"c is {terms.target.first_s / terms.draft.first_s:.1f}",
+        f"c is {terms.c:.1f}",
         f"the target's token is the draft's first choice in {trace.match_share():.0%} of {trace.num_tokens} places, "
         f"among its first three in {trace.match_share(3):.0%}",
     ]
