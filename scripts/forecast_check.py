@@ -20,8 +20,8 @@ from specbranch.bench.scenario import BARE
 from specbranch.bench.simulate import Method
 from specbranch.bench.summary import cells, compare
 from specbranch.bench.survey import Survey
-from specbranch.bench.trace import Trace, read_trace
 from specbranch.core.costs import StepCost
+from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.simulate import Layout, Method, best_gamma
-from specbranch.bench.trace import read_trace
+from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("humaneval", "gsm8k", "summarization", "chat")

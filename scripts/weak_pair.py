@@ -23,8 +23,8 @@ from matplotlib import pyplot as plt
 from specbranch import __version__
 from specbranch.bench.presets import PAIRS, Pair, make_trace
 from specbranch.bench.simulate import Layout, Method, method_for, simulate
-from specbranch.bench.trace import Trace, read_trace
 from specbranch.cli.console import progress_bar
+from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "results" / "weak_pair.json"

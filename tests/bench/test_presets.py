@@ -9,7 +9,7 @@ import pytest
 
 from specbranch.bench.presets import CONCENTRATION, PAIRS, SECOND_SHARE, fit_shape, make_trace
 from specbranch.bench.theory import pearl_speed
-from specbranch.bench.trace import read_trace
+from specbranch.trace import read_trace
 
 CHAT = Path(__file__).parents[2] / "traces" / "qwen-coder-chat.jsonl.gz"
 PUBLISHED = {"llama-68m-7b": 1.74, "vicuna-68m-13b": 1.77, "deepseek-1.3b-33b": 2.93, "llama3-8b-70b": 3.38}

@@ -9,8 +9,8 @@ import pytest
 from specbranch.bench.presets import PAIRS, Pair, make_iid_trace, make_trace
 from specbranch.bench.replay import ReplayDraft, ReplayTarget
 from specbranch.bench.simulate import PREDICTORS, Layout, Method, best_gamma, method_for, simulate
-from specbranch.bench.trace import Trace
 from specbranch.core.planners import PLANNERS
+from specbranch.trace import Trace
 
 WEAK = PAIRS["vicuna-68m-13b"]
 

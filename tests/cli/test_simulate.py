@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from specbranch import __version__
 from specbranch.bench.presets import PAIRS, make_trace
-from specbranch.bench.trace import write_trace
 from specbranch.cli import app
 from specbranch.core.planners import PLANNERS
+from specbranch.trace import write_trace
 
 runner = CliRunner()
 

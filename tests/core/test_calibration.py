@@ -28,20 +28,42 @@ def test_chances_become_the_frequencies_that_were_seen() -> None:
     assert found == pytest.approx([0.9, 0.09, 0.01], abs=0.03)
 
 
-def test_other_confidences_are_left_alone() -> None:
+def test_a_draft_of_few_bits_is_found_out_at_every_confidence() -> None:
+    """It is half as often wrong as it says where it doubts, and wrong often where it is sure."""
+    calibration, order = Calibration(half_life=1000), random.Random(0)
+    doubtful, sure = Law((7, 8), (0.3, 0.2), 2.0), Law((7, 8), (0.99, 0.01), 0.1)
+    for _ in range(2000):
+        calibration.observe(doubtful, 7 if order.random() < 0.65 else 8)
+        calibration.observe(sure, 7 if order.random() < 0.85 else 8)
+
+    assert calibration.first_chance(doubtful) == pytest.approx(0.65, abs=0.05)
+    assert calibration.first_chance(sure) == pytest.approx(0.85, abs=0.05)
+    assert 0.65 < calibration.first_chance(LAW) < 0.85, "what was not seen lies between"
+
+
+def test_a_draft_that_is_surer_is_never_believed_less() -> None:
     calibration = Calibration()
-    for _ in range(100):
+    for _ in range(500):
+        calibration.observe(Law((7, 8), (0.1, 0.05), 2.0), 7)
+        calibration.observe(Law((7, 8), (0.95, 0.01), 0.1), 8)
+
+    chances = [calibration.first_chance(Law((7,), (prob,), 1.0)) for prob in (0.1, 0.5, 0.95)]
+    assert chances == sorted(chances)
+
+
+def test_a_draft_that_is_always_right_does_no_harm() -> None:
+    calibration = Calibration(half_life=10)
+    for _ in range(5000):
         calibration.observe(LAW, 7)
 
-    assert calibration.first_chance(LAW) > 0.95
-    assert calibration.first_chance(Law((7, 8), (0.25, 0.2), 2.0)) == 0.25
+    assert 0.95 < calibration.first_chance(LAW) <= 1
 
 
 def test_the_past_is_forgotten() -> None:
-    calibration = Calibration(half_life=20)
-    for _ in range(200):
+    calibration = Calibration(half_life=100)
+    for _ in range(1000):
         calibration.observe(LAW, 7)
-    for _ in range(100):
+    for _ in range(500):
         calibration.observe(LAW, 8)
 
     assert calibration.first_chance(LAW) < 0.2

@@ -16,6 +16,7 @@ from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
+from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.timeline import Timeline
 from tests.service.harness import DRAFT
@@ -39,12 +40,14 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--metrics-port", type=int)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--record", type=Path)
     parser.add_argument("--max-sessions", type=int, default=256)
     args = parser.parse_args()
     set_up_logs("json", "error")
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
     timeline = Timeline() if args.trace else None
-    server = Server(SlowEngine(args.step_ms / 1000), options, timeline)
+    recorder = Recorder(args.record, "scripted") if args.record else None
+    server = Server(SlowEngine(args.step_ms / 1000), options, timeline, recorder)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
         serve_metrics(server, args.metrics_port)

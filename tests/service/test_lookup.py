@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specbranch.engines.protocol import EngineError, EngineFull, Row
@@ -318,3 +320,58 @@ def test_the_targets_step_time_is_learned_from_the_pauses_between_steps() -> Non
     cost = bench.shelf.snapshot()[0].session.round.costs.target.cost
 
     assert cost is not None and cost.at(1) == pytest.approx(0.25)
+
+
+def crowded_bench() -> Bench:
+    """An engine that has room for the texts of five tokens at rest."""
+    engine = ScriptedEngine(DRAFT)
+    engine.info = replace(engine.info, rest_tokens=5)
+    return Bench(engine)
+
+
+def test_a_session_whose_target_has_gone_on_without_it_leaves_the_cache_and_comes_back() -> None:
+    bench = crowded_bench()
+    bench.open([1, 2, 3, 4, 5, 6])
+    bench.open([9, 8, 7])
+    bench.work()
+    old = bench.shelf.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
+    assert old is not None
+
+    def num_handles() -> int:
+        return old.binding.num_handles
+
+    assert num_handles()
+    text = [9, 8, 7]
+    for _ in range(40):
+        text.append(likely(text))
+        bench.step(text[:-1], text[-1])
+        bench.work(2)
+
+    assert old.is_at_rest and bench.compute.counts.cleared == 1
+    assert num_handles() == 0
+    assert not old.is_forgotten, "its text is still known"
+    next_token = likely([1, 2, 3, 4, 5, 6])
+    bench.step([1, 2, 3, 4, 5, 6], next_token)
+    bench.work()
+    assert num_handles()
+    after = [1, 2, 3, 4, 5, 6, next_token, likely([1, 2, 3, 4, 5, 6, next_token])]
+    (reply,) = bench.step(after[:-1], after[-1])
+    assert isinstance(reply, Proposals) and reply.rows[0] and reply.rows[0][0] == likely(after)
+
+
+def test_a_session_stays_while_another_target_works() -> None:
+    """Each target has its own pulse: one that is slow is not taken for one that has ended."""
+    bench = crowded_bench()
+    bench.open([1, 2, 3, 4, 5, 6])
+    bench.work()
+    old = bench.shelf.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
+    text = [9, 8, 7]
+    bench.ask(Open(b"ours", "pearl", {"gamma": 3}, "confidence", [text]), client=b"other")
+    for _ in range(40):
+        text.append(likely(text))
+        before = Digest(text[:-1])
+        row = StepRow(before.name, text[-1:], before.extend(text[-1:]).name, 0)
+        bench.ask(Step(1, b"ours", 0.0, [row]), client=b"other")
+        bench.work(2)
+
+    assert old is not None and old.binding.num_handles and not old.is_at_rest

@@ -12,7 +12,7 @@ import pytest
 
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import summarize
-from specbranch.bench.trace import read_trace
+from specbranch.trace import read_trace
 from tests.engines.models import model_path
 
 SCENARIO = """

@@ -10,8 +10,8 @@ from specbranch.bench.presets import Pair
 from specbranch.bench.profile import fit_line
 from specbranch.bench.simulate import Layout, Method, best_gamma, method_for, simulate
 from specbranch.bench.survey import Survey
-from specbranch.bench.trace import Trace
 from specbranch.core.costs import StepCost
+from specbranch.trace import Trace
 
 _NONE = "none"
 _LONGEST = 8  # submission, as `specbranch serve` has it

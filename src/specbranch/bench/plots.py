@@ -10,8 +10,8 @@ from typing import Any
 from specbranch.bench.presets import Pair
 from specbranch.bench.pyplot import load_pyplot
 from specbranch.bench.simulate import Layout, Method, simulate
-from specbranch.bench.trace import Trace
 from specbranch.core.loop import DraftStep, Step, TargetStep
+from specbranch.trace import Trace
 
 _USED, _LOST, _TARGET, _WAIT = "#2a9d8f", "#e9c9b1", "#264653", "#f4f1ea"
 _HIT, _MISS = "#2a9d8f", "#d1495b"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from specbranch.bench.theory import pearl_speed, solve_acceptance
-from specbranch.bench.trace import Answer, Header, Trace
 from specbranch.core.law import Law
+from specbranch.trace import Answer, Header, Trace
 
 # Both read off traces/qwen-coder-chat.jsonl.gz, the flagship pair on chat, by `fit_shape`; a test holds them to it.
 CONCENTRATION = 1.4

@@ -1,8 +1,9 @@
 """Scripts that replay a trace: a target that says what it said, and a draft with the laws that it had.
 
 The first token of a text names the answer; a session for answer i therefore has the prompt `(i,)`. A text that leaves
-the recorded answer can never come back to it; there the draft goes on with a recorded law from another place, picked
-by the text's hash, so that planners see laws of the usual kind also on branches that are bound to lose.
+the recorded answer can never come back to it; there, and where no law was recorded, the draft goes on with a recorded
+law from another place, picked by the text's hash, so that planners see laws of the usual kind also on branches that are
+bound to lose.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from specbranch.bench.trace import Answer, Trace
 from specbranch.core.law import Law
+from specbranch.trace import Answer, Trace
 
 _Place = tuple[int, int]  # answer, number of its tokens read
 _START = -1
@@ -23,8 +24,9 @@ class _ReplayScript:
 
     def __init__(self, trace: Trace) -> None:
         self._answers = trace.answers
-        self._laws = [law for answer in trace.answers for law in answer.laws]
-        self.vocab_len = 1 + max(max(max(a.tokens), *(max(law.ids) for law in a.laws)) for a in trace.answers)
+        self._laws = [law for answer in trace.answers for law in answer.laws if law.ids]
+        said = (token for answer in trace.answers for token in answer.tokens)
+        self.vocab_len = 1 + max(*said, *(max(law.ids) for law in self._laws))
 
     def start(self) -> int:
         return _START
@@ -55,7 +57,8 @@ class ReplayDraft(_ReplayScript):
         on_path = self._answer_at(state)
         if on_path:
             answer, length = on_path
-            return answer.laws[length]
+            if answer.laws[length].ids:
+                return answer.laws[length]
         return self._laws[hash(state) % len(self._laws)]
 
 

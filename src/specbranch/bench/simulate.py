@@ -9,7 +9,6 @@ from typing import Any
 
 from specbranch.bench.presets import Pair
 from specbranch.bench.replay import ReplayDraft, ReplayTarget
-from specbranch.bench.trace import Answer, Trace
 from specbranch.core.chance import RandomChance
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.draw import TopDraw
@@ -22,8 +21,10 @@ from specbranch.core.stats import Stats
 from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget
 from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
 from specbranch.predictor.oracle import OraclePredictor
+from specbranch.predictor.recorded import RecordedPredictor
+from specbranch.trace import Answer, Trace
 
-PREDICTORS = ("confidence", "none", "all", "random", "oracle")
+PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +108,15 @@ def method_for(planner: str, pair: Pair, predictor: str = "confidence", as_in_pa
 
 
 def simulate(
-    trace: Trace, method: Method, layout: Layout, seed: int = 0, observe: Callable[[Step], None] = lambda step: None
+    trace: Trace,
+    method: Method,
+    layout: Layout,
+    seed: int = 0,
+    observe: Callable[[Step], None] = lambda step: None,
+    costs: Costs | None = None,
 ) -> Outcome:
-    """Decode every answer of the trace, `layout.batch` at a time."""
-    costs = Costs()
+    """Decode every answer of the trace, `layout.batch` at a time; `costs` holds what is learned on the way."""
+    costs = costs or Costs()
     target = ScriptedTarget(ReplayTarget(trace), layout.target, RandomChance(random.Random(seed)))
     draft = EngineLane(ScriptedEngine(ReplayDraft(trace), row_limit=1024), layout.draft)
     chance = RandomChance(random.Random(seed + 1))
@@ -150,6 +156,8 @@ def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predicto
         runs = _accepted_runs(answer)
         # Position 0 is the prompt, so answer token i stands at position i + 1.
         return OraclePredictor(lambda position: runs[position - 1], method.settings.get("gamma", 8))
+    if method.predictor == "hrad":
+        return RecordedPredictor([Signal(signal) for signal in answer.foreseen])
     signals = {"confidence": Signal.SOME, "none": Signal.NONE, "all": Signal.ALL}
     return ConstantPredictor(signals[method.predictor])
 
@@ -158,5 +166,5 @@ def _accepted_runs(answer: Answer) -> list[int]:
     """For every place in the answer, how many of the draft's first choices in a row are right."""
     runs = [0]
     for token, law in zip(reversed(answer.tokens), reversed(answer.laws), strict=True):
-        runs.append(runs[-1] + 1 if law.ids[0] == token else 0)
+        runs.append(runs[-1] + 1 if law.ids[:1] == (token,) else 0)
     return runs[::-1]

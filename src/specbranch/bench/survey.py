@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.profile import measure
-from specbranch.bench.trace import Answer, Header, Trace
 from specbranch.bench.worker import Worker, step_gaps_s
 from specbranch.core.law import Law
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.trace import Answer, Header, Trace
 
 MESSAGES = (
     "Write a Python function that returns the n-th prime number.",

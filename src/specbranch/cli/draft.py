@@ -19,6 +19,7 @@ from specbranch.engines.protocol import EngineError
 from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
+from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.timeline import Timeline
 
@@ -52,6 +53,9 @@ def draft(
     trace: Annotated[
         Path | None, typer.Option(help="Record what both sides did and write it here at the end, for Perfetto.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write every verdict and the draft's laws here, for replay and training.")
+    ] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop as well when standard input closes.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
@@ -61,8 +65,9 @@ def draft(
         if log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {log_format!r}; choose text or json")
         set_up_logs("json" if log_format == "json" else "text", log_level)
-        if trace is not None and not trace.absolute().parent.is_dir():
-            raise UsageError(f"--trace is {trace}; there is no directory {trace.parent}")
+        for name, path in (("--trace", trace), ("--record", record)):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise UsageError(f"{name} is {path}; there is no directory {path.parent}")
         if cores is not None:
             stay_on(cores)
         options = EngineOptions(
@@ -76,7 +81,9 @@ def draft(
         )
         service = ServiceOptions(listen or default_address(), service_keys(keys), max_sessions)
         timeline = Timeline() if trace else None
-        server = Server(open_engine(engine or engine_for(model), options), service, timeline)
+        draft_engine = open_engine(engine or engine_for(model), options)
+        recorder = Recorder(record, Path(model).name) if record else None
+        server = Server(draft_engine, service, timeline, recorder)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         if until_eof:

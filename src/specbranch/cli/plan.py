@@ -16,7 +16,6 @@ from specbranch.bench.forecast import Advice, Forecast, advise
 from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.survey import MESSAGES, Survey, take_survey
-from specbranch.bench.trace import write_trace
 from specbranch.bench.worker import VLLM, Worker, WorkerError
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.cli.cores import divide_cores
@@ -25,6 +24,7 @@ from specbranch.core.planners import PLANNERS
 from specbranch.engines.options import ENGINES, EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import EngineError
 from specbranch.plugins.vllm import compat
+from specbranch.trace import write_trace
 
 # Real runs against forecasts: docs/benchmarks.md. A gain that is smaller than this is not promised.
 ERROR = 0.1

@@ -15,9 +15,9 @@ from rich.table import Table
 from specbranch.bench.presets import PAIRS, ROW_COST, Pair, make_trace
 from specbranch.bench.simulate import PREDICTORS, Layout, Method, Outcome, best_gamma, method_for
 from specbranch.bench.simulate import simulate as run_simulation
-from specbranch.bench.trace import Trace, TraceError, read_trace
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
+from specbranch.trace import Trace, TraceError, read_trace
 
 ANSWER_LEN = 250
 _COLUMNS = (

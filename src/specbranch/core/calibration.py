@@ -1,19 +1,21 @@
 """How often the draft is right: its own probabilities, corrected by what the target really said.
 
-A draft speaks of its law at temperature 1. A target that decodes greedily agrees with the first choice far more often
-than that law says, and how much more depends on the pair and on the text. So the chance of a first choice is learned by
-confidence, and that of the others, given that the first was wrong, by rank. What was seen long ago counts less.
+A draft speaks of its law at temperature 1. A target that decodes greedily agrees with the first choice more often than
+that law says, a draft of few bits less often, and how much depends on the pair and on the text. So the odds of a first
+choice are a learned line over the odds that the draft gives it; the chance of the others, given that the first was
+wrong, is learned by rank. What was seen long ago counts less.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 
 from specbranch.core.law import Law
 
-_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+_RATE = 0.2  # of learning the line
 _RANKS = 8  # further ones are learned as one
-_PRIOR = 4.0  # so many observations is the draft's own word worth
+_PRIOR = 4.0  # so many observations is the draft's own word on ranks worth
+_LEAST = 1e-4  # no law is believed to be surer than this
 
 
 class Calibration:
@@ -21,16 +23,14 @@ class Calibration:
 
     def __init__(self, half_life: float = 400.0) -> None:
         self._keep = 0.5 ** (1 / half_life)
-        self._seen = [0.0] * (len(_EDGES) + 1)  # laws of this confidence
-        self._right = [0.0] * (len(_EDGES) + 1)  # those whose first choice was right
+        self._slope, self._shift = 1.0, 0.0
+        self._slope_sq, self._shift_sq = 0.1, 0.1  # sums of squared gradients, which set the pace of learning
         self._found = [0.0] * _RANKS  # tokens of this rank, where the first choice was wrong
         self._expected = [0.0] * _RANKS  # and how many the laws spoke of
 
     def first_chance(self, law: Law) -> float:
         """How likely the law's first choice is right."""
-        confidence = float(law.confidence)
-        place = bisect_right(_EDGES, confidence)
-        return (self._right[place] + _PRIOR * confidence) / (self._seen[place] + _PRIOR)
+        return 1 / (1 + math.exp(-(self._slope * _log_odds(law) + self._shift)))
 
     def chance(self, law: Law, token: int) -> float:
         """How likely a token of the law's head is right."""
@@ -46,16 +46,29 @@ class Calibration:
         """Take in what the target said where the draft had this law."""
         if not law.ids:
             return
-        place = bisect_right(_EDGES, float(law.confidence))
         is_right = law.ids[0] == token
-        self._seen[place] = self._seen[place] * self._keep + 1
-        self._right[place] = self._right[place] * self._keep + is_right
+        self._turn(_log_odds(law), self.first_chance(law) - is_right)
         if is_right:
             return
         for index in range(1, min(len(law.ids), _RANKS + 1)):
             rank = index - 1
             self._expected[rank] = self._expected[rank] * self._keep + _share(law, index)
             self._found[rank] = self._found[rank] * self._keep + (law.ids[index] == token)
+
+    def _turn(self, log_odds: float, error: float) -> None:
+        """Move the line against an error: a gradient step of logistic loss, shorter the more was learned already."""
+        gradient = error * log_odds
+        self._slope_sq = self._slope_sq * self._keep + gradient * gradient
+        self._shift_sq = self._shift_sq * self._keep + error * error
+        # With every first choice right both sums would fade to nothing.
+        self._slope -= _RATE * gradient / math.sqrt(self._slope_sq + 0.1)
+        self._shift -= _RATE * error / math.sqrt(self._shift_sq + 0.1)
+        self._slope = max(self._slope, 0.0)  # a draft that is surer is never right less often
+
+
+def _log_odds(law: Law) -> float:
+    confidence = min(max(float(law.confidence), _LEAST), 1 - _LEAST)
+    return math.log(confidence / (1 - confidence))
 
 
 def _share(law: Law, index: int) -> float:

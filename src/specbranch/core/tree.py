@@ -219,12 +219,18 @@ class Tree:
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Let the calibration see where the draft's laws were right, before these tokens are committed."""
+        for law, token in zip(self.laws(tokens), tokens, strict=True):
+            if law is not None:
+                self._calibration.observe(law, token)
+
+    def laws(self, tokens: Sequence[int]) -> list[Law | None]:
+        """The draft's law before each of these tokens after the root; None where it is not known."""
+        found: list[Law | None] = []
         node: Node | None = self.root
         for token in tokens:
-            if node is None or node.law is None:
-                return
-            self._calibration.observe(node.law, token)
-            node = node.child_with(token)
+            found.append(node.law if node else None)
+            node = node.child_with(token) if node else None
+        return found
 
     def nodes(self) -> Iterator[Node]:
         """Every drafted node still alive, the root not included."""

@@ -19,7 +19,7 @@ _LOST = (Fate.REJECTED, Fate.UNUSED, Fate.CUT)
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A row for the engine. Without a node it only brings the trunk closer to the root, and its law means nothing."""
+    """A row for the engine. Without a node it only reads a part of the text, and its law is not needed."""
 
     row: Row
     node: Node | None
@@ -50,6 +50,8 @@ class Binding:
         Of a text that is still to be read at most `piece_len` tokens are fed.
         """
         self._follow(tree)
+        if nodes and not self._tips:
+            nodes = (tree.root,)  # without it nothing below can be reached
         covered = self._covered()
         free = set(self._tips)
         feeds = []
@@ -96,18 +98,21 @@ class Binding:
             return Feed(row, None)
         self._trunk = None
         self._tips[handle] = root
-        return Feed(row, root)
+        return Feed(row, root if root.law is None else None)
 
     def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> Feed:
-        parent = node.parent
-        assert parent is not None, "only the root has no parent"
+        path, parent = [node.token], node.parent
+        while parent not in covered:  # handles were given back meanwhile: what they held is fed again
+            assert parent is not None, "only the root has no parent"
+            path.append(parent.token)
+            parent = parent.parent
         handle = covered[parent]
         if handle in free and self._tips[handle] is parent:
             free.remove(handle)
         else:
             handle = self._engine.fork(handle, parent.position + 1)
         self._tips[handle] = node
-        return Feed(Row(handle, (node.token,)), node)
+        return Feed(Row(handle, tuple(reversed(path))), node)
 
     def _follow(self, tree: Tree) -> None:
         """Bring the handles to the tree's present root."""

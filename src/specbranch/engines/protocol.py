@@ -27,6 +27,7 @@ class EngineInfo:
     row_limit: int  # rows in one step
     max_handles: int  # handles open at once
     max_tokens: int  # tokens in the cache, shared ones counted once
+    rest_tokens: int = 1 << 30  # of sessions at rest that may stay there without slowing down the others
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class ComputeCounts:
     rows: int = 0
     step_s: float = 0.0
     failed_steps: int = 0
+    cleared: int = 0  # sessions at rest whose part of the cache was needed
     borrowed_tokens: int = 0  # that were not read in because another session's cache held them
 
 
@@ -94,6 +95,7 @@ class Compute:
         """One turn of the loop; False if there was nothing to do."""
         self._take_news()
         self._close_forgotten()
+        self._clear_rests()
         feeds = self._plan()
         if feeds:
             self._step(feeds)
@@ -128,6 +130,24 @@ class Compute:
             self._busy.pop(draft, None)
             with draft.lock:
                 draft.binding.close()
+
+    def _clear_rests(self) -> None:
+        """Let go of what sessions at rest hold in the cache, the oldest first, where it slows down the others.
+
+        Their texts stay: one that goes on after all is read in again.
+        """
+        limit = self._engine.info.rest_tokens
+        if limit >= self._engine.info.max_tokens or self._engine.num_tokens <= limit:
+            return
+        resting = [draft for draft in self._shelf.snapshot() if draft.is_at_rest and draft.binding.num_handles]
+        num_tokens = sum(len(draft.session.tokens) for draft in resting)
+        for draft in resting:
+            if num_tokens <= limit:
+                return
+            num_tokens -= len(draft.session.tokens)
+            with draft.lock:
+                draft.binding.close()
+            self.counts.cleared += 1
 
     def _plan(self) -> list[tuple[Draft, Feed]]:
         wishes = [wish for draft in list(self._busy) if (wish := self._wish(draft))]
@@ -172,7 +192,7 @@ class Compute:
         with draft.lock:
             session = draft.session
             nodes = session.rows()
-            if not nodes or draft.is_forgotten:
+            if not nodes or draft.is_forgotten or draft.is_at_rest:
                 del self._busy[draft]
                 return None
             lead = 1.0 if draft.is_awaited else 0.0

@@ -25,7 +25,8 @@ from specbranch.engines.protocol import DraftEngine
 from specbranch.predictor.fixed import ConstantPredictor
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
-from specbranch.service.shelf import Draft, Shelf
+from specbranch.service.recorder import Note, Recorder
+from specbranch.service.shelf import Draft, Pulse, Shelf
 from specbranch.service.timeline import RowVerdict, Timeline
 from specbranch.service.wire import (
     VERSION,
@@ -103,14 +104,18 @@ class Lookup:
         compute: Compute,
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._timeline = timeline
+        self._recorder = recorder
         self._engine = engine
         self._info = engine.info
         self._shelf = shelf
         self._compute = compute
         self._clock = clock
+        self._start_s = clock()
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
+        self._pulses: OrderedDict[Client, Pulse] = OrderedDict()
         self._pending: dict[Client, _Pending] = {}
         self.counts = LookupCounts()
 
@@ -181,7 +186,7 @@ class Lookup:
             planner = self._planner(request.planner, request.settings, request.predictor)
             # Rows with equal texts ask for it once each; what is drafted already stays.
             if self._shelf.find((request.namespace, Digest(text).name)) is None:
-                self._put(request.namespace, text, planner)
+                self._put(request.namespace, text, planner).hear(self._pulse(client))
                 self.counts.opened += 1
         if self._timeline is not None:
             num_tokens = sum(len(text) for text in request.texts)
@@ -216,6 +221,8 @@ class Lookup:
         self._observe_target(step.namespace, now_s)
         self._drop_pending(client)
         self.counts.steps += 1
+        pulse = self._pulse(client)
+        pulse.steps += 1
         pending = _Pending(client, step, [], [], now_s, now_s + step.wait_ms / 1000)
         for index, row in enumerate(step.rows):
             draft = self._draft_of(step.namespace, row)
@@ -226,6 +233,7 @@ class Lookup:
             pending.drafts.append(draft)
             pending.proposals.append(proposal)
             if draft:
+                draft.hear(pulse)
                 self._compute.tell(draft)
         pending.num_held = len(pending.waiting)
         self._pending[client] = pending
@@ -253,7 +261,7 @@ class Lookup:
         if draft is not None:
             return draft
         draft = self._shelf.find((namespace, row.before))
-        if draft is None or not self._shelf.follow(draft, row.tokens, row.num_submitted):
+        if draft is None or not self._follow(draft, row):
             self.counts.unknown += 1
             return None
         text = draft.session.tokens
@@ -261,6 +269,19 @@ class Lookup:
             return draft
         # The same text, mute from now on; putting it there lets the old draft's handles go.
         return self._put(namespace, text, NonePlanner())
+
+    def _follow(self, draft: Draft, row: StepRow) -> bool:
+        """Let a draft take in a row's verdict; False if it was forgotten meanwhile."""
+        if self._recorder is None or draft.is_mute:
+            return self._shelf.follow(draft, row.tokens, row.num_submitted)
+        session = draft.session
+        with draft.lock:
+            laws = session.tree.laws(row.tokens)
+        prompt = list(session.tokens) if len(session.tokens) == session.prompt_len else []
+        is_known = self._shelf.follow(draft, row.tokens, row.num_submitted)
+        at_s, is_hit = self._clock() - self._start_s, session.round.is_hit
+        self._recorder.note(Note(draft.number, at_s, prompt, row.tokens, laws, row.num_submitted, is_hit))
+        return is_known
 
     def _propose(self, draft: Draft) -> list[int] | None:
         with draft.lock:
@@ -310,6 +331,15 @@ class Lookup:
         tenant = self._tenant(namespace)
         if tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
             tenant.costs.target.observe(1, now_s - tenant.answered_s)
+
+    def _pulse(self, client: Client) -> Pulse:
+        pulse = self._pulses.get(client)
+        if pulse is None:
+            pulse = self._pulses[client] = Pulse()
+            if len(self._pulses) > _MAX_NAMESPACES:
+                self._pulses.popitem(last=False)
+        self._pulses.move_to_end(client)
+        return pulse
 
     def _tenant(self, namespace: bytes) -> _Tenant:
         tenant = self._tenants.get(namespace)

@@ -16,6 +16,7 @@ from specbranch.engines.protocol import DraftEngine
 from specbranch.service.compute import Compute
 from specbranch.service.endpoint import ServiceKeys, listening
 from specbranch.service.lookup import Answer, Lookup
+from specbranch.service.recorder import Recorder
 from specbranch.service.shelf import Shelf
 from specbranch.service.timeline import Timeline
 from specbranch.service.wire import encode
@@ -45,11 +46,18 @@ class ServiceOptions:
 class Server:
     """Serves until `stop`. `stop` may be called from a signal handler or another thread.
 
-    Who gives a timeline finds in it what happened, once `serve` has returned.
+    Who gives a timeline finds in it what happened, once `serve` has returned; a recorder writes as it goes.
     """
 
-    def __init__(self, engine: DraftEngine, options: ServiceOptions, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        engine: DraftEngine,
+        options: ServiceOptions,
+        timeline: Timeline | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._engine = engine
+        self._recorder = recorder
         self._options = options
         self._context: zmq.Context[Any] = zmq.Context()
         self._wake_sender = self._context.socket(zmq.PUSH)
@@ -59,7 +67,7 @@ class Server:
         self.shelf = Shelf(options.max_sessions, options.max_session_tokens)
         piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
         self.compute = Compute(engine, self.shelf, notify=self._wake, timeline=timeline, piece_len=piece_len)
-        self.lookup = Lookup(engine, self.shelf, self.compute, timeline=timeline)
+        self.lookup = Lookup(engine, self.shelf, self.compute, timeline=timeline, recorder=recorder)
 
     def stop(self) -> None:
         """End soon."""
@@ -78,6 +86,8 @@ class Server:
                 self._loop(router, wake)
         finally:
             self.compute.stop()
+            if self._recorder is not None:
+                self._recorder.close()
             wake.close()
             self._wake_sender.close()
             self._context.term()
@@ -96,6 +106,8 @@ class Server:
                 wake.recv()
                 self._send(router, self.lookup.answer_ready())
             self._send(router, self.lookup.answer_overdue())
+            if self._recorder is not None:
+                self._recorder.flush()
 
     def _timeout_ms(self) -> int:
         deadline_s = self.lookup.next_deadline_s()

@@ -19,7 +19,15 @@ from specbranch.service.prefixes import Prefixes
 
 Key = tuple[bytes, bytes]  # namespace, digest
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
+_REST_STEPS = 32
 _numbers = itertools.count(1)
+
+
+class Pulse:
+    """How many steps one target has told of."""
+
+    def __init__(self) -> None:
+        self.steps = 0
 
 
 class Draft:
@@ -34,8 +42,19 @@ class Draft:
         self.lock = threading.Lock()
         self.is_forgotten = False
         self.is_awaited = False  # the target stands still for this one
+        self._pulse = Pulse()
+        self._heard = 0
         self.donor: tuple[Draft, int] | None = None  # who holds the beginning of this text, and how much of it
         self._digest = Digest(session.tokens)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its target has gone on for long without it: the request has most likely ended."""
+        return self._pulse.steps - self._heard > _REST_STEPS
+
+    def hear(self, pulse: Pulse) -> None:
+        """The target with this pulse has just told of the session."""
+        self._pulse, self._heard = pulse, pulse.steps
 
     @property
     def key(self) -> Key:

@@ -26,7 +26,7 @@ class BudgetSettings:
     """Longest submission, and the most rows of one draft step."""
 
     gamma: int = 8
-    max_rows: int = 6
+    max_rows: int = 12
 
     def __post_init__(self) -> None:
         require_positive(self, "gamma", "max_rows")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specbranch.bench.presets import PAIRS, make_trace
-from specbranch.bench.trace import Trace, TraceError, read_trace, write_trace
+from specbranch.trace import NO_LAW, Trace, TraceError, read_trace, write_trace
 
-TRACES = sorted((Path(__file__).parents[2] / "traces").glob("*.jsonl.gz"))
+TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.gz"))
 
 
 @pytest.fixture
@@ -32,6 +33,14 @@ def test_the_same_trace_gives_the_same_bytes(trace: Trace, tmp_path: Path) -> No
     assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
 
 
+def test_a_place_without_a_law_stays_without_one(trace: Trace, tmp_path: Path) -> None:
+    first = trace.answers[0]
+    gap = replace(first, laws=(NO_LAW, *first.laws[1:]), prompt=(3, 4), foreseen=(1,) * len(first.tokens))
+    write_trace(tmp_path / "a.jsonl", replace(trace, answers=(gap,)))
+
+    assert read_trace(tmp_path / "a.jsonl").answers == (gap,)
+
+
 HEADER = '{"format":"specbranch-trace","version":1}\n'
 
 
@@ -45,6 +54,7 @@ HEADER = '{"format":"specbranch-trace","version":1}\n'
         (HEADER, "no answer"),
         (HEADER + '{"tokens":[1],"heads":[],"entropy":[0.1]}\n', ":2: tokens, heads and entropy"),
         (HEADER + '{"tokens":[1],"heads":[[[1,2],[0.5]]],"entropy":[0.1]}\n', "as many ids as"),
+        (HEADER + '{"tokens":[1],"heads":[null],"entropy":[0],"foreseen":[1,2]}\n', "signals must be as many"),
         (HEADER + '{"tokens":["x"],"heads":[],"entropy":[]}\n', ":2: Expected `int`"),
     ],
 )

@@ -1,0 +1,27 @@
+#!/usr/bin/env python3
+"""Make a poorly aligned draft: a GGUF model requantised to two bits by llama.cpp's own quantiser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import llama_cpp
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="GGUF file")
+    parser.add_argument("out", type=Path, help="GGUF file to write")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q2_K
+    params.allow_requantize = True
+    llama_cpp.llama_backend_init()
+    if llama_cpp.llama_model_quantize(str(args.model).encode(), str(args.out).encode(), params):
+        raise SystemExit(f"llama.cpp could not requantise {args.model}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Records verdicts and the draft's laws along them as a trace, while the service runs.
+
+A verdict is noted with what is at hand and written once its answer has gone out, so no target waits for a file. What is
+written are token ids: whoever has the model's tokenizer can read the texts.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbranch.core.law import Law
+from specbranch.trace import NO_LAW, Header, Record, encode_line, head_of
+
+log = logging.getLogger(__name__)
+
+_HEAD_LEN = 10
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One verdict of a session: when it came, its tokens, the laws before them, and how many had been submitted.
+
+    The first one of a session has the text before it as well.
+    """
+
+    session: int
+    at_s: float
+    prompt: list[int]
+    tokens: list[int]
+    laws: list[Law | None]
+    num_submitted: int
+    is_hit: bool
+
+
+class Recorder:
+    """One trace file, which ends at `max_bytes`. Used by the lookup thread alone."""
+
+    def __init__(self, path: Path, draft: str, max_bytes: int = _MAX_BYTES) -> None:
+        self._path = path
+        self._file = path.open("wb")
+        self._left = max_bytes
+        self._notes: list[Note] = []
+        self._write(encode_line(Header(draft=draft)))
+
+    def note(self, note: Note) -> None:
+        """Take in a verdict."""
+        if self._left > 0:
+            self._notes.append(note)
+
+    def flush(self) -> None:
+        """Write what was noted; to be called when answers have gone out."""
+        if not self._notes:
+            return
+        try:
+            for note in self._notes:
+                self._write(encode_line(_record(note)))
+            self._file.flush()
+        except OSError as error:
+            log.warning("the trace %s ends here: %s", self._path, error)
+            self._left = 0
+        self._notes.clear()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.flush()
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        if self._left <= 0:
+            return
+        self._left -= len(line)
+        if self._left <= 0:
+            log.warning("the trace %s has reached its limit; what comes now is not recorded", self._path)
+            return
+        self._file.write(line)
+
+
+def _record(note: Note) -> Record:
+    laws = [law or NO_LAW for law in note.laws]
+    return Record(
+        note.tokens,
+        [head_of(law, _HEAD_LEN) for law in laws],
+        [round(law.entropy, 4) for law in laws],
+        note.prompt,
+        session=note.session,
+        at_s=round(note.at_s, 4),
+        submitted=note.num_submitted,
+        is_hit=note.is_hit,
+    )

@@ -1,0 +1,185 @@
+"""Traces: what a target said, the draft's law before each of those tokens, and what was submitted when.
+
+JSON lines, gzipped if the name ends in `.gz`: a header, then records. A record holds tokens and, for every token, the
+head of the draft law [ids, probabilities] (null where the draft had none in time) and its entropy in nats. A record
+that names no session is a whole answer; records of one session, each a verdict, follow one another in time and make up
+one answer. So a file that is recorded while a service runs is whole after every line.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from specbranch.core.law import Law
+
+FORMAT = "specbranch-trace"
+VERSION = 1
+NO_LAW = Law((), (), 0.0)
+
+T = TypeVar("T")
+_Head = tuple[list[int], list[float]]
+
+
+class TraceError(ValueError):
+    """A file is not a trace that this version can read."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """First line of a trace file. `version` changes when a reader must."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    target: str = ""
+    draft: str = ""
+    task: str = ""
+    temperature: float = 0.0
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line after the header: a whole answer, or one verdict of a session and when it came, in seconds."""
+
+    tokens: list[int]
+    heads: list[_Head | None]
+    entropy: list[float]
+    prompt: list[int] = []
+    foreseen: list[int] = []  # H-RAD's signal behind each token
+    session: int | None = None
+    at_s: float = 0.0
+    submitted: int = 0
+    is_hit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One verdict as a service saw it: when, tokens committed, tokens submitted before, whether it was prepared."""
+
+    at_s: float
+    committed: int
+    submitted: int
+    is_hit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the target; `laws[i]` is the draft's law before `tokens[i]`, `NO_LAW` where it is not known.
+
+    `foreseen[i]` is H-RAD's signal for the window behind that token, if one was asked. An answer recorded by a service
+    has its moments.
+    """
+
+    tokens: tuple[int, ...]
+    laws: tuple[Law, ...]
+    prompt: tuple[int, ...] = ()
+    foreseen: tuple[int, ...] = ()
+    moments: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Answers with the draft's laws along them."""
+
+    header: Header
+    answers: tuple[Answer, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def match_share(self, rank: int = 1) -> float:
+        """Share of tokens with a law that are among its `rank` most likely: greedy agreement for rank 1."""
+        found = [
+            token in law.ids[:rank]
+            for answer in self.answers
+            for token, law in zip(answer.tokens, answer.laws, strict=True)
+            if law.ids
+        ]
+        return sum(found) / len(found) if found else 0.0
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file, or raise `TraceError` with the line that is wrong."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    lines = data.splitlines()
+    if not lines:
+        raise TraceError(f"{path}: empty; a trace begins with a header line")
+    header = _decode(path, 1, lines[0], Header)
+    if header.format != FORMAT or header.version != VERSION:
+        raise TraceError(f"{path}: is {header.format} version {header.version}; this reads {FORMAT} version {VERSION}")
+    by_session: dict[int | tuple[int], list[tuple[int, Record]]] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        record = _decode(path, number, line, Record)
+        key = (number,) if record.session is None else record.session
+        by_session.setdefault(key, []).append((number, record))
+    if not by_session:
+        raise TraceError(f"{path}: holds a header but no answer")
+    return Trace(header, tuple(_answer(path, records) for records in by_session.values()))
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a trace, an answer to a line; the same trace always gives the same bytes. Moments are left out."""
+    records = [
+        Record(
+            list(a.tokens),
+            [head_of(law) for law in a.laws],
+            [law.entropy for law in a.laws],
+            list(a.prompt),
+            list(a.foreseen),
+        )
+        for a in trace.answers
+    ]
+    data = encode_line(trace.header) + b"".join(encode_line(record) for record in records)
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def encode_line(line: Header | Record) -> bytes:
+    """One line of a trace file."""
+    return msgspec.json.encode(line) + b"\n"
+
+
+def head_of(law: Law, longest: int | None = None) -> _Head | None:
+    """A law's head as a record holds it."""
+    return (list(law.ids[:longest]), [float(prob) for prob in law.probs[:longest]]) if law.ids else None
+
+
+def _answer(path: Path, records: Sequence[tuple[int, Record]]) -> Answer:
+    tokens: list[int] = []
+    laws: list[Law] = []
+    foreseen: list[int] = []
+    moments: list[Moment] = []
+    for number, record in records:
+        if not len(record.tokens) == len(record.heads) == len(record.entropy) > 0:
+            raise TraceError(f"{path}:{number}: tokens, heads and entropy must be equally many, and at least one")
+        if record.foreseen and len(record.foreseen) != len(record.tokens):
+            raise TraceError(f"{path}:{number}: signals must be as many as tokens, or none")
+        tokens += record.tokens
+        laws += [_law(path, number, head, h) for head, h in zip(record.heads, record.entropy, strict=True)]
+        foreseen += record.foreseen
+        if record.session is not None:
+            moments.append(Moment(record.at_s, len(record.tokens), record.submitted, record.is_hit))
+    return Answer(tuple(tokens), tuple(laws), tuple(records[0][1].prompt), tuple(foreseen), tuple(moments))
+
+
+def _law(path: Path, number: int, head: _Head | None, entropy: float) -> Law:
+    if head is None:
+        return NO_LAW
+    ids, probs = head
+    if not len(ids) == len(probs) > 0:
+        raise TraceError(f"{path}:{number}: a head needs as many ids as probabilities, and at least one")
+    return Law(tuple(ids), tuple(probs), entropy)
+
+
+def _decode(path: Path, number: int, line: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}:{number}: {error}") from error

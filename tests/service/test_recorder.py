@@ -1,0 +1,60 @@
+"""Traces recorded by a service: what the file says is what happened, also when the service was killed."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from specbranch.core.law import Law
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.recorder import Note, Recorder
+from specbranch.trace import read_trace
+from tests.service.harness import DRAFT, Walk, scripted_service
+
+
+def test_a_killed_service_leaves_a_whole_trace_of_what_it_drafted_for(tmp_path: Path) -> None:
+    """A real process; the texts, the laws and the submissions in its file are those of the run."""
+    path = tmp_path / "trace.jsonl"
+    with scripted_service(tmp_path, "--record", str(path)) as service:
+        with closing(DraftClient(ClientOptions(service.address, "sps", {"gamma": 3}, deadline_s=5.0))) as client:
+            assert client.hello(5.0) is not None
+            walks = [Walk(client, [1, 2, 3]), Walk(client, [4, 5])]
+            for _ in range(40):
+                for walk in walks:
+                    walk.step()
+        service.kill()
+    trace = read_trace(path)
+
+    assert trace.header.draft == "scripted"
+    assert len(trace.answers) == 2
+    for walk, answer in zip(walks, trace.answers, strict=True):
+        text = (*answer.prompt, *answer.tokens)
+        assert text == tuple(walk.tokens[: len(text)])
+        assert len(walk.tokens) - len(text) <= 6, "all but the last verdict was told"
+        assert len(answer.moments) == 39, "the first step opens the text"
+        assert sum(moment.committed for moment in answer.moments) == len(answer.tokens)
+        assert [moment.at_s for moment in answer.moments] == sorted(moment.at_s for moment in answer.moments)
+        known = [index for index, law in enumerate(answer.laws) if law.ids]
+        assert len(known) > len(answer.tokens) / 2
+        for index in known:
+            true = DRAFT.law(text[: len(answer.prompt) + index])
+            assert answer.laws[index].ids == true.ids[:10]
+            assert answer.laws[index].probs == pytest.approx([float(prob) for prob in true.probs[:10]])
+
+
+def test_a_full_file_says_so_once_and_stays_readable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = Recorder(path, "small", max_bytes=400)
+    with caplog.at_level(logging.WARNING):
+        for at_s in range(20):
+            recorder.note(Note(1, float(at_s), [7] if at_s == 0 else [], [3], [Law((3, 4), (0.5, 0.25), 1.0)], 1, True))
+            recorder.flush()
+    recorder.close()
+
+    assert path.stat().st_size <= 400
+    assert len(caplog.records) == 1 and "limit" in caplog.records[0].message
+    (answer,) = read_trace(path).answers
+    assert 0 < len(answer.tokens) < 20 and answer.prompt == (7,)
