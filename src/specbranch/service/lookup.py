@@ -6,6 +6,7 @@ the draft is long enough or the client's time is up, whichever is first.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -18,11 +19,12 @@ from specbranch.core.draw import TopDraw
 from specbranch.core.planners import SettingError, make_planner
 from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.protocol import Planner, Predictor
-from specbranch.core.round import Signal
+from specbranch.core.round import Outlook, Signal
 from specbranch.core.session import Session
 from specbranch.engines.binding import Binding
 from specbranch.engines.protocol import DraftEngine
-from specbranch.predictor.fixed import ConstantPredictor
+from specbranch.predictor.fixed import CONSTANTS
+from specbranch.predictor.told import ToldPredictor
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.shelf import Draft, Shelf
@@ -40,6 +42,7 @@ from specbranch.service.wire import (
     Step,
     StepRow,
     Welcome,
+    WireOutlook,
     decode_request,
 )
 
@@ -47,11 +50,7 @@ log = logging.getLogger(__name__)
 
 Client = bytes
 Answer = tuple[Client, Reply]
-_PREDICTORS: dict[str, Predictor] = {
-    "confidence": ConstantPredictor(Signal.SOME),
-    "none": ConstantPredictor(Signal.NONE),
-    "all": ConstantPredictor(Signal.ALL),
-}
+_PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": ToldPredictor()}
 _MAX_NAMESPACES = 1024
 # A pause longer than this between two steps is a client at rest, not a target's step.
 _LONGEST_STEP_S = 10.0
@@ -68,6 +67,7 @@ class LookupCounts:
     muted: int = 0
     refused: int = 0
     overdue: int = 0
+    outlooks: int = 0  # verdicts that came with one
     wait_s: float = 0.0
 
 
@@ -253,9 +253,11 @@ class Lookup:
         if draft is not None:
             return draft
         draft = self._shelf.find((namespace, row.before))
-        if draft is None or not self._shelf.follow(draft, row.tokens, row.num_submitted):
+        outlook = _outlook(row.outlook)
+        if draft is None or not self._shelf.follow(draft, row.tokens, row.num_submitted, outlook):
             self.counts.unknown += 1
             return None
+        self.counts.outlooks += outlook is not None
         text = draft.session.tokens
         if draft.is_mute or self._can_draft(row.tokens, len(text)):
             return draft
@@ -319,6 +321,13 @@ class Lookup:
                 self._tenants.popitem(last=False)
         self._tenants.move_to_end(namespace)
         return tenant
+
+
+def _outlook(told: WireOutlook | None) -> Outlook | None:
+    """What a client foresees, with chances that do not rise: a planner may rely on it."""
+    if told is None:
+        return None
+    return Outlook(Signal(told.signal), tuple(itertools.accumulate(told.survival, min)))
 
 
 def _row_verdict(row: StepRow, draft: Draft | None) -> RowVerdict:
