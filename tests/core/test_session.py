@@ -7,6 +7,7 @@ import pytest
 from specbranch.core.costs import Costs
 from specbranch.core.draw import TopDraw
 from specbranch.core.law import Law
+from specbranch.core.round import Outlook, Signal
 from specbranch.core.session import Ending, Session
 from specbranch.core.stats import Stats
 from specbranch.core.verify import Verdict
@@ -108,6 +109,20 @@ def test_an_engine_that_drives_itself_reports_by_content(
     assert session.tokens == [0, *tokens]
     assert (session.stats.accepted, session.stats.rejected) == (accepted, rejected)
     assert session.round.index == 1
+
+
+def test_an_outlook_is_for_the_round_that_begins_and_for_no_other() -> None:
+    outlook = Outlook(Signal.ALL, (0.9, 0.8))
+    session = submitted_session()
+    found = [session.round.outlook]
+    session.commit(Verdict(2, 7), 0, outlook)
+    found.append(session.round.outlook)
+    session.follow([5], 0)
+    found.append(session.round.outlook)
+    session.follow([5], 0, outlook)
+    found.append(session.round.outlook)
+
+    assert found == [None, outlook, None, outlook]
 
 
 def test_an_engine_may_go_on_without_a_submission_but_not_without_a_token() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from specbranch.core.planners import SettingError
+from specbranch.core.round import Outlook
 from specbranch.plugins.vllm import SpecBranchProposer, compat
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.client import Committed
@@ -22,17 +23,24 @@ class FixedClient:
     def __init__(self, proposal: list[int]) -> None:
         self._proposal = proposal
         self.told: list[tuple[list[int], int]] = []
+        self.outlooks: list[Outlook | None] = []
         self.expected: list[list[int]] = []
 
     def expect(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
 
+    def close(self) -> None:
+        pass
+
     def propose(self, rows: list[Committed]) -> list[list[int]]:
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
+        self.outlooks = [row.outlook for row in rows]
         return [list(self._proposal) for _ in rows]
 
 
-def proposer_with(monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, **section: Any) -> SpecBranchProposer:
+def proposer_with(
+    monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, target: Any = None, **section: Any
+) -> SpecBranchProposer:
     monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
     monkeypatch.setattr(compat, "mend_cpu_sampler", lambda: None)
     monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
@@ -40,7 +48,8 @@ def proposer_with(monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, 
     config = SimpleNamespace(
         additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
         speculative_config=SimpleNamespace(num_speculative_tokens=2),
-        model_config=SimpleNamespace(max_model_len=10),
+        model_config=SimpleNamespace(max_model_len=10, **(target or {}).get("model", {})),
+        parallel_config=SimpleNamespace(**(target or {}).get("parallel", {})),
     )
     return SpecBranchProposer(config)
 
@@ -118,6 +127,7 @@ def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
     assert options.namespace == b"team"
     assert options.keys is not None and options.keys.secret.name == "client.key_secret"
     assert ProposerSettings(planner="none").client_options(6).settings == {}
+    assert ProposerSettings(predictor="none").client_options(6).predictor == "none"
     assert ProposerSettings(settings={"gamma": 3}).client_options(6).settings == {"gamma": 3}
 
 
@@ -127,6 +137,8 @@ def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
         ({"adress": "x"}, "did you mean 'address'"),
         ({"planner": "perl"}, "did you mean 'pearl'"),
         ({"settings": {"gama": 1}}, "did you mean 'gamma'"),
+        ({"predictor": "al"}, "no predictor is called 'al', nor a directory with a trained one; did you mean 'all'"),
+        ({"predictor": "/nowhere/trained"}, "it takes confidence, none, all"),
         ("ipc:///x", "give a table"),
     ],
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from specbranch.core.round import Outlook, Signal
 from specbranch.engines.protocol import EngineError, EngineFull, Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.compute import Compute
@@ -24,6 +25,7 @@ from specbranch.service.wire import (
     Step,
     StepRow,
     Welcome,
+    WireOutlook,
     encode,
 )
 from tests.service.harness import DRAFT, VOCAB
@@ -56,11 +58,11 @@ class Bench:
         wait_ms: float = 0.0,
         namespace: bytes = b"ours",
         sent: int = 0,
+        outlook: WireOutlook | None = None,
     ) -> list[Reply]:
         before = Digest(text)
-        return self.ask(
-            Step(round, namespace, wait_ms, [StepRow(before.name, list(new), before.extend(new).name, sent)])
-        )
+        row = StepRow(before.name, list(new), before.extend(new).name, sent, outlook)
+        return self.ask(Step(round, namespace, wait_ms, [row]))
 
     def work(self, turns: int = 20) -> None:
         for _ in range(turns):
@@ -82,6 +84,26 @@ def test_an_unknown_text_is_asked_for_and_then_drafted() -> None:
     assert isinstance(reply, Proposals)
     assert reply.rows == [[likely([1, 2, 3, next_token]), likely([1, 2, 3, next_token, likely([1, 2, 3, next_token])])]]
     assert bench.lookup.counts.unknown == 1
+
+
+@pytest.mark.parametrize(
+    ("signal", "drafted"), [(Signal.NONE, 0), (Signal.SOME, 0), (Signal.ALL, 3), (None, 0)], ids=str
+)
+def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, drafted: int) -> None:
+    """At this bar the draft is never sure enough by itself; told that all will stand, it submits all it has."""
+    bench = Bench()
+    sure: dict[str, str | int | float | bool] = {"gamma": 3, "confidence": 1.0}
+    bench.ask(Open(b"ours", "specbranch", sure, "hrad", [[1, 2, 3]]))
+    bench.work()
+    outlook = None if signal is None else WireOutlook(int(signal), [0.5, 0.75, 0.25])
+    (reply,) = bench.step([1, 2, 3], likely([1, 2, 3]), outlook=outlook)
+
+    assert isinstance(reply, Proposals) and reply.rows[0] is not None
+    assert len(reply.rows[0]) == drafted
+    assert bench.lookup.counts.outlooks == (signal is not None)
+    begun = bench.shelf.snapshot()[0].session.round
+    # Chances that rise are no chances of survival: they are brought down.
+    assert begun.outlook == (None if signal is None else Outlook(signal, (0.5, 0.5, 0.25)))
 
 
 def test_another_namespace_cannot_reach_a_text() -> None:

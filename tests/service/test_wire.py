@@ -24,6 +24,7 @@ from specbranch.service.wire import (
     Step,
     StepRow,
     Welcome,
+    WireOutlook,
     decode_reply,
     decode_request,
     encode,
@@ -34,6 +35,7 @@ REQUESTS: list[Request] = [
     Hello(VERSION, 7),
     Step(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
     Step(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
+    Step(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(2, [1.0, 0.5, 0.0])), StepRow(NAME, [4], NAME, 0)]),
     Open(
         b"ours", "specbranch", {"gamma": 4, "confidence": 0.3, "fallback": "jit", "x": True}, "confidence", [[1, 2, 3]]
     ),
@@ -75,6 +77,12 @@ def test_a_reply_is_no_request() -> None:
         Step(1, b"ours", 1.0, [StepRow(NAME, [], NAME, 0)]),
         Step(1, b"ours", 1.0, [StepRow(NAME, [-4], NAME, 0)]),
         Step(1, b"ours", 1.0, [StepRow(NAME, [1 << 31], NAME, 0)]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(-1, []))]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(3, []))]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(1, [1.0] * 65))]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(1, [1.1]))]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(1, [-0.1]))]),
+        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(1, [float("nan")]))]),
         Open(b"ours", "p" * 65, {}, "confidence", [[1]]),
         Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [[1]]),
         Open(b"ours", "pearl", {}, "confidence", [[]]),
@@ -82,11 +90,29 @@ def test_a_reply_is_no_request() -> None:
         Report(1, b""),
         Report(1, b"x" * 65),
     ],
-    ids=range(16),
+    ids=range(22),
 )
 def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
     with pytest.raises(FrameError):
         decode_request(encode(message))
+
+
+def test_a_row_without_an_outlook_costs_one_byte() -> None:
+    told, untold = StepRow(NAME, [4], NAME, 0, WireOutlook(1, [])), StepRow(NAME, [4], NAME, 0)
+    frames = [encode(Step(1, b"ours", 1.0, [row])) for row in (told, untold)]
+
+    assert frames[1].endswith(b"\xc0")
+    assert len(frames[0]) - len(frames[1]) == 2
+
+
+def test_a_row_of_the_first_version_is_still_understood() -> None:
+    """It ended with the submission. Its sender is told to update by `Hello`, and is not misread meanwhile."""
+    frame = encode(Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
+    place = frame.index(b"\x95\xc4")  # an array of five, a name of bytes
+
+    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -1])
+
+    assert old == Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 62, 0.5, "many", None])

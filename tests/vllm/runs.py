@@ -20,9 +20,10 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 
 @contextlib.contextmanager
-def draft_service(model: str) -> Iterator[str]:
+def draft_service(model: str, *arguments: str) -> Iterator[str]:
     """The address of a running draft service."""
-    with DraftProcess(DraftOptions(model, cores=CORES.draft, extra=("--log-level", "warning"))) as service:
+    extra = ("--log-level", "warning", *arguments)
+    with DraftProcess(DraftOptions(model, cores=CORES.draft, extra=extra)) as service:
         yield service.address
 
 

@@ -16,6 +16,7 @@ from specbranch.cli.profile import profile
 from specbranch.cli.serve import FLAGS_GO_THROUGH, serve
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
+from specbranch.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,3 +40,4 @@ for command in (check, draft, generate, keys, plan, profile, simulate, timeline)
     app.command()(command)
 app.command(context_settings=FLAGS_GO_THROUGH)(serve)
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")

@@ -17,6 +17,17 @@ class Signal(IntEnum):
     ALL = 2  # every token will be accepted
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the target's own state tells about the next window of draft tokens.
+
+    `survival[j]` is the chance that at least j + 1 tokens of the window stand; it never rises.
+    """
+
+    signal: Signal
+    survival: tuple[float, ...] = ()
+
+
 @dataclass(slots=True)
 class Round:
     """The situation of one sequence. While nothing is submitted yet, the target stands still."""
@@ -26,6 +37,7 @@ class Round:
     costs: Costs
     is_hit: bool = False
     signal: Signal | None = None
+    outlook: Outlook | None = None  # told by the target with the verdict that opened the round
 
     @property
     def is_waiting(self) -> bool:

@@ -13,7 +13,7 @@ from specbranch.core.costs import Costs
 from specbranch.core.draw import Draw
 from specbranch.core.law import Law
 from specbranch.core.planners.protocol import Planner
-from specbranch.core.round import Round
+from specbranch.core.round import Outlook, Round
 from specbranch.core.stats import Stats
 from specbranch.core.tree import Node, Tree
 from specbranch.core.verify import Verdict
@@ -92,8 +92,11 @@ class Session:
         """Count what verdicts have rolled back. Done before drafting goes on, not before the target is answered."""
         self.stats.settle(self.tree.settle())
 
-    def commit(self, verdict: Verdict, round_index: int) -> list[int]:
-        """Settle a round and return the tokens that it emits. A verdict for a round that is over changes nothing."""
+    def commit(self, verdict: Verdict, round_index: int, outlook: Outlook | None = None) -> list[int]:
+        """Settle a round and return the tokens that it emits. A verdict for a round that is over changes nothing.
+
+        `outlook` is for the round that begins.
+        """
         if self.is_finished or round_index != self.round.index or self.round.is_waiting:
             self.stats.superseded += 1
             return []
@@ -103,13 +106,14 @@ class Session:
         self._planner.learn(self.round, verdict)
         committed = verdict.committed(submitted)
         emitted, self.is_finished = self._ending.trim(committed, len(self.tokens) - self.prompt_len)
-        self._enter(committed, emitted, verdict, len(submitted))
+        self._enter(committed, emitted, verdict, len(submitted), outlook)
         return emitted
 
-    def follow(self, tokens: Sequence[int], num_submitted: int) -> None:
+    def follow(self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None = None) -> None:
         """Settle a round by content alone: these tokens were committed after `num_submitted` had been sent.
 
         This is how an engine that drives itself reports. It may have gone on by several tokens without asking.
+        `outlook` is for the round that begins.
         """
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
@@ -121,15 +125,23 @@ class Session:
             accepted += 1
         verdict = Verdict(accepted, tokens[accepted])
         self._planner.learn(self.round, verdict)
-        self._enter(tokens, tokens, verdict, len(submitted))
+        self._enter(tokens, tokens, verdict, len(submitted), outlook)
 
-    def _enter(self, committed: Sequence[int], emitted: Sequence[int], verdict: Verdict, num_submitted: int) -> None:
+    def _enter(
+        self,
+        committed: Sequence[int],
+        emitted: Sequence[int],
+        verdict: Verdict,
+        num_submitted: int,
+        outlook: Outlook | None,
+    ) -> None:
         """Take tokens in and begin the next round."""
         self.tokens += emitted
         tree = self.tree
         tree.learn(committed)
         tree.commit(committed)
-        self.round = Round(self.round.index + 1, tree, self.round.costs, is_hit=tree.root.law is not None)
+        is_hit = tree.root.law is not None
+        self.round = Round(self.round.index + 1, tree, self.round.costs, is_hit, outlook=outlook)
         self._count(verdict, num_submitted, len(emitted))
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:

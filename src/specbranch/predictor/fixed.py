@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from specbranch.core.chance import Chance
 from specbranch.core.round import Round, Signal
 
@@ -14,6 +16,13 @@ class ConstantPredictor:
 
     def predict(self, round: Round) -> Signal:
         return self._signal
+
+
+CONSTANTS: Mapping[str, ConstantPredictor] = {
+    "confidence": ConstantPredictor(Signal.SOME),
+    "none": ConstantPredictor(Signal.NONE),
+    "all": ConstantPredictor(Signal.ALL),
+}
 
 
 class RandomPredictor:

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import zmq
 
+from specbranch.core.round import Outlook
 from specbranch.service.digest import Digest
 from specbranch.service.endpoint import ClientKeys, close_with, connected
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
     MAX_TEXT,
+    MAX_WINDOW,
     VERSION,
     FrameError,
     Hello,
@@ -34,6 +36,7 @@ from specbranch.service.wire import (
     Step,
     StepRow,
     Welcome,
+    WireOutlook,
     decode_reply,
     encode,
 )
@@ -46,11 +49,13 @@ class Committed:
     """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
 
     An engine that does not know the last may leave it out: then it is what the client proposed for this text.
+    `outlook` is what the target foresees for the tokens that come next, if it has looked.
     """
 
     tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]
     num_new: int
     num_submitted: int | None = None
+    outlook: Outlook | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +193,7 @@ class DraftClient:
         before = Digest(tokens[:border])
         new = tokens[border:].tolist()
         submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
-        return StepRow(before.name, new, before.extend(new).name, min(submitted, MAX_NEW))
+        return StepRow(before.name, new, before.extend(new).name, min(submitted, MAX_NEW), _on_wire(row.outlook))
 
     def _open(self, rows: Sequence[Committed]) -> None:
         """Send whole texts that the service does not know, each in a message of its own."""
@@ -242,6 +247,12 @@ class DraftClient:
             self.counts.refused += 1
             log.warning("the service refused: %s", reply.reason)
         return reply
+
+
+def _on_wire(outlook: Outlook | None) -> WireOutlook | None:
+    if outlook is None:
+        return None
+    return WireOutlook(int(outlook.signal), list(outlook.survival[:MAX_WINDOW]))
 
 
 def _fits(row: Committed) -> bool:

@@ -6,6 +6,7 @@ the draft is long enough or the client's time is up, whichever is first.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -18,11 +19,12 @@ from specbranch.core.draw import TopDraw
 from specbranch.core.planners import SettingError, make_planner
 from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.protocol import Planner, Predictor
-from specbranch.core.round import Signal
+from specbranch.core.round import Outlook, Signal
 from specbranch.core.session import Session
 from specbranch.engines.binding import Binding
 from specbranch.engines.protocol import DraftEngine
-from specbranch.predictor.fixed import ConstantPredictor
+from specbranch.predictor.fixed import CONSTANTS
+from specbranch.predictor.told import ToldPredictor
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.recorder import Note, Recorder
@@ -41,6 +43,7 @@ from specbranch.service.wire import (
     Step,
     StepRow,
     Welcome,
+    WireOutlook,
     decode_request,
 )
 
@@ -48,11 +51,7 @@ log = logging.getLogger(__name__)
 
 Client = bytes
 Answer = tuple[Client, Reply]
-_PREDICTORS: dict[str, Predictor] = {
-    "confidence": ConstantPredictor(Signal.SOME),
-    "none": ConstantPredictor(Signal.NONE),
-    "all": ConstantPredictor(Signal.ALL),
-}
+_PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": ToldPredictor()}
 _MAX_NAMESPACES = 1024
 # A pause longer than this between two steps is a client at rest, not a target's step.
 _LONGEST_STEP_S = 10.0
@@ -69,6 +68,7 @@ class LookupCounts:
     muted: int = 0
     refused: int = 0
     overdue: int = 0
+    outlooks: int = 0  # verdicts that came with one
     wait_s: float = 0.0
 
 
@@ -264,6 +264,7 @@ class Lookup:
         if draft is None or not self._follow(draft, row):
             self.counts.unknown += 1
             return None
+        self.counts.outlooks += row.outlook is not None
         text = draft.session.tokens
         if draft.is_mute or self._can_draft(row.tokens, len(text)):
             return draft
@@ -272,13 +273,14 @@ class Lookup:
 
     def _follow(self, draft: Draft, row: StepRow) -> bool:
         """Let a draft take in a row's verdict; False if it was forgotten meanwhile."""
+        outlook = _outlook(row.outlook)
         if self._recorder is None or draft.is_mute:
-            return self._shelf.follow(draft, row.tokens, row.num_submitted)
+            return self._shelf.follow(draft, row.tokens, row.num_submitted, outlook)
         session = draft.session
         with draft.lock:
             laws = session.tree.laws(row.tokens)
         prompt = list(session.tokens) if len(session.tokens) == session.prompt_len else []
-        is_known = self._shelf.follow(draft, row.tokens, row.num_submitted)
+        is_known = self._shelf.follow(draft, row.tokens, row.num_submitted, outlook)
         at_s, is_hit = self._clock() - self._start_s, session.round.is_hit
         self._recorder.note(Note(draft.number, at_s, prompt, row.tokens, laws, row.num_submitted, is_hit))
         return is_known
@@ -349,6 +351,13 @@ class Lookup:
                 self._tenants.popitem(last=False)
         self._tenants.move_to_end(namespace)
         return tenant
+
+
+def _outlook(told: WireOutlook | None) -> Outlook | None:
+    """What a client foresees, with chances that do not rise: a planner may rely on it."""
+    if told is None:
+        return None
+    return Outlook(Signal(told.signal), tuple(itertools.accumulate(told.survival, min)))
 
 
 def _row_verdict(row: StepRow, draft: Draft | None) -> RowVerdict:

@@ -60,6 +60,7 @@ def counters(server: Server) -> list[tuple[str, str, float]]:
         ("opened", "Texts opened.", lookup.opened),
         ("muted", "Texts that the draft model cannot take.", lookup.muted),
         ("refused_frames", "Messages that were refused.", lookup.refused),
+        ("outlooks", "Verdicts that came with what the target foresees.", lookup.outlooks),
         ("overdue", "Answers given without a full draft because time was up.", lookup.overdue),
         ("wait_seconds", "Time that answers were held back for a draft.", lookup.wait_s),
         ("evictions", "Sessions forgotten for want of room.", server.shelf.num_evictions),

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from specbranch.core.round import Outlook
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats
 from specbranch.engines.binding import Binding
@@ -61,9 +62,9 @@ class Draft:
         """Where the draft stands on the shelf."""
         return (self.namespace, self._digest.name)
 
-    def follow(self, tokens: Sequence[int], num_submitted: int) -> None:
+    def follow(self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None) -> None:
         """Take in a verdict; the caller holds the lock and moves the draft on the shelf."""
-        self.session.follow(tokens, num_submitted)
+        self.session.follow(tokens, num_submitted, outlook)
         self._digest = self._digest.extend(tokens)
 
 
@@ -108,14 +109,14 @@ class Shelf:
             self._prefixes.add(draft, draft.namespace, draft.session.tokens)
             self._shrink()
 
-    def follow(self, draft: Draft, tokens: Sequence[int], num_submitted: int) -> bool:
+    def follow(self, draft: Draft, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None = None) -> bool:
         """Let a draft take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
         with self._lock:
             if draft.is_forgotten:
                 return False
             del self._drafts[draft.key]
             with draft.lock:
-                draft.follow(tokens, num_submitted)
+                draft.follow(tokens, num_submitted, outlook)
             self._remove(self._drafts.get(draft.key))
             self._drafts[draft.key] = draft
             self._num_tokens += len(tokens)

@@ -14,11 +14,12 @@ from msgspec import Meta, Struct
 
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME = 8 << 20  # bytes
 MAX_ROWS = 1024
 MAX_TEXT = 1 << 20  # tokens
 MAX_NEW = 4096  # tokens committed in one step
+MAX_WINDOW = 64  # draft tokens that an outlook looks at
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -52,6 +53,13 @@ class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknow
     vocab_len: Annotated[int, Meta(ge=1)]
 
 
+class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What the target foresees for the next window: the signal, and the chances that so many tokens of it stand."""
+
+    signal: Annotated[int, Meta(ge=0, le=2)]
+    survival: Annotated[list[Annotated[float, Meta(ge=0, le=1)]], Meta(max_length=MAX_WINDOW)]
+
+
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One sequence of an engine step: the text before, the tokens just committed, and the text with them."""
 
@@ -59,6 +67,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     tokens: NewTokens
     after: Name
     num_submitted: Annotated[int, Meta(ge=0, le=MAX_NEW)]
+    outlook: WireOutlook | None = None
 
 
 class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -9,8 +9,11 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -137,10 +140,19 @@ def introduce_runners() -> None:
 def _introducing(original: Any) -> Any:
     @functools.wraps(original)
     def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        meet = getattr(getattr(runner, "drafter", None), "meet", None)
-        if meet is not None:
-            meet(runner, _new_prompts(args[0] if args else kwargs.get("scheduler_output")))
-        return original(runner, *args, **kwargs)
+        drafter = getattr(runner, "drafter", None)
+        meet = getattr(drafter, "meet", None)
+        if meet is None:
+            return original(runner, *args, **kwargs)
+        scheduler_output = args[0] if args else kwargs.get("scheduler_output")
+        meet(runner, _new_prompts(scheduler_output))
+        tap = getattr(drafter, "tap", None)
+        if tap is None:
+            return original(runner, *args, **kwargs)
+        tap.begin(runner, scheduler_output)
+        output = original(runner, *args, **kwargs)
+        tap.end(runner)
+        return output
 
     execute_model.introduces = True  # type: ignore[attr-defined]
     return execute_model
@@ -176,6 +188,208 @@ def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
 @functools.cache
 def _warn_of_runner(cause: str) -> None:
     log.warning("this vLLM's runner is not as expected (%s); some requests are not told apart or drafted late", cause)
+
+
+class FeatureError(ValueError):
+    """A target does not give the features that a trained predictor asks for."""
+
+
+def refuse_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
+    """Raise, before anything is loaded, if this vLLM cannot give the hidden states of so many layers of that length."""
+    model = vllm_config.model_config
+    if model.get_hidden_size() != hidden_len:
+        raise FeatureError(
+            f"the predictor was trained for hidden states of length {hidden_len}, {model.model} has "
+            f"{model.get_hidden_size()}; train one for this target"
+        )
+    if not 1 <= num_layers <= model.get_total_num_hidden_layers():
+        raise FeatureError(f"the predictor looks at {num_layers} layers, the target has fewer; train one for it")
+    if num_layers == 1:
+        return
+    mend = "or train the predictor with --layers 1"
+    if not model.enforce_eager:
+        raise FeatureError(
+            f"the predictor looks at {num_layers} layers, and a compiled model shows only its last one: "
+            f"start vLLM with enforce_eager (--enforce-eager), {mend}"
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        raise FeatureError(f"vLLM divides its steps into micro-batches: start it without (--enable-dbo), {mend}")
+
+
+def refuse_late_embedder(vllm_config: Any) -> None:
+    """Raise where `embedder` must have been called at start."""
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise FeatureError("with tensor parallelism a trained predictor is chosen at start: restart vLLM with it")
+
+
+def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[int]], Any]:
+    """A function from tokens to the target's input embeddings # [n, hidden_len].
+
+    Where tensor parallel ranks share the table, looking into it takes all of them. So it is read in once, at start: all
+    ranks must call this then, and the one that keeps it holds a copy in the memory of the host.
+    """
+    import torch
+
+    embed = getattr(model, "embed_input_ids", None)
+    if embed is None:
+        raise FeatureError(f"{type(model).__name__} shows no input embeddings; use another `predictor`")
+    device = next(model.parameters()).device
+
+    def look_up(tokens: Sequence[int]) -> Any:
+        return embed(torch.tensor(tokens, device=device))
+
+    with torch.inference_mode():
+        if look_up([0]).shape != (1, vllm_config.model_config.get_hidden_size()):
+            # With pipeline stages the table may be on another rank than the last layers.
+            raise FeatureError("the target's input embeddings are not on the last pipeline stage: use fewer stages")
+        if vllm_config.parallel_config.tensor_parallel_size == 1:
+            return look_up
+        table = _table(look_up, int(vllm_config.model_config.get_vocab_size()), is_kept)
+    return lambda tokens: table[torch.tensor(tokens)]
+
+
+def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: bool) -> Any:
+    """Rows of the embedding for all tokens, on the host."""
+    import torch
+
+    parts = []
+    for start in range(0, vocab_len, 8192):
+        part = look_up(range(start, min(start + 8192, vocab_len)))
+        if is_kept:
+            parts.append(part.cpu())
+    return torch.cat(parts) if parts else None
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a tap holds of one step: features of every sampled position, row after row."""
+
+    runner: Any
+    scheduler_output: Any
+    taken: list[Any]  # of each tapped layer # [sampled, hidden_len]
+    last: Any = None  # after the final norm # [sampled, hidden_len]
+    num_drafts: list[int] = field(default_factory=list)  # of each row
+    positions: Any = None  # of the sampled tokens among those of the step
+    fault: Exception | None = None
+
+
+class FeatureTap:
+    """Takes what H-RAD looks at from a running target, at the positions that a step samples. It changes no tensor.
+
+    A layer hands (hidden, residual) on to the next, which may write to both; their sum is what Transformers calls
+    `hidden_states`. So a hook behind each layer copies the few rows at once. The state after the final norm needs no
+    hook, the runner keeps it for sampling. All of these are whole on every tensor parallel rank: attention and MLP end
+    in a `RowParallelLinear` that sums over the ranks.
+
+    No method that is called in a step raises into vLLM, save `read`, which our own code calls.
+    """
+
+    def __init__(self, model: Any, num_layers: int, embed: Callable[[Sequence[int]], Any]) -> None:
+        self._embed = embed
+        self._step: _Step | None = None
+        self._num_taps = num_layers - 1
+        layers = _last_layers(model, num_layers) if self._num_taps else []
+        self._hooks = [layer.register_forward_hook(self._hook(place)) for place, layer in enumerate(layers)]
+
+    def close(self) -> None:
+        """Let go of the target."""
+        for hook in self._hooks:
+            hook.remove()
+        self._step = None
+
+    def begin(self, runner: Any, scheduler_output: Any) -> None:
+        """The runner is about to run this step."""
+        self._step = _Step(runner, scheduler_output, [None] * self._num_taps)
+
+    def end(self, runner: Any) -> None:
+        """The model has run; nothing is sampled yet."""
+        step = self._step
+        if step is None:
+            return
+        try:
+            state = runner.execute_model_state
+            if state is None:  # nothing was scheduled
+                self._step = None
+                return
+            step.last = state.sample_hidden_states
+            step.num_drafts = list(state.spec_decode_metadata.num_draft_tokens)
+        except Exception as error:
+            step.fault = error
+
+    def read(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The features of these rows after a step that sampled these tokens # [rows, d_in]."""
+        import torch
+
+        step, self._step = self._step, None
+        if step is None:
+            raise FeatureError("no step was seen")
+        if step.fault is not None:
+            raise step.fault
+        if len(sampled) != len(step.num_drafts) or any(part is None for part in step.taken):
+            raise FeatureError("the step that was seen is not the one that was sampled")
+        firsts = np.cumsum([0, *step.num_drafts]) + np.arange(len(step.num_drafts) + 1)
+        if firsts[-1] != len(step.last) or any(firsts[-1] != len(part) for part in step.taken):
+            raise FeatureError("positions of another number than tokens were sampled")
+        # The newest token was predicted where the last accepted one stands.
+        picks = torch.tensor([int(firsts[row]) + len(sampled[row]) - 1 for row in rows])
+        with torch.inference_mode():
+            states = [part[picks.to(part.device)].float() for part in (*step.taken, step.last)]
+            newest = self._embed([sampled[row][-1] for row in rows]).to(states[0].device).float()
+            features: np.ndarray[Any, np.dtype[np.float32]] = torch.cat([*states, newest], dim=1).cpu().numpy()
+        return features
+
+    def _hook(self, place: int) -> Callable[[Any, Any, Any], None]:
+        def take(layer: Any, inputs: Any, output: Any) -> None:
+            step = self._step
+            if step is None:  # vLLM measures or warms up
+                return
+            try:
+                if step.positions is None:
+                    step.positions = _sampled_positions(step.runner, step.scheduler_output)
+                step.taken[place] = _rows(output, step.positions)
+            except Exception as error:
+                step.fault = error
+
+        return take
+
+
+def _last_layers(model: Any, num_layers: int) -> list[Any]:
+    """The decoder layers whose outputs are `hidden_states[-K:-1]` of Transformers, K = num_layers, the oldest first.
+
+    Entry i of the N + 1 `hidden_states` is the input of layer i, so these are the outputs of layers N-K to N-2.
+    Only a model is taken that can hand out its hidden states to vLLM's own methods: there the sum is known to be right.
+    """
+    named = ("aux_hidden_state_layers", "layers", "start_layer")
+    backbones = [part for part in model.modules() if all(hasattr(part, name) for name in named)]
+    mend = "train the predictor with --layers 1"
+    if len(backbones) != 1:
+        raise FeatureError(f"the decoder layers of {type(model).__name__} are not where others have theirs: {mend}")
+    (backbone,) = backbones
+    first = len(backbone.layers) - num_layers
+    if first < backbone.start_layer:
+        raise FeatureError(f"the last {num_layers} layers are on several pipeline stages: {mend}")
+    return list(backbone.layers)[first:-1]
+
+
+def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
+    """Where a step samples, among all its tokens: the last one of each row and those before its drafts."""
+    import torch
+
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    positions: list[int] = []
+    end = 0
+    for name in runner.input_batch.req_ids:
+        end += scheduler_output.num_scheduled_tokens[name]
+        positions += range(end - len(drafts.get(name, ())) - 1, end)
+    return torch.tensor(positions, device=runner.device)
+
+
+def _rows(output: Any, positions: Any) -> Any:
+    """Rows of a hidden state, whole, in float32."""
+    if not isinstance(output, tuple):
+        return output[positions].float()
+    hidden, residual = output
+    return hidden[positions].float() + residual[positions].float()
 
 
 def run_in_this_process(num_cores: int) -> None:

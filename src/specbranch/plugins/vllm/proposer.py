@@ -16,9 +16,11 @@ import numpy as np
 
 from specbranch.core.gate import Gate
 from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.slate import Shown, Slate, open_slate
+from specbranch.predictor.hrad import Hrad, read_hrad
 from specbranch.service.client import Committed, DraftClient
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,6 +32,7 @@ class SpecBranchProposer:
     def __init__(self, vllm_config: Any) -> None:
         compat.warn_if_untested()
         compat.mend_cpu_sampler()
+        self._vllm_config = vllm_config
         self._most = compat.num_speculative_tokens(vllm_config)
         self._max_model_len = compat.max_model_len(vllm_config)
         self._is_output_rank = compat.is_output_rank()
@@ -41,6 +44,9 @@ class SpecBranchProposer:
         self._lens = [0] * (self._most + 1)  # rows by the length of their submission
         self._asides: Counter[str] = Counter()
         self._settings: ProposerSettings | None = None
+        self._model: Any = None
+        self._hrad: Hrad | None = None
+        self._foresight: Foresight | None = None
         self.use(compat.own_config(vllm_config))
         self._slate: Slate | None = None
         if self._is_output_rank:
@@ -54,6 +60,7 @@ class SpecBranchProposer:
         options = settings.client_options(self._most)
         if settings == self._settings:
             return
+        self._foresee_with(settings)
         if self._client is not None:
             self._client.close()
         self._settings = settings
@@ -61,9 +68,15 @@ class SpecBranchProposer:
         # Without a planner there is nothing to ask for.
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
 
+    @property
+    def tap(self) -> compat.FeatureTap | None:
+        """What is to be told of every step; None where no trained predictor looks at the target."""
+        return self._foresight.tap if self._foresight else None
+
     def counts(self) -> dict[str, float]:
-        """What the client did since the settings were last taken."""
-        return asdict(self._client.counts) if self._client else {}
+        """What the client did since the settings were last taken, and what was foreseen."""
+        foreseen = asdict(self._foresight.counts) if self._foresight else {}
+        return asdict(self._client.counts) | foreseen if self._client else {}
 
     def meet(self, runner: Any, prompts: Sequence[Sequence[int]]) -> None:
         """The runner that calls us is about to read these prompts; vLLM's hook says neither. Never raises.
@@ -74,8 +87,11 @@ class SpecBranchProposer:
         if prompts and self._client is not None and (self._gate is None or self._gate.was_open):
             self._client.expect(prompts)
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM's CPU worker without asking whether it exists; there is nothing to load here."""
+    def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """The target is loaded; a trained predictor that cannot look at it stops vLLM here."""
+        self._model = model
+        if self._hrad is not None:
+            self._foresight = self._foresight_on(self._hrad)
 
     def propose(
         self,
@@ -94,15 +110,39 @@ class SpecBranchProposer:
             return drafts
         lengths = {index: int(num_tokens_no_spec[index]) for index in rows}
         if self._is_worthwhile([len(sampled) for sampled in sampled_token_ids], list(lengths.values())):
+            asked = self._without_aside(rows, len(drafts))
+            outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             texts = {
-                index: Committed(token_ids_cpu[index, : lengths[index]], len(sampled_token_ids[index]))
-                for index in self._without_aside(rows, len(drafts))
+                index: Committed(
+                    token_ids_cpu[index, : lengths[index]], len(sampled_token_ids[index]), outlook=outlooks.get(index)
+                )
+                for index in asked
             }
             for index, draft in self._ask(texts).items():
                 drafts[index] = draft
         self._had_drafts = any(drafts)
         self._show()
         return drafts
+
+    def _foresee_with(self, settings: ProposerSettings) -> None:
+        """Read the trained predictor of these settings, if they name one; one that does not fit raises."""
+        hrad, foresight = None, None
+        if settings.trained_predictor is not None:
+            hrad = read_hrad(settings.trained_predictor)
+            compat.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
+            if self._model is not None:
+                compat.refuse_late_embedder(self._vllm_config)
+                foresight = self._foresight_on(hrad)
+        if self._foresight is not None:
+            self._foresight.tap.close()
+        self._hrad, self._foresight = hrad, foresight
+
+    def _foresight_on(self, hrad: Hrad) -> Foresight | None:
+        """H-RAD at the loaded target; other ranks only lend their part of the embeddings."""
+        embed = compat.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
+        if not self._is_output_rank:
+            return None
+        return Foresight(hrad, compat.FeatureTap(self._model, hrad.card.num_layers, embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], lengths: Sequence[int]) -> bool:
         """Tell the gate what the last step gave, and ask it about the next one."""

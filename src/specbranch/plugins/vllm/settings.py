@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import SettingError, make_planner, setting_names, suggest
-from specbranch.core.round import Signal
-from specbranch.predictor.fixed import ConstantPredictor
+from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 
@@ -19,7 +18,8 @@ class ProposerSettings:
     """Where the draft service is, how long a step may wait for it, and how it shall draft for us.
 
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal texts. `is_gated`: drafts are left out at loads where they were seen not to pay.
+    share drafts for equal texts. `is_gated`: drafts are left out at loads where they were seen not to pay. `predictor`
+    is a name, or the directory of a trained predictor.
     """
 
     address: str = field(default_factory=default_address)
@@ -31,17 +31,26 @@ class ProposerSettings:
     keys: str | None = None
     is_gated: bool = True
 
+    @property
+    def trained_predictor(self) -> Path | None:
+        """The directory of a trained predictor, if one was chosen."""
+        return None if self.predictor in CONSTANTS else Path(self.predictor)
+
     def client_options(self, gamma: int) -> ClientOptions:
         """Options for the client; `gamma` is the longest submission, unless the settings name a shorter one."""
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)
-        make_planner(self.planner, settings, ConstantPredictor(Signal.SOME))  # raises for what the service would refuse
+        make_planner(self.planner, settings, CONSTANTS["confidence"])  # raises for what the service would refuse
+        trained = self.trained_predictor
+        if trained is not None and not trained.is_dir():
+            hint = suggest(self.predictor, list(CONSTANTS))
+            raise SettingError(f"no predictor is called {self.predictor!r}, nor a directory with a trained one; {hint}")
         return ClientOptions(
             self.address,
             self.planner,
             settings,
-            self.predictor,
+            "hrad" if trained else self.predictor,
             self.deadline_ms / 1000,
             self.namespace.encode() if self.namespace else None,
             client_keys(self.keys),

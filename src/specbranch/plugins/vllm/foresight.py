@@ -1,0 +1,65 @@
+"""What the target foresees: H-RAD asked after every step, in vLLM's worker, from what the step has computed anyway."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specbranch.core.round import Outlook
+from specbranch.plugins.vllm.compat import FeatureTap
+from specbranch.predictor.hrad import Hrad
+
+log = logging.getLogger(__name__)
+_Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(slots=True)
+class ForesightCounts:
+    """What was foreseen, what could not be, and the time that it took."""
+
+    outlooks: int = 0
+    outlook_faults: int = 0  # steps
+    outlook_s: float = 0.0
+
+
+class Foresight:
+    """A trained predictor at a tap. A step that cannot be read goes without outlooks; nothing raises."""
+
+    def __init__(self, hrad: Hrad, tap: FeatureTap, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.tap = tap
+        self._hrad = hrad
+        self._clock = clock
+        self.counts = ForesightCounts()
+
+    def outlooks(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, Outlook]:
+        """The outlooks of these rows of the last step, which sampled these tokens."""
+        if not rows:
+            return {}
+        start_s = self._clock()
+        try:
+            features = self.tap.read(sampled, rows)
+            found = dict(zip(rows, self._hrad.predict(features, _product), strict=True))
+        except Exception:
+            if not self.counts.outlook_faults:
+                log.exception("the target's features could not be read; drafts go by confidence. Said once, counted on")
+            self.counts.outlook_faults += 1
+            return {}
+        self.counts.outlooks += len(found)
+        self.counts.outlook_s += self._clock() - start_s
+        return found
+
+
+def _product(one: _Array, other: _Array) -> _Array:
+    """A matrix product on the target's own threads, which are idle now.
+
+    NumPy's would start threads on cores that were left to the draft, and both would wait for each other.
+    """
+    import torch
+
+    product: _Array = torch.matmul(torch.from_numpy(one), torch.from_numpy(other)).numpy()
+    return product

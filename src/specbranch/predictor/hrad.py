@@ -1,0 +1,173 @@
+"""H-RAD at run time: a small trained network that foresees from the target's features how the next window will fare.
+
+NumPy alone; training is elsewhere. A trained predictor is a directory with `hrad.safetensors` and `card.json`, and this
+file is the only one that knows their form.
+
+The input of a text is: hidden states of the target's last K layers at the position that predicted the newest token, the
+oldest layer first and the last one after the final norm (`hidden_states[-K:]` in Transformers), then the target's input
+embedding of the newest token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from specbranch.core.round import Outlook, Signal
+
+FORMAT = "specbranch-hrad"
+VERSION = 1
+MAX_WINDOW = 64
+WEIGHTS, CARD = "hrad.safetensors", "card.json"
+_NUM_SIGNALS = len(Signal)
+
+_Array = np.ndarray[Any, np.dtype[np.float32]]
+_Positive = Annotated[int, Meta(ge=1)]
+
+
+class HradError(ValueError):
+    """A trained predictor that cannot be read, or does not fit."""
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What a predictor was trained for, and on what: its labels depend on the pair, its input on the target."""
+
+    format: str
+    version: int
+    target: str
+    draft: str
+    num_layers: _Positive  # K
+    hidden_len: _Positive  # of the target
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]
+    tasks: list[str]
+    positions: int
+    commit: str | None
+
+    @property
+    def d_in(self) -> int:
+        """Length of the input: K hidden states and one embedding."""
+        return (self.num_layers + 1) * self.hidden_len
+
+
+class Hrad:
+    """The network: two hidden layers, one head for the signal and one for the survival of each token of the window."""
+
+    def __init__(self, tensors: Mapping[str, _Array], card: Card) -> None:
+        self.card = card
+        _check_shapes(tensors, card)
+        # Copies: memory that a file was mapped to need not be aligned, and then every product would copy it first.
+        self._tensors = {name: np.array(tensor, order="C") for name, tensor in tensors.items()}
+
+    @property
+    def d_in(self) -> int:
+        """Length of the input of one text."""
+        return self.card.d_in
+
+    def predict(self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul) -> list[Outlook]:
+        """The outlook of every text. `features` # [n, d_in], float32.
+
+        `product` multiplies matrices; a process that minds its threads may have one of its own.
+        """
+        if features.ndim != 2 or features.shape[1] != self.d_in:
+            raise HradError(f"features of shape {list(features.shape)}; the predictor takes [n, {self.d_in}]")
+        weights = self._tensors
+        with np.errstate(all="ignore"):  # what is not finite is found below
+            hidden = (features - weights["mean"]) * weights["scale"]
+            for layer in "01":
+                hidden = np.maximum(product(hidden, weights[f"w{layer}"]) + weights[f"b{layer}"], 0.0)
+            # Softmax does not change which class is the largest, so it is not computed.
+            classes = product(hidden, weights["w_class"]) + weights["b_class"]
+            chances = product(hidden, weights["w_survival"]) + weights["b_survival"]
+            survival = np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
+        if not (np.isfinite(classes).all() and np.isfinite(survival).all()):
+            raise HradError("the target's features are not finite numbers, or too large for the predictor")
+        signals = classes.argmax(axis=1)
+        return [
+            Outlook(Signal(int(signal)), tuple(row)) for signal, row in zip(signals, survival.tolist(), strict=True)
+        ]
+
+
+def read_hrad(directory: Path) -> Hrad:
+    """The trained predictor in a directory; `HradError` names what is wrong with it and what to do."""
+    try:
+        card = msgspec.json.decode((directory / CARD).read_bytes(), type=Card)
+    except OSError as error:
+        raise HradError(f"{error.filename}: {error.strerror}; give the directory of a trained predictor") from error
+    except msgspec.DecodeError as error:
+        raise HradError(f"{directory / CARD} is no card of a predictor ({error}); train it again") from error
+    if (card.format, card.version) != (FORMAT, VERSION):
+        raise HradError(
+            f"{directory / CARD} is {card.format} version {card.version}; this reads {FORMAT} version {VERSION}: "
+            "train the predictor again with this release"
+        )
+    try:
+        return Hrad(_read_tensors(directory / WEIGHTS), card)
+    except HradError as error:
+        raise HradError(f"{directory / WEIGHTS}: {error}") from error
+
+
+def write_hrad(directory: Path, tensors: Mapping[str, _Array], card: Mapping[str, Any]) -> None:
+    """Write a trained predictor. The card may leave out `format` and `version`; what could not be read back raises."""
+    document = {"format": FORMAT, "version": VERSION, **card}
+    try:
+        _check_shapes(tensors, msgspec.convert(document, Card))
+    except msgspec.ValidationError as error:
+        raise HradError(f"the card of a predictor is wrong: {error}") from error
+    save = _safetensors("save_file")
+    directory.mkdir(parents=True, exist_ok=True)
+    save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, directory / WEIGHTS)
+    (directory / CARD).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _check_shapes(tensors: Mapping[str, _Array], card: Card) -> None:
+    """Refuse tensors that are not those of the card's network; the lengths of the hidden layers are theirs to say."""
+    h0, h1 = (tensors[name].shape[-1] if name in tensors and tensors[name].ndim else 0 for name in ("b0", "b1"))
+    shapes = {
+        "mean": (card.d_in,),
+        "scale": (card.d_in,),
+        "w0": (card.d_in, h0),
+        "b0": (h0,),
+        "w1": (h0, h1),
+        "b1": (h1,),
+        "w_class": (h1, _NUM_SIGNALS),
+        "b_class": (_NUM_SIGNALS,),
+        "w_survival": (h1, card.window),
+        "b_survival": (card.window,),
+    }
+    if set(tensors) != set(shapes):
+        odd = ", ".join(sorted(set(tensors) ^ set(shapes)))
+        raise HradError(f"tensors are missing or not known ({odd}); train the predictor again with this release")
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor.dtype != np.float32 or tensor.shape != shape or 0 in shape:
+            raise HradError(
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, by the card it is float32 {list(shape)}; "
+                "train the predictor again"
+            )
+
+
+def _read_tensors(path: Path) -> dict[str, _Array]:
+    load = _safetensors("load_file")
+    try:
+        tensors: dict[str, _Array] = load(path)
+    except FileNotFoundError as error:
+        raise HradError("no such file; give the directory of a trained predictor") from error
+    except Exception as error:  # the library has an error class of its own for each fault of a file
+        raise HradError(f"cannot be read ({error}); train the predictor again") from error
+    return tensors
+
+
+def _safetensors(name: str) -> Any:
+    try:
+        from safetensors import numpy
+    except ImportError as error:
+        raise HradError(
+            "a trained predictor needs safetensors, which comes with vLLM: pip install safetensors"
+        ) from error
+    return getattr(numpy, name)

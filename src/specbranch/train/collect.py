@@ -1,0 +1,191 @@
+"""Collect examples: the target answers prompts in batches, the draft is then read over the answers.
+
+The features of a place cost nothing extra: they are taken while the target says it. Each batch is one part on disk, so
+a collection that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbranch.core.law import Law
+from specbranch.engines.options import found_model
+from specbranch.trace import Answer, Header, Trace, write_trace
+from specbranch.train.examples import Card, name_of, part_path, places, trace_path, write_card, write_part
+
+Tell = Callable[[int, int], None]
+_HEAD_LEN = 10
+_LAWS_AT_ONCE = 8  # answers; a law over a large vocabulary takes much memory
+
+
+@dataclass(frozen=True, slots=True)
+class CollectOptions:
+    """Which pair, how many of the target's last layers are features, how long and how warm the answers are."""
+
+    target: str
+    draft: str
+    num_layers: int = 4
+    max_new_tokens: int = 160
+    temperature: float = 0.0
+    batch: int = 64
+    device: str = "cpu"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    task: int
+    name: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """An answer and its features [tokens, d_in]."""
+
+    tokens: list[int]
+    features: Any
+
+
+def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out: Path, tell: Tell) -> None:
+    """Write examples and traces of all messages by task; `tell` hears how many parts of how many are there."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [found_model(options.target), found_model(options.draft)]
+    tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    groups = _groups(tokenizer, messages, options.batch)
+    missing = [number for number in range(len(groups)) if not part_path(out, number).exists()]
+    if missing:
+        target, draft = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(options.device).eval() for path in paths
+        )
+        names = (Path(paths[0]).name, Path(paths[1]).name)
+        hidden_len = int(target.config.hidden_size)
+        write_card(out, Card(*names, options.num_layers, hidden_len, options.temperature, tuple(messages)))
+        header = Header(target=names[0], draft=names[1], temperature=options.temperature)
+        for number in missing:
+            tell(number, len(groups))
+            torch.manual_seed(options.seed + number)
+            said = _answer(target, tokenizer, groups[number], options)
+            answers = _read_over(draft, groups[number], said, options.device)
+            write_trace(trace_path(out, number), Trace(header, tuple(answers)))
+            write_part(out, number, _arrays(groups[number], said, answers))
+    tell(len(groups), len(groups))
+
+
+def _groups(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[_Asked]]:
+    """Prompts as chats, those of like length together, so that little is padded."""
+    asked = []
+    for task, texts in enumerate(messages.values()):
+        for text in texts:
+            chat = [{"role": "user", "content": text}]
+            templated = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            asked.append(_Asked(task, name_of(text), tokenizer(templated, add_special_tokens=False).input_ids))
+    asked.sort(key=lambda one: len(one.tokens))
+    return [asked[start : start + size] for start in range(0, len(asked), size)]
+
+
+def _answer(target: Any, tokenizer: Any, group: Sequence[_Asked], options: CollectOptions) -> list[_Said]:
+    """What the target says, token by token for the whole group, and the features of each token."""
+    import torch
+
+    longest = max(len(one.tokens) for one in group)
+    pad = tokenizer.pad_token_id or 0
+    ids = torch.tensor([[pad] * (longest - len(one.tokens)) + one.tokens for one in group], device=options.device)
+    mask = torch.tensor([[0] * (longest - len(one.tokens)) + [1] * len(one.tokens) for one in group]).to(ids.device)
+    ends = _end_ids(target, tokenizer)
+    lengths = [0] * len(group)  # of answers that have ended
+    tokens, features, cache = [], [], None
+    embed = target.get_input_embeddings()
+    with torch.inference_mode():
+        for step in range(options.max_new_tokens):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = target(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                output_hidden_states=True,
+                logits_to_keep=1,
+            )
+            cache = out.past_key_values
+            chosen = _choose(out.logits[:, -1], options.temperature)
+            hidden = [state[:, -1] for state in out.hidden_states[-options.num_layers :]]
+            features.append(torch.cat([*hidden, embed(chosen)], dim=-1).to(torch.float16).cpu().numpy())
+            tokens.append(chosen.cpu().numpy())
+            for index, token in enumerate(tokens[-1].tolist()):
+                if lengths[index] == 0 and token in ends:
+                    lengths[index] = step + 1
+            if all(lengths):
+                break
+            ids = chosen[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(group), 1)], dim=-1)
+    by_step = np.stack(tokens, axis=1)  # [answers, steps]
+    rows = np.stack(features, axis=1)
+    ends_at = [length or by_step.shape[1] for length in lengths]
+    return [_Said(by_step[i, :end].tolist(), rows[i, :end].copy()) for i, end in enumerate(ends_at)]
+
+
+def _choose(logits: Any, temperature: float) -> Any:
+    if not temperature:
+        return logits.argmax(-1)
+    return (logits.float() / temperature).softmax(-1).multinomial(1)[:, 0]
+
+
+def _end_ids(target: Any, tokenizer: Any) -> set[int]:
+    ends = target.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+
+
+def _read_over(draft: Any, group: Sequence[_Asked], said: Sequence[_Said], device: str) -> list[Answer]:
+    """The answers with the draft's law before every token."""
+    import torch
+
+    answers = []
+    head = draft.get_output_embeddings()
+    for start in range(0, len(group), _LAWS_AT_ONCE):
+        pairs = list(zip(group, said, strict=True))[start : start + _LAWS_AT_ONCE]
+        texts = [[*one.tokens, *answer.tokens[:-1]] for one, answer in pairs]
+        longest = max(len(text) for text in texts)
+        # What is padded on the right no earlier token sees.
+        ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+        with torch.inference_mode():
+            hidden = draft.base_model(input_ids=ids).last_hidden_state
+            for row, (one, answer) in enumerate(pairs):
+                first = len(one.tokens) - 1
+                logits = head(hidden[row, first : first + len(answer.tokens)])
+                answers.append(Answer(tuple(answer.tokens), _laws(logits), tuple(one.tokens)))
+    return answers
+
+
+def _laws(logits: Any) -> tuple[Law, ...]:
+    logs = logits.float().log_softmax(-1)  # [tokens, vocabulary]
+    probs = logs.exp()
+    top = probs.topk(_HEAD_LEN, dim=-1)
+    entropy = -(probs * logs).sum(-1)
+    return tuple(
+        Law(tuple(ids), tuple(round(prob, 5) for prob in heads), round(h, 4))
+        for ids, heads, h in zip(top.indices.tolist(), top.values.tolist(), entropy.tolist(), strict=True)
+    )
+
+
+def _arrays(group: Sequence[_Asked], said: Sequence[_Said], answers: Sequence[Answer]) -> dict[str, Any]:
+    """The places of a part; the last token of an answer is none, because nothing is known behind it."""
+    looks = [places(answer) for answer in answers]
+    counts = [len(runs) for _, runs, _ in looks]
+    return {
+        "features": np.concatenate([one.features[:count] for one, count in zip(said, counts, strict=True)]),
+        "laws": np.concatenate([laws for laws, _, _ in looks]),
+        "runs": np.concatenate([runs for _, runs, _ in looks]),
+        "left": np.concatenate([left for _, _, left in looks]),
+        "tasks": np.repeat(np.array([one.task for one in group], dtype=np.int32), counts),
+        "prompts": np.repeat(np.array([one.name for one in group], dtype=np.int64), counts),
+    }

@@ -1,0 +1,154 @@
+"""Fit H-RAD: the paper's network of three classes, and beside it a head that says how far the window will stand.
+
+Prompts are split, never places. Training stops when the held-out prompts are no longer foreseen better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from specbranch.train.examples import Array, Examples
+
+Inputs = Literal["features", "confidence", "both"]
+INPUTS: tuple[Inputs, ...] = ("features", "confidence", "both")
+Tell = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """The network and how it is trained. `balance` 1 weighs classes alike, 0 as often as they come."""
+
+    window: int = 5
+    hidden: tuple[int, int] = (256, 64)
+    dropout: float = 0.2
+    rate: float = 1e-3
+    decay: float = 1e-2
+    batch: int = 256
+    epochs: int = 20
+    patience: int = 3
+    balance: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A trained network as arrays, under the names of `predictor/hrad.py`, and what it looks at."""
+
+    inputs: Inputs
+    tensors: dict[str, Array]
+    epochs: int
+
+    def foresee(self, examples: Examples, rows: int = 4096) -> tuple[Array, Array]:
+        """Chances of the three classes [n, 3], and of standing at least 1, 2, ... tokens [n, window]."""
+        parts = [
+            self._forward(look(examples.take(slice(start, start + rows)), self.inputs))
+            for start in range(0, len(examples), rows)
+        ]
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    def _forward(self, x: Array) -> tuple[Array, Array]:
+        t = self.tensors
+        x = (x - t["mean"]) * t["scale"]
+        x = np.maximum(x @ t["w0"] + t["b0"], 0)
+        x = np.maximum(x @ t["w1"] + t["b1"], 0)
+        logits = x @ t["w_class"] + t["b_class"]
+        classes = np.exp(logits - logits.max(-1, keepdims=True))
+        stands = 1 / (1 + np.exp(-(x @ t["w_survival"] + t["b_survival"])))
+        return classes / classes.sum(-1, keepdims=True), np.cumprod(stands, axis=-1)
+
+
+def look(examples: Examples, inputs: Inputs) -> Array:
+    """What the network sees of examples, as float32 [n, d_in]: the draft's next law, the target's features, or both."""
+    confidence, second, entropy = examples.laws.T
+    odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
+    laws = np.stack([odds, np.log(second + 1e-4), entropy], axis=-1).astype(np.float32)
+    if inputs == "confidence":
+        return laws
+    features = examples.features.astype(np.float32)
+    return features if inputs == "features" else np.concatenate([features, laws], axis=-1)
+
+
+def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, tell: Tell) -> Network:
+    """Train on one split and stop by the other; `tell` hears the epoch, how many there may be, the held-out loss."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(options.seed)
+    window = options.window
+    mean, scale = _moments(train, inputs)
+    wide, narrow = options.hidden
+    body = nn.Sequential(
+        nn.Linear(len(mean), wide), nn.ReLU(), nn.Dropout(options.dropout),
+        nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(options.dropout),
+    )  # fmt: skip
+    to_class, to_survival = nn.Linear(narrow, 3), nn.Linear(narrow, window)
+    modules = nn.ModuleList([body, to_class, to_survival])
+    optimiser = torch.optim.AdamW(modules.parameters(), lr=options.rate, weight_decay=options.decay)
+    weights = torch.tensor(_class_weights(train.classes(window), options.balance))
+
+    def loss_of(examples: Examples, chosen: Array) -> Any:
+        part = examples.take(chosen)
+        x = body(torch.from_numpy((look(part, inputs) - mean) * scale))
+        classes = nn.functional.cross_entropy(to_class(x), torch.from_numpy(part.classes(window)), weight=weights)
+        stands, is_asked = _hazards(part, window)
+        each = nn.functional.binary_cross_entropy_with_logits(to_survival(x), stands, reduction="none")
+        return classes + (each * is_asked).sum() / is_asked.sum()
+
+    order = np.random.default_rng(options.seed)
+    best, best_loss, stale, epoch = _arrays(body, to_class, to_survival), float("inf"), 0, 0
+    for epoch in range(1, options.epochs + 1):
+        modules.train()
+        for chosen in _batches(order.permutation(len(train)), options.batch):
+            optimiser.zero_grad()
+            loss_of(train, chosen).backward()
+            optimiser.step()
+        modules.eval()
+        with torch.inference_mode():
+            pieces = _batches(np.arange(len(held_out)), 4096)
+            loss = float(sum(loss_of(held_out, piece) * len(piece) for piece in pieces) / len(held_out))
+        tell(epoch, options.epochs, loss)
+        if loss < best_loss:
+            best, best_loss, stale = _arrays(body, to_class, to_survival), loss, 0
+        else:
+            stale += 1
+        if stale >= options.patience:
+            break
+    return Network(inputs, {"mean": mean, "scale": scale, **best}, epoch)
+
+
+def _moments(examples: Examples, inputs: Inputs, most: int = 20_000) -> tuple[Array, Array]:
+    """Mean and inverse spread of every input, from as many examples as are needed for them."""
+    chosen = np.random.default_rng(0).permutation(len(examples))[:most]
+    x = look(examples.take(chosen), inputs)
+    return x.mean(0), (1 / np.maximum(x.std(0), 1e-3)).astype(np.float32)
+
+
+def _class_weights(classes: Array, balance: float) -> Array:
+    shares = np.bincount(classes, minlength=3) / len(classes)
+    return ((1 / (3 * np.maximum(shares, 1e-3))) ** balance).astype(np.float32)
+
+
+def _hazards(examples: Examples, window: int) -> tuple[Any, Any]:
+    """For each place of the window: did the token stand, and was it reached at all."""
+    import torch
+
+    runs = torch.from_numpy(examples.runs)[:, None]
+    left = torch.from_numpy(examples.left)[:, None]
+    depth = torch.arange(window)[None]
+    return (runs > depth).float(), ((runs >= depth) & (left > depth)).float()
+
+
+def _batches(order: Array, size: int) -> list[Array]:
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _arrays(body: Any, to_class: Any, to_survival: Any) -> dict[str, Array]:
+    found = {}
+    for name, layer in (("0", body[0]), ("1", body[3]), ("_class", to_class), ("_survival", to_survival)):
+        found[f"w{name}"] = layer.weight.detach().T.contiguous().numpy().copy()
+        found[f"b{name}"] = layer.bias.detach().numpy().copy()
+    return found

@@ -1,0 +1,116 @@
+"""Collecting with real models: features are Transformers' own, runs are what drafting would have given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from specbranch.cli import app
+from specbranch.trace import read_trace
+from specbranch.train.examples import read_answers, read_examples
+from tests.engines.models import model_path
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+_NEW = 16
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve answers of SmolLM2, which is its own draft; at temperature 1 it is then often wrong."""
+    target = model_path("smollm2-135m-dense")
+    directory = tmp_path_factory.mktemp("train")
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"question": f"Which is larger, {n} or {3 * n}?"}) + "\n" for n in range(12)))
+    arguments = ["train", "collect", str(target), "--draft", str(target), "--prompts", f"gsm8k={prompts}:12"]
+    arguments += ["--answer", str(_NEW), "--batch", "5", "--layers", "3", "--temperature", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(directory / "out")])
+    assert result.exit_code == 0, result.output
+    assert "12 prompts" in result.output
+    return directory / "out"
+
+
+def test_features_are_the_hidden_states_that_predicted_a_token_and_its_embedding(collection: Path) -> None:
+    examples = read_examples([collection])
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path("smollm2-135m-dense"), dtype=torch.bfloat16)
+    hidden_len = model.config.hidden_size
+    row = 0
+    for _, _, answer in read_answers(collection)[:4]:
+        with torch.inference_mode():
+            text = torch.tensor([[*answer.prompt, *answer.tokens]])
+            hidden = model(text, output_hidden_states=True).hidden_states[-3:]
+            tokens = model.get_input_embeddings()(text)[0]
+        first = len(answer.prompt)
+        count = len(answer.tokens) - 1
+        mine = torch.from_numpy(examples.features[row : row + count].astype(np.float32)).split(hidden_len, dim=-1)
+        for part, states in zip(mine, hidden, strict=False):
+            true = states[0, first - 1 : first - 1 + count].float()
+            assert (part - true).norm() < 0.05 * true.norm(), "the rest is bfloat16 and padding"
+        assert torch.equal(mine[-1], tokens[first : first + count].float())
+        row += count
+
+
+def test_runs_are_what_a_drafted_window_would_have_given(collection: Path) -> None:
+    """Draft greedily after a place, as the service does, and compare with what the target said."""
+    examples = read_examples([collection])
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path("smollm2-135m-dense"), dtype=torch.bfloat16)
+    row, compared = 0, 0
+    for _, _, answer in read_answers(collection)[:3]:
+        for place in range(0, len(answer.tokens) - 4, 3):
+            text = [*answer.prompt, *answer.tokens[: place + 1]]
+            drafted = 0
+            with torch.inference_mode():
+                while drafted < 3:
+                    token = int(model(torch.tensor([text])).logits[0, -1].argmax())
+                    if token != answer.tokens[place + 1 + drafted]:
+                        break
+                    text.append(token)
+                    drafted += 1
+            compared += min(int(examples.runs[row + place]), 3) == drafted
+        row += len(answer.tokens) - 1
+    assert compared >= 9, "of 15 places all but those where bfloat16 decides"
+
+
+def test_a_collection_that_was_cut_off_goes_on(collection: Path) -> None:
+    """The last part is gone; only that one is made anew, and it is the same."""
+    last = sorted(collection.glob("part-*.safetensors"))[-1]
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in collection.glob("part-*.safetensors")}
+    answers = read_trace(last.with_suffix(".jsonl.gz")).answers
+    last.unlink()
+    target = model_path("smollm2-135m-dense")
+    arguments = ["train", "collect", str(target), "--draft", str(target), "--layers", "3", "--temperature", "1"]
+    arguments += ["--prompts", f"gsm8k={collection.parent / 'prompts.jsonl'}:12", "--answer", str(_NEW), "--batch", "5"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(collection)])
+
+    assert result.exit_code == 0, result.output
+    for path in collection.glob("part-*.safetensors"):
+        content, changed_ns = before[path.name]
+        assert (path.stat().st_mtime_ns == changed_ns) == (path.name != last.name)
+        assert path.name == last.name or path.read_bytes() == content
+    assert [a.tokens for a in read_trace(last.with_suffix(".jsonl.gz")).answers] == [a.tokens for a in answers]
+
+
+def test_fit_writes_a_predictor_with_its_card_and_scores(collection: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hrad"
+    result = CliRunner().invoke(
+        app, ["train", "fit", str(collection), "--out", str(out), "--window", "3", "--epochs", "2", "--json"]
+    )
+
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert set(document["scores"]) == {"majority", "features", "confidence", "both"}
+    assert json.loads((out / "card.json").read_text())["num_layers"] == 3
+    assert (out / "scores.png").stat().st_size > 10_000
+
+
+def test_a_prompt_that_is_written_wrongly_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["train", "collect", "x", "--draft", "y", "--prompts", "gsm8k", "--out", str(tmp_path)]
+    )
+
+    assert result.exit_code == 2 and "task=FILE:COUNT" in result.output

@@ -1,0 +1,103 @@
+"""Examples: labels by hand, splits by prompt, files that are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specbranch.core.law import Law
+from specbranch.trace import Answer
+from specbranch.train.examples import (
+    SPLITS,
+    Card,
+    Examples,
+    ExamplesError,
+    name_of,
+    places,
+    read_card,
+    read_examples,
+    split_of,
+    write_card,
+    write_part,
+)
+
+CARD = Card("big", "small", 2, 4, 0.0, ("code", "chat"))
+
+
+def law(first: int, confidence: float = 0.5) -> Law:
+    return Law((first, first + 1), (confidence, 0.25), 1.5)
+
+
+def arrays(runs: list[int], left: list[int], prompts: list[int]) -> dict[str, np.ndarray]:
+    count = len(runs)
+    return {
+        "features": np.arange(count * 12, dtype=np.float16).reshape(count, 12),
+        "laws": np.full((count, 3), 0.5, dtype=np.float32),
+        "runs": np.array(runs, dtype=np.int32),
+        "left": np.array(left, dtype=np.int32),
+        "tasks": np.array([prompt % 2 for prompt in prompts], dtype=np.int32),
+        "prompts": np.array(prompts, dtype=np.int64),
+    }
+
+
+def test_a_run_counts_first_choices_that_are_right_behind_the_place() -> None:
+    """The target says 1 2 3 4 5; the draft would have said 1 2 9 4 5."""
+    answer = Answer((1, 2, 3, 4, 5), (law(1), law(2), law(9, 0.125), law(4), law(5)))
+
+    laws, runs, left = places(answer)
+
+    assert runs.tolist() == [1, 0, 2, 1]
+    assert left.tolist() == [4, 3, 2, 1]
+    assert laws[1].tolist() == [0.125, 0.25, 1.5], "the law behind the second token"
+
+
+def test_places_whose_window_nobody_saw_are_left_out() -> None:
+    examples = Examples(CARD, **arrays([2, 1, 0, 3], [2, 2, 1, 9], [0, 0, 1, 1]))
+
+    assert examples.settled(3).runs.tolist() == [1, 0, 3]
+    assert examples.settled(2).runs.tolist() == [2, 1, 0, 3]
+    assert examples.classes(3).tolist() == [1, 1, 0, 2]
+    assert examples.of_task("chat").runs.tolist() == [0, 3]
+
+
+def test_a_prompt_is_in_one_split_and_every_split_gets_some() -> None:
+    names = [name_of(f"prompt {index}") for index in range(400)]
+    shares = [sum(split_of(name) == split for name in names) / len(names) for split in SPLITS]
+
+    assert sum(shares) == 1
+    assert shares == pytest.approx([0.75, 0.125, 0.125], abs=0.06)
+    examples = Examples(CARD, **arrays([0] * 400, [1] * 400, names))
+    parts = [set(examples.split(split).prompts.tolist()) for split in SPLITS]
+    assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
+
+
+def test_parts_are_read_back_together(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    write_card(tmp_path, CARD)
+    write_part(tmp_path, 0, arrays([1, 2], [3, 3], [7, 7]))
+    write_part(tmp_path, 1, arrays([4], [5], [8]))
+
+    examples = read_examples([tmp_path])
+
+    assert examples.card == CARD and examples.runs.tolist() == [1, 2, 4] and examples.prompts.tolist() == [7, 7, 8]
+
+
+def test_what_is_no_collection_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExamplesError, match="train collect"):
+        read_card(tmp_path)
+    (tmp_path / "card.json").write_text('{"format": "other", "version": 1}')
+    with pytest.raises(ExamplesError, match="anew"):
+        read_card(tmp_path)
+
+
+def test_collections_of_different_pairs_do_not_mix(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    for name, card in (("a", CARD), ("b", Card("other", "small", 2, 4, 1.0, CARD.tasks))):
+        (tmp_path / name).mkdir()
+        write_card(tmp_path / name, card)
+    with pytest.raises(ExamplesError, match="another pair"):
+        read_examples([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ExamplesError, match="no finished part"):
+        read_examples([tmp_path / "a"])

@@ -1,0 +1,94 @@
+"""Fitting: it finds what there is to find, says so when there is nothing, and the file gives the same chances."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specbranch.predictor.hrad import read_hrad, write_hrad
+from specbranch.train.examples import Card, Examples
+from specbranch.train.fit import FitOptions, Network, fit
+from specbranch.train.score import majority, score
+
+pytest.importorskip("torch")
+
+CARD = Card("big", "small", 2, 8, 0.0, ("code",))
+OPTIONS = FitOptions(window=3, hidden=(32, 16), epochs=12, batch=64)
+
+
+def examples(count: int, seed: int, is_telling: bool) -> Examples:
+    """Runs 0 to 4; if the features tell anything, one of them is the run, among noise and on an odd scale."""
+    rng = np.random.default_rng(seed)
+    runs = rng.integers(0, 5, count).astype(np.int32)
+    features = rng.normal(5, 40, (count, 24))
+    if is_telling:
+        features[:, 7] = 100 + 3 * runs + rng.normal(0, 0.3, count)
+    laws = np.stack([rng.uniform(0.1, 0.9, count), rng.uniform(0, 0.1, count), rng.uniform(0, 3, count)], -1)
+    return Examples(
+        CARD,
+        features.astype(np.float16),
+        laws.astype(np.float32),
+        runs,
+        np.full(count, 9, dtype=np.int32),
+        np.zeros(count, dtype=np.int32),
+        np.arange(count, dtype=np.int64),
+    )
+
+
+def fitted(is_telling: bool) -> Network:
+    return fit(
+        examples(2000, 0, is_telling), examples(500, 1, is_telling), "features", OPTIONS, lambda epoch, most, loss: None
+    )
+
+
+def test_it_finds_what_the_features_tell() -> None:
+    network = fitted(is_telling=True)
+    test = examples(500, 2, True)
+
+    chances, survival = network.foresee(test)
+
+    assert score(chances, test.classes(3)).accuracy > 0.95
+    assert np.all(np.diff(survival, axis=-1) <= 0)
+    for depth in range(3):
+        stands = test.runs > depth
+        assert survival[stands, depth].mean() > 0.9 > 0.2 > survival[~stands, depth].mean()
+
+
+def test_noise_is_not_foreseen_better_than_by_the_shares_alone() -> None:
+    network = fitted(is_telling=False)
+    test = examples(500, 2, False)
+
+    one = score(network.foresee(test)[0], test.classes(3))
+
+    base = majority(examples(2000, 0, False).classes(3), test.classes(3))
+    assert one.log_loss > base.log_loss - 0.02
+    assert one.log_loss < base.log_loss + 0.15, "it stopped before it had learned the noise by heart"
+    assert network.epochs < OPTIONS.epochs
+
+
+def test_the_file_gives_the_same_chances(tmp_path: Path) -> None:
+    network = fitted(is_telling=True)
+    card = {
+        "format": "specbranch-hrad",
+        "version": 1,
+        "target": "big",
+        "draft": "small",
+        "num_layers": 2,
+        "hidden_len": 8,
+        "window": 3,
+        "tasks": ["code"],
+        "positions": 2000,
+        "commit": None,
+    }
+    write_hrad(tmp_path, network.tensors, card)
+    test = examples(50, 3, True)
+
+    outlooks = read_hrad(tmp_path).predict(test.features.astype(np.float32))
+
+    chances, survival = network.foresee(test)
+    assert [int(outlook.signal) for outlook in outlooks] == chances.argmax(-1).tolist()
+    assert np.array([outlook.survival for outlook in outlooks]) == pytest.approx(survival, abs=1e-5)
+    assert json.loads((tmp_path / "card.json").read_text())["target"] == "big"
