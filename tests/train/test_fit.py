@@ -54,7 +54,8 @@ def test_it_finds_what_the_features_tell() -> None:
     assert np.all(np.diff(survival, axis=-1) <= 0)
     for depth in range(3):
         stands = test.runs > depth
-        assert survival[stands, depth].mean() > 0.9 > 0.2 > survival[~stands, depth].mean()
+        assert survival[stands, depth].mean() > 0.85
+        assert survival[~stands, depth].mean() < 0.4
 
 
 def test_noise_is_not_foreseen_better_than_by_the_shares_alone() -> None:

@@ -22,7 +22,7 @@ from specbranch.trace import Answer, read_trace
 FORMAT = "specbranch-examples"
 VERSION = 1
 SPLITS = ("train", "held-out", "test")
-_SPLIT_OF = ("test", "held-out", *["train"] * 6)  # an eighth of the prompts each for the first two
+_SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "train")
 
 Array = NDArray[Any]
 
