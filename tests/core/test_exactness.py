@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from specbranch.core import verify
 from specbranch.core.chance import Chance
+from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
 from specbranch.core.round import Round, Signal
@@ -52,6 +53,7 @@ def _methods() -> Iterator[Any]:
         ("pearl", {"gamma": 2}),
         ("ssd", {"gamma": 1, "num_guesses": 2}),
         ("ssd", {"gamma": 2, "num_guesses": 2, "fallback": "fast"}),
+        ("budget", {"gamma": 2, "max_rows": 2, "uses_text": False}),
     ]
     for name, chosen in plain_settings:
         yield pytest.param(lambda chance, n=name, s=chosen: planner_of(n, s), id=f"{name} {chosen.get('fallback', '')}")
@@ -96,6 +98,24 @@ def test_the_law_is_exact_for_rule_a_on_three_tokens_with_an_end_token(make: Mak
     ending = Ending(max_new_tokens=5, eos_ids=frozenset({2}))
 
     assert emitted_law(three_token_pair(), make, "match", ending) == target_law(three_token_pair(), ending)
+
+
+def test_what_the_text_itself_proposes_leaves_the_law_exact() -> None:
+    """Two tokens repeat themselves at once: after the second most submissions hold some that no law proposed."""
+    ending = Ending(max_new_tokens=6)
+    planted: list[int] = []
+
+    class Noting(BudgetPlanner):
+        def submit(self, round: Round) -> Sequence[Node]:
+            chain = super().submit(round)
+            planted.append(sum(node.parent is not None and node.parent.law is None for node in chain))
+            return chain
+
+    def make(chance: Chance) -> Planner:
+        return Noting(BudgetSettings(gamma=3, max_rows=2))
+
+    assert emitted_law(two_token_pair(), make, "match", ending) == target_law(two_token_pair(), ending)
+    assert sum(planted) > len(planted) / 4
 
 
 @pytest.mark.parametrize("make", [m for m in METHODS if "random" not in str(m.id) and "ssd" not in str(m.id)])
@@ -185,13 +205,15 @@ def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
-    name = draw(st.sampled_from(["none", "sps", "adaedl", "pearl", "ssd", "specbranch"]))
+    name = draw(st.sampled_from(["none", "sps", "adaedl", "pearl", "ssd", "specbranch", "budget"]))
     chosen: dict[str, Any] = {} if name == "none" else {"gamma": draw(st.integers(1, 8))}
     if name == "ssd":
         chosen |= {"num_guesses": draw(st.integers(1, 8)), "fallback": draw(st.sampled_from(["jit", "fast"]))}
     if name == "specbranch":
         chosen |= {"max_branches": draw(st.integers(1, 6)), "confidence": draw(st.floats(0, 1))}
         chosen |= {"waits": draw(st.booleans()), "is_thrifty": draw(st.booleans())}
+    if name == "budget":
+        chosen |= {"max_rows": draw(st.integers(1, 6)), "uses_text": draw(st.booleans())}
     return name, chosen, draw(st.sampled_from(list(_PREDICTORS)))
 
 

@@ -24,9 +24,15 @@ SURE = Law((1, 2, 3, 4, 5, 6), (0.9, 0.04, 0.03, 0.01, 0.01, 0.01), 0.5)
 DOUBTFUL = Law((1, 2, 3, 4, 5, 6), (0.2, 0.2, 0.2, 0.2, 0.1, 0.1), 1.7)
 
 
-def session_of(name: str, signal: Signal = Signal.SOME, costs: Costs | None = None, **settings: Any) -> Session:
+def session_of(
+    name: str,
+    signal: Signal = Signal.SOME,
+    costs: Costs | None = None,
+    prompt: Sequence[int] = (0,),
+    **settings: Any,
+) -> Session:
     planner = make_planner(name, settings, ConstantPredictor(signal))
-    return Session([0], planner, TopDraw(), costs or Costs())
+    return Session(prompt, planner, TopDraw(), costs or Costs())
 
 
 def paper_specbranch(signal: Signal = Signal.SOME, costs: Costs | None = None, **settings: Any) -> Session:
@@ -349,3 +355,45 @@ def test_with_dear_rows_budget_is_one_chain() -> None:
     run(session, DOUBTFUL)
 
     assert len(session.rows()) == 1
+
+
+def test_budget_submits_what_the_text_said_before_where_the_draft_has_nothing() -> None:
+    session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], gamma=4)
+
+    assert session.propose() == [8, 9, 5]  # three tokens agree; after that 5 6 7 again, but 8 is too unlikely by then
+    session.commit(Verdict(2, 4), 0)
+    assert session.tokens[-3:] == [8, 9, 4]
+    assert session.propose() == [], "8 9 4 never stood there"
+
+
+def test_budget_learns_that_a_text_does_not_repeat_itself() -> None:
+    costs = Costs()
+    for _ in range(40):
+        costs.calibration.observe_repeat(3, is_right=False)
+    session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], costs=costs, gamma=4)
+
+    assert session.propose() == []
+
+
+def test_what_was_planted_is_ranked_by_the_law_that_comes_later() -> None:
+    """The text says 8, the draft is sure of 1: the chain turns to 1, and 8 stays as a rival."""
+    session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], gamma=3)
+    assert session.propose() == [8, 9, 5]
+    session.grow(session.tree.root, SURE)
+
+    tree = session.tree
+    assert [child.token for child in tree.root.children] == [1, 8]
+    assert tree.chance(tree.root.children[0]) > 0.5 > tree.chance(tree.root.children[1])
+    below = tree.root.children[1].children[0]
+    assert tree.chance(below) < tree.chance(tree.root.children[1]), "what stands below sank with it"
+    assert tree.submitted is not None and [node.token for node in tree.submitted] == [8, 9, 5]
+
+
+def test_a_law_that_agrees_with_the_text_makes_it_likelier() -> None:
+    session = session_of("budget", prompt=[5, 6, 1, 8, 9, 5, 6], gamma=3)
+    assert session.propose()[:1] == [1]
+    before = session.tree.chance(session.tree.root.children[0])
+    session.grow(session.tree.root, SURE)
+
+    assert [child.token for child in session.tree.root.children] == [1]
+    assert session.tree.chance(session.tree.root.children[0]) > before

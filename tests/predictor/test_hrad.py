@@ -13,6 +13,7 @@ import pytest
 from specbranch.core.costs import Costs
 from specbranch.core.draw import TopDraw
 from specbranch.core.round import Outlook, Round, Signal
+from specbranch.core.suffix import SuffixIndex
 from specbranch.core.tree import Tree
 from specbranch.predictor.hrad import Card, Hrad, HradError, read_hrad, write_hrad
 from specbranch.predictor.told import ToldPredictor
@@ -160,7 +161,7 @@ def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
 
 
 def test_the_told_predictor_repeats_the_outlook_and_leaves_the_rest_to_confidence() -> None:
-    begun = Round(0, Tree([1], TopDraw(), Costs().calibration), Costs())
+    begun = Round(0, Tree([1], TopDraw(), Costs().calibration), Costs(), SuffixIndex([1]))
     assert ToldPredictor().predict(begun) == Signal.SOME
 
     for signal in Signal:

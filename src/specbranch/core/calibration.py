@@ -27,6 +27,7 @@ class Calibration:
         self._slope_sq, self._shift_sq = 0.1, 0.1  # sums of squared gradients, which set the pace of learning
         self._found = [0.0] * _RANKS  # tokens of this rank, where the first choice was wrong
         self._expected = [0.0] * _RANKS  # and how many the laws spoke of
+        self._repeats: dict[int, tuple[float, float]] = {}  # by tokens that agreed: how often seen, how often right
 
     def first_chance(self, law: Law) -> float:
         """How likely the law's first choice is right."""
@@ -54,6 +55,16 @@ class Calibration:
             rank = index - 1
             self._expected[rank] = self._expected[rank] * self._keep + _share(law, index)
             self._found[rank] = self._found[rank] * self._keep + (law.ids[index] == token)
+
+    def repeat_chance(self, num_agreed: int) -> float:
+        """How likely a text goes on as it did the last time, where so many tokens agree."""
+        seen, right = self._repeats.get(num_agreed, (0.0, 0.0))
+        return (right + _PRIOR / 2) / (seen + _PRIOR)
+
+    def observe_repeat(self, num_agreed: int, is_right: bool) -> None:
+        """Take in whether it did."""
+        seen, right = self._repeats.get(num_agreed, (0.0, 0.0))
+        self._repeats[num_agreed] = (seen * self._keep + 1, right * self._keep + is_right)
 
     def _turn(self, log_odds: float, error: float) -> None:
         """Move the line against an error: a gradient step of logistic loss, shorter the more was learned already."""

@@ -15,6 +15,7 @@ from specbranch.core.law import Law
 from specbranch.core.planners.protocol import Planner
 from specbranch.core.round import Outlook, Round
 from specbranch.core.stats import Stats
+from specbranch.core.suffix import SuffixIndex
 from specbranch.core.tree import Node, Tree
 from specbranch.core.verify import Verdict
 
@@ -47,7 +48,7 @@ class Session:
         self.is_finished = False
         self._planner = planner
         self._ending = ending or Ending()
-        self.round = Round(0, Tree(prompt, draw, costs.calibration), costs)
+        self.round = Round(0, Tree(prompt, draw, costs.calibration), costs, SuffixIndex(self.tokens))
 
     @property
     def tree(self) -> Tree:
@@ -85,7 +86,7 @@ class Session:
 
     def grow(self, node: Node, law: Law) -> None:
         """Take in the law after a node that was run. A node that was rolled back meanwhile does no harm."""
-        node.law = law
+        self.tree.place(node, law)
         self.stats.rows += 1
 
     def settle(self) -> None:
@@ -141,7 +142,7 @@ class Session:
         tree.learn(committed)
         tree.commit(committed)
         is_hit = tree.root.law is not None
-        self.round = Round(self.round.index + 1, tree, self.round.costs, is_hit, outlook=outlook)
+        self.round = Round(self.round.index + 1, tree, self.round.costs, self.round.text, is_hit, outlook=outlook)
         self._count(verdict, num_submitted, len(emitted))
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:

@@ -19,6 +19,8 @@ from specbranch.core.calibration import Calibration
 from specbranch.core.draw import Draw
 from specbranch.core.law import Law
 
+_LEAST = 1e-30  # the far end of a head may have been rounded to nothing
+
 
 class Fate(Enum):
     """What became of a drafted token."""
@@ -145,9 +147,11 @@ class Tree:
         num_seen = 1
         while heap and len(found) < count:
             weight, _, node = heapq.heappop(heap)
-            if node.law is None:
+            nexts = []
+            if node.law is None:  # its children, if planted, wait for it
                 found.append((node, math.exp(-weight)))
-            nexts = [(node, 1)] if node.position < start.position + depth else []
+            elif node.position < start.position + depth:
+                nexts.append((node, 1))
             if node is not start and node.parent is not None:
                 nexts.append((node.parent, node.parent.children.index(node) + 2))
             for parent, rank in nexts:
@@ -167,6 +171,30 @@ class Tree:
         if len(children) < rank or children[-1].log_chance - node.log_chance < math.log(least):
             return None
         return children[-1]
+
+    def plant(self, parent: Node, token: int, chance: float) -> Node:
+        """A child that no law proposed, below a node whose law is not known; `chance` is how likely it stands there.
+
+        Only for verification by match (rule A), which takes any proposal.
+        """
+        return parent.child_with(token) or self._add(parent, token, chance)
+
+    def place(self, node: Node, law: Law) -> None:
+        """Take in a node's law. Children that were planted before get their chances and their ranks by it."""
+        node.law = law
+        if not node.children:
+            return
+        planted = list(node.children)
+        if law.ids and law.ids[0] not in [child.token for child in planted]:
+            self._grow(node)
+        for child in planted:
+            if child.token in law.ids:
+                chance = self._calibration.chance(law, child.token)
+            else:
+                left = 1 - self._calibration.first_chance(law)
+                chance = left * math.exp(child.log_chance - node.log_chance)
+            self._shift(child, node.log_chance + math.log(max(chance, _LEAST)) - child.log_chance)
+        node.children.sort(key=lambda child: -child.log_chance)
 
     def submit(self, nodes: Sequence[Node]) -> None:
         """Mark a chain that starts below the root as sent for verification."""
@@ -247,13 +275,24 @@ class Tree:
         token = self._draw.draw(node.law, [child.token for child in node.children])
         if token is None:
             return False
+        self._add(node, token, self._calibration.chance(node.law, token))
+        return True
+
+    def _add(self, node: Node, token: int, chance: float) -> Node:
         child = Node(token, node, node.position + 1, self._submissions)
-        # The far end of a head may have been rounded to nothing.
-        child.log_chance = node.log_chance + math.log(max(self._calibration.chance(node.law, token), 1e-30))
+        child.log_chance = node.log_chance + math.log(max(chance, _LEAST))
         node.children.append(child)
         self.num_drafted += 1
         self.num_alive += 1
-        return True
+        return child
+
+    def _shift(self, node: Node, change: float) -> None:
+        """Change the chance of a node and of all below it."""
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            one.log_chance += change
+            stack += one.children
 
     def _follow(self, tokens: Sequence[int]) -> list[Node]:
         """The drafted nodes along a verdict's tokens, which are thereby used."""

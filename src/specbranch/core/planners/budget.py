@@ -4,7 +4,8 @@ Every drafted or drawable token has a chance to stand in the text: the product, 
 token, of how often the draft is right there (`core/calibration.py`). A row on it is worth that chance, whether it lies
 behind the whole submission, behind a refusal half-way, or deep on a branch. So one ranking answers which outcomes to
 prepare and how deep; the measured cost of rows answers how many. Concentrated on one place this is SpecBranch, with a
-fixed prior SSD, with dear rows PEARL.
+fixed prior SSD, with dear rows PEARL. Where the draft has nothing yet, the text itself may: what followed the same few
+tokens the last time is submitted behind the chain, and costs no row.
 """
 
 from __future__ import annotations
@@ -19,17 +20,30 @@ from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
 
 _LEAST_CHANCE = 0.01
+_LEAST_REPEAT = 0.1  # a token that is verified in vain costs the target a little
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings:
-    """Longest submission, and the most rows of one draft step."""
+    """Longest submission, the most rows of one draft step, and whether the text's own repetitions are submitted.
+
+    The last is for verification by match alone, as vLLM's is for what a draft service proposes.
+    """
 
     gamma: int = 8
     max_rows: int = 12
+    uses_text: bool = True
 
     def __post_init__(self) -> None:
         require_positive(self, "gamma", "max_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """The part of a submission that repeats the text: where it begins, and how many tokens before it agreed."""
+
+    start: int
+    num_agreed: int
 
 
 class BudgetPlanner:
@@ -37,9 +51,14 @@ class BudgetPlanner:
 
     def __init__(self, settings: BudgetSettings) -> None:
         self._settings = settings
+        self._repeat: _Repeat | None = None
 
     def submit(self, round: Round) -> Sequence[Node]:
-        return round.tree.walk(round.tree.root, self._settings.gamma)
+        chain = round.tree.walk(round.tree.root, self._settings.gamma)
+        self._repeat = None
+        if self._settings.uses_text and len(chain) < self._settings.gamma:
+            self._go_on(round, chain)
+        return chain
 
     def prepare(self, round: Round) -> Sequence[Node]:
         tree, settings = round.tree, self._settings
@@ -47,4 +66,24 @@ class BudgetPlanner:
         return rows_that_pay(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE)
 
     def learn(self, round: Round, verdict: Verdict) -> None:
-        pass
+        """See whether the text repeated itself, as far as the verdict tells."""
+        submitted = round.tree.submitted or []
+        if self._repeat is None or verdict.accepted < self._repeat.start:
+            return
+        for place in range(self._repeat.start, min(verdict.accepted + 1, len(submitted))):
+            round.costs.calibration.observe_repeat(self._repeat.num_agreed, place < verdict.accepted)
+
+    def _go_on(self, round: Round, chain: list[Node]) -> None:
+        """Let the chain go on as the text did the last time, while that is likely enough."""
+        tree, start = round.tree, len(chain)
+        tip = chain[-1] if chain else tree.root
+        round.text.catch_up()
+        tokens, num_agreed = round.text.after([node.token for node in chain], self._settings.gamma - start)
+        chance = round.costs.calibration.repeat_chance(num_agreed)
+        for token in tokens:
+            if tip.law is not None or tree.chance(tip) * chance < _LEAST_REPEAT:
+                break
+            tip = tree.plant(tip, token, chance)
+            chain.append(tip)
+        if len(chain) > start:
+            self._repeat = _Repeat(start, num_agreed)

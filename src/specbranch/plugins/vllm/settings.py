@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import SettingError, make_planner, setting_names, suggest
+from specbranch.engines.options import local_model
 from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
@@ -19,7 +20,7 @@ class ProposerSettings:
 
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
     share drafts for equal texts. `is_gated`: drafts are left out at loads where they were seen not to pay. `predictor`
-    is a name, or the directory of a trained predictor.
+    is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
     """
 
     address: str = field(default_factory=default_address)
@@ -34,7 +35,7 @@ class ProposerSettings:
     @property
     def trained_predictor(self) -> Path | None:
         """The directory of a trained predictor, if one was chosen."""
-        return None if self.predictor in CONSTANTS else Path(self.predictor)
+        return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
     def client_options(self, gamma: int) -> ClientOptions:
         """Options for the client; `gamma` is the longest submission, unless the settings name a shorter one."""
