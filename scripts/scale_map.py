@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,9 @@ def main() -> None:
     parser.add_argument("--draw-only", action="store_true")
     args = parser.parse_args()
     if not args.draw_only:
-        rows = [
-            row
-            for batch, sharing in SETTINGS
-            for c in RATIOS
-            for acceptance in ACCEPTANCES
-            for row in _cell(c, acceptance, batch, sharing)
-        ]
+        cells = [(c, a, batch, sharing) for batch, sharing in SETTINGS for c in RATIOS for a in ACCEPTANCES]
+        with ProcessPoolExecutor() as pool:
+            rows = [row for found in pool.map(_cell, *zip(*cells, strict=True)) for row in found]
         document = {"script": "scripts/scale_map.py", "published": _published(), "rows": rows}
         args.out.write_text(json.dumps(document, indent=1) + "\n")
     _draw(json.loads(args.out.read_text())["rows"], args.plot)

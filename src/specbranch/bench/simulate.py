@@ -102,6 +102,8 @@ def method_for(planner: str, pair: Pair, predictor: str = "confidence", as_in_pa
     settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
     if "acceptance" in names:
         settings["acceptance"] = pair.acceptance
+    if "uses_text" in names:
+        settings["uses_text"] = False  # the tokens of a made-up trace mean nothing
     if planner == "specbranch" and as_in_paper:
         settings |= {"waits": True, "is_thrifty": False}
     return Method(planner, settings, predictor)

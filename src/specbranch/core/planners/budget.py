@@ -20,6 +20,7 @@ from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
 
 _LEAST_CHANCE = 0.01
+_NEWEST = 64  # tokens of the text that are looked at before an answer
 _LEAST_REPEAT = 0.1  # a token that is verified in vain costs the target a little
 
 
@@ -62,6 +63,8 @@ class BudgetPlanner:
 
     def prepare(self, round: Round) -> Sequence[Node]:
         tree, settings = round.tree, self._settings
+        if settings.uses_text:  # here, because an answer to the target must not wait for it
+            round.text.catch_up()
         depth = len(tree.submitted or ()) + settings.gamma
         return rows_that_pay(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE)
 
@@ -77,7 +80,7 @@ class BudgetPlanner:
         """Let the chain go on as the text did the last time, while that is likely enough."""
         tree, start = round.tree, len(chain)
         tip = chain[-1] if chain else tree.root
-        round.text.catch_up()
+        round.text.catch_up(most=_NEWEST)
         tokens, num_agreed = round.text.after([node.token for node in chain], self._settings.gamma - start)
         chance = round.costs.calibration.repeat_chance(num_agreed)
         for token in tokens:
