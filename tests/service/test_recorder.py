@@ -45,6 +45,24 @@ def test_a_killed_service_leaves_a_whole_trace_of_what_it_drafted_for(tmp_path: 
             assert answer.laws[index].probs == pytest.approx([float(prob) for prob in true.probs[:10]])
 
 
+def test_a_service_that_starts_again_goes_on_with_the_file(tmp_path: Path) -> None:
+    """The first one was killed within a line; its sessions are not taken for those of the second."""
+    path = tmp_path / "trace.jsonl"
+    law = Law((3, 4), (0.5, 0.25), 1.0)
+    for _ in range(2):
+        recorder = Recorder(path, "small")
+        recorder.note(Note(1, 0.0, [7], [3], [law], 0, False))
+        recorder.note(Note(1, 1.0, [], [5], [None], 1, False))
+        recorder.close()
+        with path.open("ab") as file:
+            file.write(b'{"tokens": [1')
+    recorder = Recorder(path, "small")
+    recorder.close()
+
+    answers = read_trace(path).answers
+    assert [answer.tokens for answer in answers] == [(3, 5), (3, 5)]
+
+
 def test_a_full_file_says_so_once_and_stays_readable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "trace.jsonl"
     recorder = Recorder(path, "small", max_bytes=400)

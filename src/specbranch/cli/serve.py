@@ -73,10 +73,16 @@ def serve(
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}.")] = "specbranch",
     gamma: Annotated[int, typer.Option(help="The longest submission.", min=1)] = 8,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the planner: KEY=VALUE.")] = None,
+    predictor: Annotated[
+        str, typer.Option(help="confidence, none, all, or the directory of one made by `specbranch train`.")
+    ] = "confidence",
     deadline_ms: Annotated[
         float | None, typer.Option(help="The longest that a step may wait for drafts.", min=0)
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto and `specbranch timeline`.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write every verdict and the draft's laws here, for replay and training.")
+    ] = None,
     target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
     draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
     bare: Annotated[bool, typer.Option("--bare", help="vLLM as it is, on the same cores: to compare with.")] = False,
@@ -89,7 +95,11 @@ def serve(
             raise UsageError("give either --draft with a model, or --bare for vLLM without one")
         if not compat.is_installed():
             raise UsageError("vLLM is not installed; pip install 'specbranch[vllm]'")
-        section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings)}
+        section: dict[str, Any] = {
+            "planner": planner,
+            "settings": table("--set", settings),
+            "predictor": predictor,
+        }
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
         on_cpu = compat.runs_on_cpu()
@@ -97,7 +107,12 @@ def serve(
         engine, options = "", None
         if draft is not None:
             engine = draft_engine or engine_for(draft)
-            extra = ["--trace", str(trace.absolute())] if trace else []
+            extra = [
+                word
+                for flag, path in (("--trace", trace), ("--record", record))
+                if path
+                for word in (flag, str(path.absolute()))
+            ]
             options = DraftOptions(draft, engine, draft_device, cores.draft, extra=extra)
         plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
         code = _run(plan, console_for(False))

@@ -7,6 +7,7 @@ written are token ids: whoever has the model's tokenizer can read the texts.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +37,21 @@ class Note:
 
 
 class Recorder:
-    """One trace file, which ends at `max_bytes`. Used by the lookup thread alone."""
+    """One trace file, which ends at `max_bytes`. Used by the lookup thread alone.
+
+    A file that is there already, such as that of a service which was killed and started again, is gone on with.
+    """
 
     def __init__(self, path: Path, draft: str, max_bytes: int = _MAX_BYTES) -> None:
         self._path = path
-        self._file = path.open("wb")
-        self._left = max_bytes
+        self._first = time.time_ns() // 1000  # sessions of another run have other numbers
+        held = _whole_len(path)
+        self._file = path.open("ab")
+        self._file.truncate(held)
+        self._left = max_bytes - held
         self._notes: list[Note] = []
-        self._write(encode_line(Header(draft=draft)))
+        if not held:
+            self._write(encode_line(Header(draft=draft)))
 
     def note(self, note: Note) -> None:
         """Take in a verdict."""
@@ -56,7 +64,7 @@ class Recorder:
             return
         try:
             for note in self._notes:
-                self._write(encode_line(_record(note)))
+                self._write(encode_line(_record(note, self._first)))
             self._file.flush()
         except OSError as error:
             log.warning("the trace %s ends here: %s", self._path, error)
@@ -78,15 +86,21 @@ class Recorder:
         self._file.write(line)
 
 
-def _record(note: Note) -> Record:
+def _record(note: Note, first: int) -> Record:
     laws = [law or NO_LAW for law in note.laws]
     return Record(
         note.tokens,
         [head_of(law, _HEAD_LEN) for law in laws],
         [round(law.entropy, 4) for law in laws],
         note.prompt,
-        session=note.session,
+        session=first + note.session,
         at_s=round(note.at_s, 4),
         submitted=note.num_submitted,
         is_hit=note.is_hit,
     )
+
+
+def _whole_len(path: Path) -> int:
+    """How many bytes of a file are whole lines."""
+    content = path.read_bytes() if path.exists() else b""
+    return content.rfind(b"\n") + 1
