@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafts", nargs="+")
+    parser.add_argument("drafts", nargs="+", help="MODEL, or MODEL@DTYPE")
     parser.add_argument("--collection", type=Path, required=True)
     parser.add_argument("--count", type=int, default=4, help="answers of each task")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
@@ -37,7 +37,8 @@ def main() -> None:
             chosen.append((list(answer.prompt), list(answer.tokens[: args.tokens])))
     rows = []
     for draft in args.drafts:
-        engine = open_engine(engine_for(draft), EngineOptions(draft, threads=1))
+        model, _, dtype = draft.partition("@")
+        engine = open_engine(engine_for(model), EngineOptions(model, threads=1, dtype=dtype or "auto"))
         agreement = {}
         for task, pairs in by_task.items():
             if pairs:

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from specbranch.engines.head import head_of
 
 
-@given(seed=st.integers(0, 2**32), scale=st.sampled_from([0.0, 1.0, 5.0, 30.0]))
-def test_the_head_equals_a_plain_softmax(seed: int, scale: float) -> None:
-    logits = (np.random.default_rng(seed).standard_normal(200) * scale).astype(np.float32)
+@given(
+    seed=st.integers(0, 2**32),
+    scale=st.sampled_from([0.0, 1.0, 5.0, 30.0]),
+    vocab_len=st.sampled_from([200, 1000, 3001]),
+)
+def test_the_head_equals_a_plain_softmax(seed: int, scale: float, vocab_len: int) -> None:
+    logits = (np.random.default_rng(seed).standard_normal(vocab_len) * scale).astype(np.float32)
     exact = np.exp(logits.astype(np.float64) - logits.max())
     exact /= exact.sum()
 
@@ -22,3 +26,17 @@ def test_the_head_equals_a_plain_softmax(seed: int, scale: float) -> None:
     assert [exact[i] for i in law.ids] == pytest.approx(list(law.probs), rel=1e-4, abs=1e-9)
     positive = exact[exact > 0]
     assert law.entropy == pytest.approx(-(positive * np.log(positive)).sum(), abs=1e-3)
+
+
+def test_the_best_tokens_may_all_stand_in_one_block() -> None:
+    logits = np.zeros(6400, dtype=np.float32)
+    logits[130:142] = np.arange(12)
+
+    assert head_of(logits, 8).ids == tuple(range(141, 133, -1))
+
+
+def test_the_best_token_may_stand_behind_the_last_whole_block() -> None:
+    logits = np.zeros(6401, dtype=np.float32)
+    logits[-1] = 5.0
+
+    assert head_of(logits, 4).ids == (6400, 0, 1, 2)

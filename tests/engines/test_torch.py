@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -78,6 +79,11 @@ def smollm2() -> TorchEngine:
 
 
 @pytest.fixture(scope="module")
+def smollm2_int8() -> TorchEngine:
+    return TorchEngine(EngineOptions(str(model_path("smollm2-135m-dense")), dtype="int8"))
+
+
+@pytest.fixture(scope="module")
 def qwen_draft() -> TorchEngine:
     return TorchEngine(EngineOptions(str(model_path("qwen-coder-0.5b-dense")), dtype="float32"))
 
@@ -104,6 +110,31 @@ class TestSmolLM2(_Close, EngineConformance):
     @pytest.fixture
     def engine(self, smollm2: TorchEngine) -> DraftEngine:
         return smollm2
+
+
+class TestSmolLM2Int8(EngineConformance):
+    """A row has its own scale: any history and any neighbours give the same law, as nearly as 32 bits do."""
+
+    @pytest.fixture
+    def engine(self, smollm2_int8: TorchEngine) -> DraftEngine:
+        return smollm2_int8
+
+    @pytest.fixture
+    def is_close(self) -> Close:
+        return partial(close_laws, tolerance=0.02)
+
+
+def test_eight_bits_say_nearly_what_the_whole_model_says(smollm2: TorchEngine, smollm2_int8: TorchEngine) -> None:
+    text = (504, 2, 314, 253, 1743, 282, 260, 1230, 28, 284, 260, 6334, 314, 260, 905, 282, 260, 2466)
+    apart = []
+    for length in range(2, len(text) + 1):
+        whole, packed = (fresh_law(engine, text[:length]) for engine in (smollm2, smollm2_int8))
+        mine = dict(zip(packed.ids, packed.probs, strict=True))
+        gaps = [abs(prob - mine.get(token, 0.0)) for token, prob in zip(whole.ids, whole.probs, strict=True)]
+        apart.append(sum(gaps) / 2)
+
+    assert sum(apart) / len(apart) < 0.12
+    assert smollm2_int8.weight_bytes < 0.6 * smollm2.weight_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

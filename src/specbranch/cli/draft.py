@@ -42,7 +42,7 @@ def draft(
         int | None, typer.Option(help="Threads of the engine. Default: one per core it may use.")
     ] = None,
     cores: Annotated[str | None, typer.Option(help="Cores for this process, such as 1 or 4,5,6.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of a Transformers model: auto, float32, bfloat16, float16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Transformers: auto, int8, bfloat16, float16, float32.")] = "auto",
     max_sessions: Annotated[int, typer.Option(help="Sessions remembered.", min=1)] = 256,
     cache_tokens: Annotated[int, typer.Option(help="Tokens in the engine's cache.", min=64)] = 16384,
     max_handles: Annotated[int, typer.Option(help="Branches in the engine's cache.", min=1)] = 256,

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from specbranch.core.law import Law
 
-# Tokens this far below the best logit have less than 1e-6 of its probability.
-_REACH = 14.0
+_BLOCK = 64
 
 
 def head_of(logits: NDArray[np.float32], head_len: int) -> Law:
@@ -17,10 +16,19 @@ def head_of(logits: NDArray[np.float32], head_len: int) -> Law:
     weights = np.exp(shifted)
     total = float(weights.sum())
     entropy = np.log(total) - float(weights @ shifted) / total
-    near = np.flatnonzero(shifted > -_REACH)
-    if len(near) < head_len:
-        near = np.arange(len(shifted))
-    if len(near) > 4 * head_len:
-        near = near[np.argpartition(shifted[near], -head_len)[-head_len:]]
+    near = _largest(shifted, head_len)
     best = near[np.argsort(-shifted[near], kind="stable")][:head_len]
     return Law(tuple(best.tolist()), tuple((weights[best] / total).tolist()), max(float(entropy), 0.0))
+
+
+def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Places that hold the `count` largest values, and perhaps a few more, in order.
+
+    The best `count` of the blocks' largest are that many values, so none that is wanted is below the least of them.
+    """
+    num_blocks = len(values) // _BLOCK
+    if num_blocks <= count:
+        return np.arange(len(values))
+    peaks = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
+    bar = np.partition(peaks, -count)[-count]
+    return np.flatnonzero(values >= bar)

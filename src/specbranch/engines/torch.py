@@ -30,6 +30,8 @@ except ImportError as missing:
         f"the torch engine needs torch and a recent transformers ({missing}); pip install 'specbranch[torch]'"
     ) from missing
 
+from specbranch.engines.int8 import packed_bytes, to_int8
+
 SlotIds = NDArray[np.int64]
 
 _NAME = "specbranch"  # of our attention, in the registries of Transformers
@@ -137,7 +139,8 @@ class TorchEngine:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the model's weights, tied ones counted once: what one step must at least read."""
-        return sum(weight.numel() * weight.element_size() for weight in self._model.parameters())
+        plain = sum(weight.numel() * weight.element_size() for weight in self._model.parameters())
+        return plain + packed_bytes(self._model)
 
     @property
     def num_bytes(self) -> int:
@@ -336,13 +339,19 @@ AttentionMaskInterface.register(_NAME, _no_mask)
 
 
 def _load(options: EngineOptions) -> Any:
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype, None)
+    is_int8 = options.dtype == "int8"
+    if is_int8 and options.device != "cpu":
+        raise EngineError("int8 is for the CPU; give auto, float32, bfloat16 or float16")
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, "float32" if is_int8 else options.dtype, None)
     if dtype != "auto" and not isinstance(dtype, torch.dtype):
-        raise EngineError(f"torch knows no dtype {options.dtype!r}; give auto, float32, bfloat16 or float16")
+        raise EngineError(f"torch knows no dtype {options.dtype!r}; give auto, float32, bfloat16, float16 or int8")
     place, how = _source(options.model)
     try:
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **how)
-        return model.to(options.device).eval()
+        model = model.to(options.device).eval()
+        return to_int8(model) if is_int8 else model
+    except EngineError:
+        raise
     except Exception as error:
         raise EngineError(
             f"cannot load {options.model!r} on {options.device}: {_cause(error)}; give a directory with config.json "

@@ -1,0 +1,63 @@
+"""Linear layers in 8 bits for the CPU: weights by output channel, activations by row, products by oneDNN.
+
+Where the CPU has instructions for it (AMX, VNNI) a step then costs what reading the weights costs, and further rows
+cost little. A row has its own scale, so its result does not hang on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from specbranch.engines.protocol import EngineError
+
+_LARGEST = 127.0
+_LEAST = 1e-8
+_FEWEST = 4  # rows; for one or two oneDNN has no fast kernel where a layer is narrow, and takes a hundred times as long
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with packed 8-bit weights; inputs and outputs are float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        self._scales = weight.abs().amax(dim=1).clamp(min=_LEAST) / _LARGEST
+        self._zeros = torch.zeros(len(weight), dtype=torch.int64)
+        integers = (weight / self._scales[:, None]).round().to(torch.int8)
+        self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
+        self._bias = None if linear.bias is None else linear.bias.detach().float()
+        self.num_bytes = weight.numel()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """As the linear layer it was made from, within the error of 8 bits."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        scales = flat.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST).div_(_LARGEST)
+        integers = (flat / scales).round_().to(torch.int8)
+        if len(flat) < _FEWEST:
+            integers = nn.functional.pad(integers, (0, 0, 0, _FEWEST - len(flat)))
+        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            integers, 1.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        out = out[: len(flat)].mul_(scales)
+        if self._bias is not None:
+            out.add_(self._bias)
+        return out.view(*rows.shape[:-1], -1)
+
+
+def to_int8(model: Any) -> Any:
+    """The model with its linear layers in 8 bits; everything else is as it was."""
+    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+        raise EngineError("this torch has no oneDNN for 8 bits; use dtype bfloat16, or the llama.cpp engine")
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, Int8Linear(child))
+    return model
+
+
+def packed_bytes(model: Any) -> int:
+    """Bytes of the weights that are packed."""
+    return sum(module.num_bytes for module in model.modules() if isinstance(module, Int8Linear))
