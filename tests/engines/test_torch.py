@@ -65,12 +65,12 @@ def llama_path(save: Save) -> str:
 
 @pytest.fixture(scope="module")
 def llama(llama_path: str) -> TorchEngine:
-    return TorchEngine(EngineOptions(llama_path))
+    return TorchEngine(EngineOptions(llama_path, dtype="float32"))
 
 
 @pytest.fixture(scope="module")
 def qwen2(save: Save) -> TorchEngine:
-    return TorchEngine(EngineOptions(save("qwen2")))
+    return TorchEngine(EngineOptions(save("qwen2"), dtype="float32"))
 
 
 @pytest.fixture(scope="module")

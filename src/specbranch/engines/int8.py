@@ -47,9 +47,14 @@ class Int8Linear(nn.Module):
         return out.view(*rows.shape[:-1], -1)
 
 
+def can_int8() -> bool:
+    """Whether this torch has the products of 8 bits."""
+    return hasattr(torch.ops.onednn, "qlinear_pointwise")
+
+
 def to_int8(model: Any) -> Any:
     """The model with its linear layers in 8 bits; everything else is as it was."""
-    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+    if not can_int8():
         raise EngineError("this torch has no oneDNN for 8 bits; use dtype bfloat16, or the llama.cpp engine")
     for module in list(model.modules()):
         for name, child in module.named_children():

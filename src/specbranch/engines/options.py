@@ -17,7 +17,8 @@ class EngineOptions:
 
     `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the Hugging Face hub (`repo` for torch,
     `repo:file.gguf` for llama.cpp). `threads` None means the engine's own choice. `dtype` is that of
-    the weights for torch; llama.cpp takes weights as they are and, with float32, keeps its cache in 32 bits.
+    the weights for torch, and auto is int8 on a CPU and the model's own elsewhere; llama.cpp takes weights as they are
+    and, with float32, keeps its cache in 32 bits.
     """
 
     model: str

@@ -30,7 +30,7 @@ except ImportError as missing:
         f"the torch engine needs torch and a recent transformers ({missing}); pip install 'specbranch[torch]'"
     ) from missing
 
-from specbranch.engines.int8 import packed_bytes, to_int8
+from specbranch.engines.int8 import can_int8, packed_bytes, to_int8
 
 SlotIds = NDArray[np.int64]
 
@@ -339,10 +339,11 @@ AttentionMaskInterface.register(_NAME, _no_mask)
 
 
 def _load(options: EngineOptions) -> Any:
-    is_int8 = options.dtype == "int8"
+    is_int8 = options.dtype == "int8" or (options.dtype == "auto" and options.device == "cpu" and can_int8())
     if is_int8 and options.device != "cpu":
         raise EngineError("int8 is for the CPU; give auto, float32, bfloat16 or float16")
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, "float32" if is_int8 else options.dtype, None)
+    asked = "float32" if is_int8 else options.dtype
+    dtype = asked if asked == "auto" else getattr(torch, asked, None)
     if dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise EngineError(f"torch knows no dtype {options.dtype!r}; give auto, float32, bfloat16, float16 or int8")
     place, how = _source(options.model)
