@@ -130,7 +130,9 @@ def test_eight_bits_say_nearly_what_the_whole_model_says(smollm2: TorchEngine, s
     for length in range(2, len(text) + 1):
         whole, packed = (fresh_law(engine, text[:length]) for engine in (smollm2, smollm2_int8))
         mine = dict(zip(packed.ids, packed.probs, strict=True))
-        gaps = [abs(prob - mine.get(token, 0.0)) for token, prob in zip(whole.ids, whole.probs, strict=True)]
+        gaps = [
+            abs(float(prob) - float(mine.get(token, 0.0))) for token, prob in zip(whole.ids, whole.probs, strict=True)
+        ]
         apart.append(sum(gaps) / 2)
 
     assert sum(apart) / len(apart) < 0.12

@@ -139,7 +139,7 @@ class TorchEngine:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the model's weights, tied ones counted once: what one step must at least read."""
-        plain = sum(weight.numel() * weight.element_size() for weight in self._model.parameters())
+        plain: int = sum(weight.numel() * weight.element_size() for weight in self._model.parameters())
         return plain + packed_bytes(self._model)
 
     @property
