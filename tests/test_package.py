@@ -14,7 +14,8 @@ for name in {HEAVY!r}:
 import specbranch
 from specbranch.cli import app
 from specbranch.engines.protocol import EngineError
-extras = {{"specbranch.engines.torch": "specbranch[torch]", "specbranch.engines.llamacpp": "specbranch[llamacpp]"}}
+extras = {{f"specbranch.engines.{{name}}": "specbranch[torch]" for name in ("torch", "int8")}}
+extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"
 for module in pkgutil.walk_packages(specbranch.__path__, "specbranch."):
     try:
         importlib.import_module(module.name)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
-
 from specbranch.engines.protocol import EngineError
+
+try:
+    import torch
+    from torch import nn
+except ImportError as missing:
+    raise EngineError(f"8 bits need torch ({missing}); pip install 'specbranch[torch]'") from missing
 
 _LARGEST = 127.0
 _LEAST = 1e-8
