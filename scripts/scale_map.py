@@ -105,7 +105,8 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.imshow(values, origin="lower", cmap="RdYlGn", vmin=0.2, vmax=1.8, aspect="auto")
             for y, row in enumerate(values):
                 for x, value in enumerate(row):
-                    axis.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8)
+                    colour = "white" if value > 1.5 else "black"
+                    axis.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
             axis.set_xticks(range(len(RATIOS)), RATIOS)
             axis.set_yticks(range(len(ACCEPTANCES)), ACCEPTANCES)
             shared = "own draft device" if sharing == 1 else f"draft shared by {sharing:g}"
