@@ -29,13 +29,13 @@ def run_check(*options: str) -> tuple[int, dict[str, Any]]:
 def test_a_right_pair_holds(tmp_path: Path) -> None:
     """False alarms: at most one in ten thousand runs, by --alpha. Every check had accepted drafts, or it would fail."""
     report = tmp_path / "report.md"
-    code, document = run_check("--planner", "budget", "--alpha", "1e-4", "--samples", "32", "--report", str(report))
+    code, document = run_check("--alpha", "1e-4", "--samples", "32", "--report", str(report))
 
     assert code == 0, [finding for finding in document["findings"] if finding["result"] == "FAILED"]
     assert document["holds"] is True
     names = [finding["name"] for finding in document["findings"]]
     assert sum(name.startswith("law: ") for name in names) == 9
-    assert {"greedy in float32: budget", "logprobs agree", "JSON parses", "stop string absent"} <= set(names)
+    assert {"greedy in float32: specbranch", "logprobs agree", "JSON parses", "stop string absent"} <= set(names)
     assert "all checks hold" in report.read_text()
 
 
