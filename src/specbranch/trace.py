@@ -79,6 +79,13 @@ class Answer:
     foreseen: tuple[int, ...] = ()
     moments: tuple[Moment, ...] = ()
 
+    def runs(self) -> list[int]:
+        """For every place, and for the end, how many of the draft's first choices in a row are right from there on."""
+        runs = [0]
+        for token, law in zip(reversed(self.tokens), reversed(self.laws), strict=True):
+            runs.append(runs[-1] + 1 if law.ids[:1] == (token,) else 0)
+        return runs[::-1]
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:

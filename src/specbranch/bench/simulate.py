@@ -19,7 +19,7 @@ from specbranch.core.round import Signal
 from specbranch.core.session import Ending, Session
 from specbranch.core.stats import Stats
 from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget
-from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
+from specbranch.predictor.fixed import CONSTANTS, RandomPredictor
 from specbranch.predictor.oracle import OraclePredictor
 from specbranch.predictor.recorded import RecordedPredictor
 from specbranch.trace import Answer, Trace
@@ -155,18 +155,9 @@ def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predicto
     if method.predictor == "random":
         return RandomPredictor(chance)
     if method.predictor == "oracle":
-        runs = _accepted_runs(answer)
+        runs = answer.runs()
         # Position 0 is the prompt, so answer token i stands at position i + 1.
         return OraclePredictor(lambda position: runs[position - 1], method.settings.get("gamma", 8))
     if method.predictor == "hrad":
         return RecordedPredictor([Signal(signal) for signal in answer.foreseen])
-    signals = {"confidence": Signal.SOME, "none": Signal.NONE, "all": Signal.ALL}
-    return ConstantPredictor(signals[method.predictor])
-
-
-def _accepted_runs(answer: Answer) -> list[int]:
-    """For every place in the answer, how many of the draft's first choices in a row are right."""
-    runs = [0]
-    for token, law in zip(reversed(answer.tokens), reversed(answer.laws), strict=True):
-        runs.append(runs[-1] + 1 if law.ids[:1] == (token,) else 0)
-    return runs[::-1]
+    return CONSTANTS[method.predictor]

@@ -16,7 +16,7 @@ from specbranch.cli.console import UsageError, console_for, friendly_errors, pri
 from specbranch.predictor.hrad import HradError, write_hrad
 from specbranch.train.collect import CollectOptions
 from specbranch.train.collect import collect as collect_examples
-from specbranch.train.examples import Examples, ExamplesError, read_examples
+from specbranch.train.examples import SPLITS, Examples, ExamplesError, read_examples
 from specbranch.train.figures import draw_scores
 from specbranch.train.fit import INPUTS, FitOptions, Network, fit
 from specbranch.train.score import Score, majority, score
@@ -63,7 +63,7 @@ def fit_command(
     """Fit the predictor, judge it on prompts it has not seen, and write it with its card, figures and picture."""
     with friendly_errors(UsageError, ExamplesError, HradError, ImportError, OSError):
         data = read_examples(examples).settled(window)
-        splits = {name: data.split(name) for name in ("train", "held-out", "test")}
+        splits = {name: data.split(name) for name in SPLITS}
         for name, part in splits.items():
             if not len(part):
                 raise UsageError(f"no prompt of {examples[0]} is in the {name} split; collect more prompts")

@@ -18,6 +18,9 @@ class Signal(IntEnum):
     ALL = 2  # every token will be accepted
 
 
+MAX_WINDOW = 64  # draft tokens that an outlook looks at
+
+
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What the target's own state tells about the next window of draft tokens.

@@ -19,11 +19,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from specbranch.core.round import Outlook, Signal
+from specbranch.core.round import MAX_WINDOW, Outlook, Signal
 
 FORMAT = "specbranch-hrad"
 VERSION = 1
-MAX_WINDOW = 64
 WEIGHTS, CARD = "hrad.safetensors", "card.json"
 _NUM_SIGNALS = len(Signal)
 
@@ -76,21 +75,26 @@ class Hrad:
         """
         if features.ndim != 2 or features.shape[1] != self.d_in:
             raise HradError(f"features of shape {list(features.shape)}; the predictor takes [n, {self.d_in}]")
-        weights = self._tensors
         with np.errstate(all="ignore"):  # what is not finite is found below
-            hidden = (features - weights["mean"]) * weights["scale"]
-            for layer in "01":
-                hidden = np.maximum(product(hidden, weights[f"w{layer}"]) + weights[f"b{layer}"], 0.0)
-            # Softmax does not change which class is the largest, so it is not computed.
-            classes = product(hidden, weights["w_class"]) + weights["b_class"]
-            chances = product(hidden, weights["w_survival"]) + weights["b_survival"]
-            survival = np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
+            classes, survival = run_network(self._tensors, features, product)
         if not (np.isfinite(classes).all() and np.isfinite(survival).all()):
             raise HradError("the target's features are not finite numbers, or too large for the predictor")
         signals = classes.argmax(axis=1)
         return [
             Outlook(Signal(int(signal)), tuple(row)) for signal, row in zip(signals, survival.tolist(), strict=True)
         ]
+
+
+def run_network(
+    tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
+) -> tuple[_Array, _Array]:
+    """Logits of the three classes [n, 3], and the chances of standing at least 1, 2, ... tokens [n, window]."""
+    hidden = (inputs - tensors["mean"]) * tensors["scale"]
+    for layer in "01":
+        hidden = np.maximum(product(hidden, tensors[f"w{layer}"]) + tensors[f"b{layer}"], 0.0)
+    classes = product(hidden, tensors["w_class"]) + tensors["b_class"]
+    chances = product(hidden, tensors["w_survival"]) + tensors["b_survival"]
+    return classes, np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
 
 
 def read_hrad(directory: Path) -> Hrad:

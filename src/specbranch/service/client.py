@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import zmq
 
-from specbranch.core.round import Outlook
+from specbranch.core.round import MAX_WINDOW, Outlook
 from specbranch.service.digest import Digest
 from specbranch.service.endpoint import ClientKeys, close_with, connected
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
     MAX_TEXT,
-    MAX_WINDOW,
     VERSION,
     FrameError,
     Hello,

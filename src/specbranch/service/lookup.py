@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.draw import TopDraw
@@ -49,6 +49,7 @@ from specbranch.service.wire import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Client = bytes
 Answer = tuple[Client, Reply]
 _PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": ToldPredictor()}
@@ -335,22 +336,21 @@ class Lookup:
             tenant.costs.target.observe(1, now_s - tenant.answered_s)
 
     def _pulse(self, client: Client) -> Pulse:
-        pulse = self._pulses.get(client)
-        if pulse is None:
-            pulse = self._pulses[client] = Pulse()
-            if len(self._pulses) > _MAX_NAMESPACES:
-                self._pulses.popitem(last=False)
-        self._pulses.move_to_end(client)
-        return pulse
+        return _kept(self._pulses, client, Pulse)
 
     def _tenant(self, namespace: bytes) -> _Tenant:
-        tenant = self._tenants.get(namespace)
-        if tenant is None:
-            tenant = self._tenants[namespace] = _Tenant(Costs(draft=self._compute.cost))
-            if len(self._tenants) > _MAX_NAMESPACES:
-                self._tenants.popitem(last=False)
-        self._tenants.move_to_end(namespace)
-        return tenant
+        return _kept(self._tenants, namespace, lambda: _Tenant(Costs(draft=self._compute.cost)))
+
+
+def _kept(store: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
+    """What a bounded store holds for a key, made if need be; the least recently asked for makes way."""
+    found = store.get(key)
+    if found is None:
+        found = store[key] = make()
+        if len(store) > _MAX_NAMESPACES:
+            store.popitem(last=False)
+    store.move_to_end(key)
+    return found
 
 
 def _outlook(told: WireOutlook | None) -> Outlook | None:

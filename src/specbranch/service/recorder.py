@@ -7,6 +7,7 @@ written are token ids: whoever has the model's tokenizer can read the texts.
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,5 +103,7 @@ def _record(note: Note, first: int) -> Record:
 
 def _whole_len(path: Path) -> int:
     """How many bytes of a file are whole lines."""
-    content = path.read_bytes() if path.exists() else b""
-    return content.rfind(b"\n") + 1
+    if not path.exists() or not path.stat().st_size:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.rfind(b"\n") + 1

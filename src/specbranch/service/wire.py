@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from specbranch.core.round import MAX_WINDOW
 from specbranch.service.digest import DIGEST_LEN
 
 VERSION = 2
@@ -19,7 +20,6 @@ MAX_FRAME = 8 << 20  # bytes
 MAX_ROWS = 1024
 MAX_TEXT = 1 << 20  # tokens
 MAX_NEW = 4096  # tokens committed in one step
-MAX_WINDOW = 64  # draft tokens that an outlook looks at
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -99,14 +99,10 @@ def name_of(text: str) -> int:
 
 def places(answer: Answer) -> tuple[Array, Array, Array]:
     """Laws, runs and tokens left for each place of an answer but the last, behind which nothing is known."""
-    right = [law.ids[:1] == (token,) for token, law in zip(answer.tokens, answer.laws, strict=True)]
-    runs = [0] * (len(right) + 1)
-    for index in reversed(range(len(right))):
-        runs[index] = runs[index + 1] + 1 if right[index] else 0
     nexts = answer.laws[1:]
     looks = [[float(law.probs[0]), float(law.probs[1]) if len(law.probs) > 1 else 0.0, law.entropy] for law in nexts]
     left = np.arange(len(nexts), 0, -1, dtype=np.int32)
-    return np.array(looks, dtype=np.float32).reshape(-1, 3), np.array(runs[1:-1], dtype=np.int32), left
+    return np.array(looks, dtype=np.float32).reshape(-1, 3), np.array(answer.runs()[1:-1], dtype=np.int32), left
 
 
 def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
@@ -126,7 +122,11 @@ def part_path(directory: Path, number: int) -> Path:
 
 def trace_path(directory: Path, number: int) -> Path:
     """Where the answers of a part stand."""
-    return directory / f"part-{number:04}.jsonl.gz"
+    return _beside(part_path(directory, number))
+
+
+def _beside(part: Path) -> Path:
+    return part.with_suffix(".jsonl.gz")
 
 
 def write_card(directory: Path, card: Card) -> None:
@@ -168,7 +168,7 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
     for path in sorted(directory.glob("part-*.safetensors")):
         part = load_file(str(path))
         row = 0
-        for answer in read_trace(path.with_suffix(".jsonl.gz")).answers:
+        for answer in read_trace(_beside(path)).answers:
             if len(answer.tokens) > 1:  # one token has no place
                 found.append((card.tasks[part["tasks"][row]], int(part["prompts"][row]), answer))
             row += len(answer.tokens) - 1

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from specbranch.predictor.hrad import run_network
 from specbranch.train.examples import Array, Examples
 
 Inputs = Literal["features", "confidence", "both"]
@@ -51,14 +52,9 @@ class Network:
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def _forward(self, x: Array) -> tuple[Array, Array]:
-        t = self.tensors
-        x = (x - t["mean"]) * t["scale"]
-        x = np.maximum(x @ t["w0"] + t["b0"], 0)
-        x = np.maximum(x @ t["w1"] + t["b1"], 0)
-        logits = x @ t["w_class"] + t["b_class"]
+        logits, survival = run_network(self.tensors, x)
         classes = np.exp(logits - logits.max(-1, keepdims=True))
-        stands = 1 / (1 + np.exp(-(x @ t["w_survival"] + t["b_survival"])))
-        return classes / classes.sum(-1, keepdims=True), np.cumprod(stands, axis=-1)
+        return classes / classes.sum(-1, keepdims=True), survival
 
 
 def look(examples: Examples, inputs: Inputs) -> Array:
