@@ -14,6 +14,7 @@ from pathlib import Path
 from specbranch.bench.profile import measure, provenance
 from specbranch.bench.survey import record_laws
 from specbranch.engines.options import EngineOptions, engine_for, open_engine
+from specbranch.engines.protocol import DraftEngine, Row
 from specbranch.train.examples import read_answers, split_of
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=4, help="answers of each task")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--longest", type=int, default=200, help="prompts with more tokens are left out")
+    parser.add_argument("--texts", type=int, default=48, help="other answers that are read first")
     parser.add_argument("--core", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "draft_agreement.json")
     args = parser.parse_args()
@@ -35,10 +37,13 @@ def main() -> None:
         chosen = by_task.setdefault(task, [])
         if split_of(prompt) == "test" and len(chosen) < args.count and len(answer.prompt) <= args.longest:
             chosen.append((list(answer.prompt), list(answer.tokens[: args.tokens])))
+    texts = [[*one.prompt, *one.tokens] for _, name, one in read_answers(args.collection) if split_of(name) == "train"]
     rows = []
     for draft in args.drafts:
         model, _, dtype = draft.partition("@")
         engine = open_engine(engine_for(model), EngineOptions(model, threads=1, dtype=dtype or "auto"))
+        if engine_for(model) == "torch":
+            _read(engine, texts[:: max(1, len(texts) // args.texts)])
         agreement = {}
         for task, pairs in by_task.items():
             if pairs:
@@ -51,6 +56,14 @@ def main() -> None:
         shares = "  ".join(f"{task} {figure['greedy']:.3f}" for task, figure in agreement.items())
         print(f"{draft:24} {shares}   rows {cost_ms}", flush=True)
     args.out.write_text(json.dumps({"drafts": rows, "provenance": provenance()}, indent=1) + "\n")
+
+
+def _read(engine: DraftEngine, texts: list[list[int]]) -> None:
+    """Let an engine see some traffic first, of prompts that are not asked later: its output layer learns from it."""
+    for text in texts:
+        handle = engine.open()
+        engine.run([Row(handle, tuple(text))])
+        engine.close(handle)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,7 +58,7 @@ def _check(results: Results, traces: str, planned: Terms | None) -> list[dict[st
         path = ROOT / "traces" / f"{traces}-{task}.jsonl.gz"
         if not path.exists() or results.scenario.temperature:
             continue
-        trace = read_trace(path)
+        trace = _same_prompts(read_trace(path), results, task, methods[BARE])
         for name, records in methods.items():
             chosen = results.method(name)
             # Records from before the draft told its step times cannot be forecast from the run itself.
@@ -84,6 +85,16 @@ def _check(results: Results, traces: str, planned: Terms | None) -> list[dict[st
                 row["planned_error"] = row["planned"] / row["real"] - 1
             rows.append(row)
     return rows
+
+
+def _same_prompts(trace: Trace, results: Results, task: str, records: list[Record]) -> Trace:
+    """The answers to the prompts that were measured, as long as they were there; all if the run drew other prompts."""
+    (count,) = (chosen.count for chosen in results.scenario.prompts if chosen.task == task)
+    answers, limit = trace.answers, results.scenario.max_tokens
+    if count == len(answers):
+        answers = tuple(answers[place] for place in sorted({record["prompt"] for record in records}))
+    cut = (replace(one, tokens=one.tokens[:limit], laws=one.laws[:limit]) for one in answers)
+    return replace(trace, answers=tuple(cut))
 
 
 def _run_terms(bare: list[Record], told: list[Record], methods: dict[str, list[Record]]) -> Terms:

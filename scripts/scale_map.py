@@ -2,7 +2,7 @@
 """Where branch parallelism pays: speed over plain decoding, in all and for each device, by the simulator.
 
 Maps over c (target step over draft step), acceptance, requests at once and targets that share one draft device; and the
-published points of PEARL and SpecBranch as a check. Assumed: a further draft row costs 3 % of a step, and a target's step
+published points of PEARL, SpecBranch and SSD as a check. Assumed: a further draft row costs 3 % of a step, and a target's step
 doubles at 256 tokens. Writes results/scale_map.json and docs/img/scale-map.png; needs matplotlib, no engine.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from specbranch.bench.presets import PAIRS, ROW_COST, Pair, make_trace
 from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, method_for, simulate
+from specbranch.bench.simulate import Layout, Method, method_for, simulate
 
 ROOT = Path(__file__).parents[1]
 RATIOS = (3, 5, 8, 12, 20, 30)
@@ -26,6 +26,9 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # (requests at once, targets that share a draft device)
 SETTINGS = ((1, 1), (8, 1), (64, 1), (1, 4), (8, 4), (1, 16))
 PLANNERS = ("sps", "pearl", "specbranch", "budget")
+SSD = {"sps": 2.96, "ssd": 4.68}  # published: 161.8 and 255.8 tokens a second over 54.7, Llama 70B on 4 devices + 1B
+SSD_SETTINGS = {"gamma": 7, "num_guesses": 24}  # three guesses at each of eight stop points
+SSD_RATIOS = (10.0, 15.0, 20.0)  # c is not published
 RIDGE = 256  # tokens at which a target's step takes twice the time of one token's
 PUBLISHED = {
     "llama-68m-7b": 2.01,
@@ -39,13 +42,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "scale_map.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "img" / "scale-map.png")
-    parser.add_argument("--draw-only", action="store_true")
+    parser.add_argument("--published-only", action="store_true", help="the published points anew, the map as it was")
     args = parser.parse_args()
-    if not args.draw_only:
+    if args.published_only:
+        document = json.loads(args.out.read_text()) | {"published": _published(), "published_ssd": _published_ssd()}
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    else:
         cells = [(c, a, batch, sharing) for batch, sharing in SETTINGS for c in RATIOS for a in ACCEPTANCES]
         with ProcessPoolExecutor() as pool:
             rows = [row for found in pool.map(_cell, *zip(*cells, strict=True)) for row in found]
-        document = {"script": "scripts/scale_map.py", "published": _published(), "rows": rows}
+        document = {
+            "script": "scripts/scale_map.py",
+            "published": _published(),
+            "published_ssd": _published_ssd(),
+            "rows": rows,
+        }
         args.out.write_text(json.dumps(document, indent=1) + "\n")
     _draw(json.loads(args.out.read_text())["rows"], args.plot)
 
@@ -91,6 +102,28 @@ def _published() -> list[dict[str, Any]]:
         }
         found.append({"pair": name, "published_specbranch": speed, **simulated})
     return found
+
+
+def _published_ssd() -> list[dict[str, Any]]:
+    """SSD's own pair: acceptance from its figure for plain speculation, at several c, so only SSD's speed is foretold."""
+    found = []
+    for c in SSD_RATIOS:
+        low, high = 0.5, 0.99
+        for _ in range(8):
+            acceptance = (low + high) / 2
+            is_fast = _speed("sps", c, acceptance) > SSD["sps"]
+            low, high = (low, acceptance) if is_fast else (acceptance, high)
+        simulated = {planner: _speed(planner, c, acceptance) for planner in ("sps", "ssd", "specbranch", "budget")}
+        found.append({"c": c, "acceptance": acceptance, "published": SSD, **simulated})
+        print(f"ssd's pair at c {c:g}: {simulated}", file=sys.stderr)
+    return found
+
+
+def _speed(planner: str, c: float, acceptance: float) -> float:
+    gamma = SSD_SETTINGS["gamma"]
+    trace = make_trace(Pair("ssd", c, gamma, acceptance, "", ROW_COST), 16, 250, random.Random(1))
+    settings = SSD_SETTINGS if planner == "ssd" else {"gamma": gamma}
+    return simulate(trace, Method(planner, settings), Layout(c, ROW_COST)).speedup
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:

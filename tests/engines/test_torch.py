@@ -139,6 +139,30 @@ def test_eight_bits_say_nearly_what_the_whole_model_says(smollm2: TorchEngine, s
     assert smollm2_int8.weight_bytes < 0.6 * smollm2.weight_bytes
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_fused_layers_say_what_the_layers_one_by_one_say(
+    name: str, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"sliding_window": None} if name == "mistral" else {}
+    options = EngineOptions(save(name, head_dim=8, **more), dtype="int8")
+    fused = TorchEngine(options)
+    monkeypatch.setattr("specbranch.engines.torch.fuse", lambda model, attend: model)
+    plain = TorchEngine(options)
+    kinds = [{type(module).__name__ for module in engine._model.modules()} for engine in (fused, plain)]
+
+    # Without this line the test would pass if nothing were fused.
+    assert {"_Attention", "_Perceptron", "_Norm"} <= kinds[0]
+    assert not {"_Attention", "_Perceptron", "_Norm"} & kinds[1]
+    for text in ([1, 2, 3, 4], [5] * 30, list(range(60))):
+        assert close_laws(fresh_law(fused, text), fresh_law(plain, text), tolerance=2e-3)
+
+
+def test_a_family_that_is_not_known_is_left_as_it_is(save: Save) -> None:
+    engine = TorchEngine(EngineOptions(save("olmo2"), dtype="int8"))
+
+    assert "Olmo2Attention" in {type(module).__name__ for module in engine._model.modules()}
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_random_histories_never_give_a_wrong_law_or_leave_a_slot(name: str, request: pytest.FixtureRequest) -> None:
     engine = request.getfixturevalue(name)

@@ -150,6 +150,17 @@ def test_a_planner_may_hold_an_answer_back_until_the_draft_is_long_enough() -> N
     assert bench.lookup.next_deadline_s() is None
 
 
+def test_no_target_waits_for_a_draft_that_has_a_long_text_yet_to_read() -> None:
+    bench = Bench()
+    text = [1, 2, 3, 4] * 12
+    bench.open(text, planner="sps")
+    bench.work(turns=1)
+    assert bench.step(text, 5, wait_ms=50) == [Proposals(1, [[]])]
+    bench.work(turns=20)  # now it has read all
+
+    assert bench.step([*text, 5], 6, round=2, wait_ms=50) == []
+
+
 def test_at_the_deadline_the_answer_goes_out_without_a_draft() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")

@@ -22,32 +22,37 @@ _FEWEST = 4  # rows; for one or two oneDNN has no fast kernel where a layer is n
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with packed 8-bit weights; inputs and outputs are float32."""
+    """Linear layers of one input as one, with packed 8-bit weights; inputs and outputs are float32."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
+        weight = torch.cat([linear.weight.detach().float() for linear in linears])
         self._scales = weight.abs().amax(dim=1).clamp(min=_LEAST) / _LARGEST
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
         integers = (weight / self._scales[:, None]).round().to(torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
-        self._bias = None if linear.bias is None else linear.bias.detach().float()
+        self._bias = _joined_bias(linears)
         self.num_bytes = weight.numel()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """As the linear layer it was made from, within the error of 8 bits."""
+        """As the linear layers it was made from, end to end, within the error of 8 bits."""
         flat = rows.reshape(-1, rows.shape[-1])
         scales = flat.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST).div_(_LARGEST)
-        integers = (flat / scales).round_().to(torch.int8)
-        if len(flat) < _FEWEST:
-            integers = nn.functional.pad(integers, (0, 0, 0, _FEWEST - len(flat)))
+        integers = torch.zeros(max(len(flat), _FEWEST), flat.shape[1], dtype=torch.int8)
+        integers[: len(flat)] = (flat / scales).round_()
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             integers, 1.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        out = out[: len(flat)].mul_(scales)
-        if self._bias is not None:
-            out.add_(self._bias)
+        out = out[: len(flat)]
+        out = out.mul_(scales) if self._bias is None else torch.addcmul(self._bias, out, scales)
         return out.view(*rows.shape[:-1], -1)
+
+
+def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    biases = [torch.zeros(len(one.weight)) if one.bias is None else one.bias.detach().float() for one in linears]
+    return torch.cat(biases)
 
 
 def can_int8() -> bool:

@@ -30,6 +30,7 @@ except ImportError as missing:
         f"the torch engine needs torch and a recent transformers ({missing}); pip install 'specbranch[torch]'"
     ) from missing
 
+from specbranch.engines.fused import fuse
 from specbranch.engines.int8 import can_int8, packed_bytes, to_int8
 
 SlotIds = NDArray[np.int64]
@@ -350,7 +351,7 @@ def _load(options: EngineOptions) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **how)
         model = model.to(options.device).eval()
-        return to_int8(model) if is_int8 else model
+        return to_int8(fuse(model, _attend)) if is_int8 else model
     except EngineError:
         raise
     except Exception as error:

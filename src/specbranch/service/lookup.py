@@ -54,6 +54,8 @@ Client = bytes
 Answer = tuple[Client, Reply]
 _PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": ToldPredictor()}
 _MAX_NAMESPACES = 1024
+# No target waits for a draft that has so many tokens yet to read: there are none to come for a while.
+_FAR_BEHIND = 32
 # A pause longer than this between two steps is a client at rest, not a target's step.
 _LONGEST_STEP_S = 10.0
 
@@ -287,8 +289,14 @@ class Lookup:
         return is_known
 
     def _propose(self, draft: Draft) -> list[int] | None:
+        """What there is to submit; None if the target should wait for it."""
         with draft.lock:
-            return draft.session.propose()
+            session = draft.session
+            proposal = session.propose()
+            if proposal is None and draft.binding.num_unread(session.tree) > _FAR_BEHIND:
+                session.stand_aside()
+                proposal = session.propose()
+            return proposal
 
     def _is_ready(self, pending: _Pending) -> bool:
         for index in list(pending.waiting):

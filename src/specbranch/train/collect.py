@@ -20,6 +20,8 @@ from specbranch.train.examples import Card, name_of, part_path, places, trace_pa
 
 Tell = Callable[[int, int], None]
 _HEAD_LEN = 10
+_ATTENTION = "specbranch-collect"  # in the registries of Transformers
+_TOKENS_AT_ONCE = 24_576  # of prompts: their hidden states are held in memory
 _LAWS_AT_ONCE = 8  # answers; a law over a large vocabulary takes much memory
 
 
@@ -66,6 +68,7 @@ def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out:
         target, draft = (
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(options.device).eval() for path in paths
         )
+        _share_keys(target)
         names = (Path(paths[0]).name, Path(paths[1]).name)
         hidden_len = int(target.config.hidden_size)
         write_card(out, Card(*names, options.num_layers, hidden_len, options.temperature, tuple(messages)))
@@ -80,6 +83,30 @@ def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out:
     tell(len(groups), len(groups))
 
 
+def _share_keys(model: Any) -> None:
+    """Let the query heads of one key head go through attention together, as if they were places of a text.
+
+    Transformers copies the keys for each of them where there is padding, which takes most of a step.
+    """
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **asked: Any) -> tuple[Any, None]:
+        batch, num_heads, length, width = query.shape
+        if length > 1:
+            out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **asked)
+            return out, None
+        folded = query.reshape(batch, key.shape[1], -1, width)
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=asked.get("scaling"))
+        return out.reshape(batch, 1, num_heads, width), None
+
+    AttentionInterface.register(_ATTENTION, attend)
+    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+    model.set_attn_implementation(_ATTENTION)
+
+
 def _groups(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[_Asked]]:
     """Prompts as chats, those of like length together, so that little is padded."""
     asked = []
@@ -89,7 +116,12 @@ def _groups(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) ->
             templated = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             asked.append(_Asked(task, name_of(text), tokenizer(templated, add_special_tokens=False).input_ids))
     asked.sort(key=lambda one: len(one.tokens))
-    return [asked[start : start + size] for start in range(0, len(asked), size)]
+    groups: list[list[_Asked]] = [[]]
+    for one in asked:
+        if len(groups[-1]) >= min(size, _TOKENS_AT_ONCE // len(one.tokens)):
+            groups.append([])
+        groups[-1].append(one)
+    return groups
 
 
 def _answer(target: Any, tokenizer: Any, group: Sequence[_Asked], options: CollectOptions) -> list[_Said]:

@@ -1,0 +1,119 @@
+"""Llama-like models with fewer, larger operations, and an output layer that reads little.
+
+A step of one row is hundreds of small operations beside the reading of its weights. Here products of one input are one
+product, queries and keys turn together, and a norm is one call. Models of other families are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specbranch.engines.protocol import EngineError
+
+try:
+    import torch
+    from torch import nn
+    from torch.nn.functional import rms_norm, silu
+except ImportError as missing:
+    raise EngineError(f"8 bits need torch ({missing}); pip install 'specbranch[torch]'") from missing
+
+from specbranch.engines.int8 import Int8Linear
+from specbranch.engines.screened import ScreenedHead, can_screen
+
+# Families whose attention, perceptron and norm are the same but for names.
+_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+
+Attend = Callable[..., tuple[torch.Tensor, None]]  # attention, as Transformers calls it
+
+
+class _Norm(nn.Module):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._epsilon = norm.variance_epsilon
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
+
+
+class _Perceptron(nn.Module):
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self._into = Int8Linear(mlp.gate_proj, mlp.up_proj)
+        self._out = Int8Linear(mlp.down_proj)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = self._into(rows).chunk(2, dim=-1)
+        out: torch.Tensor = self._out(silu(gate).mul_(up))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, attention: Any, attend: Attend) -> None:
+        super().__init__()
+        self._attend = attend
+        self.layer_idx = attention.layer_idx
+        self._scaling = attention.scaling
+        self._width = attention.head_dim
+        self._num_keys = attention.k_proj.out_features // self._width
+        self._num_turned = attention.q_proj.out_features // self._width + self._num_keys
+        self._into = Int8Linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out = Int8Linear(attention.o_proj)
+        self._norms = None
+        if hasattr(attention, "q_norm"):
+            self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, tokens, hidden]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **asked: Any,
+    ) -> tuple[torch.Tensor, None]:
+        heads = self._into(hidden_states).view(1, hidden_states.shape[1], -1, self._width)
+        turned, values = heads[:, :, : self._num_turned], heads[:, :, self._num_turned :]
+        num_queries = self._num_turned - self._num_keys
+        if self._norms is not None:
+            queries, keys = self._norms[0](turned[:, :, :num_queries]), self._norms[1](turned[:, :, num_queries:])
+            turned = torch.cat((queries, keys), dim=2)
+        cos, sin = (waves[:, :, None] for waves in position_embeddings)
+        low, high = turned.chunk(2, dim=-1)
+        turned = torch.addcmul(turned * cos, torch.cat((-high, low), dim=-1), sin).transpose(1, 2)
+        out, _ = self._attend(
+            self,
+            turned[:, :num_queries],
+            turned[:, num_queries:],
+            values.transpose(1, 2),
+            attention_mask,
+            scaling=self._scaling,
+            **asked,
+        )
+        return self._out(out.flatten(2)), None
+
+
+def fuse(model: Any, attend: Attend) -> Any:
+    """The model with its layers fused and in 8 bits, where its family is known."""
+    if not type(model).__name__.startswith(_FAMILIES):
+        return model
+    for layer in list(model.modules()):
+        for name, child in layer.named_children():
+            if (made := _fused(child, attend)) is not None:
+                setattr(layer, name, made)
+    if can_screen(model.lm_head):
+        head = model.lm_head = ScreenedHead(model.lm_head)
+        model.base_model.register_forward_hook(lambda _, __, out: head.learn(out.last_hidden_state[0]))
+    return model
+
+
+def _fused(module: Any, attend: Attend) -> nn.Module | None:
+    kind = type(module).__name__
+    family = next((family for family in _FAMILIES if kind.startswith(family)), "")
+    match kind.removeprefix(family) if family else "":
+        case "Attention":
+            return _Attention(module, attend)
+        case "MLP" if module.act_fn(torch.ones(1)) == silu(torch.ones(1)):
+            return _Perceptron(module)
+        case "RMSNorm":
+            return _Norm(module)
+    return None

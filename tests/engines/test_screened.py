@@ -1,0 +1,90 @@
+"""The output layer in two steps: it learns, finds what the whole layer finds, and notices when it no longer does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+
+from specbranch.engines.int8 import can_int8  # noqa: E402
+from specbranch.engines.screened import LEARNED, ScreenedHead, can_screen  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no oneDNN for 8 bits")
+VOCAB, WIDTH, TRUE_WIDTH = 131072, 64, 12
+
+
+@pytest.fixture
+def linear() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Linear(WIDTH, VOCAB, bias=False)
+
+
+def states(count: int, seed: int) -> Any:
+    """Hidden states that vary along few directions; another seed, other directions."""
+    generator = torch.Generator().manual_seed(seed)
+    axes = torch.randn(TRUE_WIDTH, WIDTH, generator=generator)
+    return torch.randn(count, TRUE_WIDTH, generator=generator) @ axes * 2
+
+
+def learned(head: ScreenedHead, seed: int) -> ScreenedHead:
+    for piece in states(LEARNED, seed).split(1024):
+        assert not head.is_narrow
+        head.learn(piece)
+    assert head.is_narrow
+    return head
+
+
+def test_it_says_the_same_as_the_whole_layer_of_tokens_that_matter(linear: Any) -> None:
+    head = learned(ScreenedHead(linear), seed=1)
+    rows = states(LEARNED + 64, seed=1)[LEARNED:]
+    whole = rows @ linear.weight.detach().T
+    logits = torch.cat([head(piece) for piece in rows.split(4)])
+
+    assert torch.equal(logits.argmax(-1), whole.argmax(-1))
+    assert (logits.softmax(-1) - whole.softmax(-1)).abs().sum(-1).max() < 0.02
+
+
+def test_its_output_has_the_shape_of_its_input(linear: Any) -> None:
+    head = ScreenedHead(linear)
+    before = head(states(3, seed=1)[None])
+    after = learned(head, seed=1)(states(3, seed=1)[None])
+
+    assert before.shape == after.shape == (1, 3, VOCAB)
+
+
+def test_it_goes_back_to_the_whole_layer_when_texts_become_others_and_learns_anew(
+    linear: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.engines.screened._AUDIT_EVERY", 1)
+    head = learned(ScreenedHead(linear), seed=1)
+    others = states(512, seed=2)
+    whole = others @ linear.weight.detach().T
+    first = head(others[:4])
+    assert not torch.equal(first.argmax(-1), whole[:4].argmax(-1)), "else there would be nothing to notice"
+    products = 0
+    while head.is_narrow and products < 20:
+        head(others[:4])
+        products += 1
+
+    assert not head.is_narrow
+    near = (head(others).argmax(-1) == whole.argmax(-1)).float().mean()
+    assert near > 0.97  # within 8 bits
+    assert learned(head, seed=2)
+
+
+def test_many_rows_go_through_the_whole_layer(linear: Any) -> None:
+    head = ScreenedHead(linear)
+    rows = states(5, seed=1)
+    whole = head(rows)
+    learned(head, seed=1)
+
+    assert torch.equal(head(rows), whole)
+    assert not torch.equal(head(rows[:4]), whole[:4])
+
+
+def test_small_layers_and_layers_with_a_bias_are_left_whole(linear: Any) -> None:
+    assert can_screen(linear)
+    assert not can_screen(torch.nn.Linear(WIDTH, 1000, bias=False))
+    assert not can_screen(torch.nn.Linear(8, VOCAB))
