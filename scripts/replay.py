@@ -83,7 +83,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "replay.json")
     args = parser.parse_args()
-    jobs = [(path, form, name, g) for path in args.traces for form in LAYOUTS for name in args.methods for g in WINDOWS]
+    foreseen = {path for path in args.traces if read_trace(path).answers[0].foreseen}
+    jobs = [
+        (path, form, name, gamma)
+        for path in args.traces
+        for form in LAYOUTS
+        for name in args.methods
+        for gamma in WINDOWS
+        if path in foreseen or METHODS[name].predictor != "hrad"
+    ]
     with ProcessPoolExecutor() as pool:
         best = best_windows(list(pool.map(_run, jobs, chunksize=4)))
     for form in LAYOUTS:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.trace import read_trace
+from specbranch.train.collect import _groups
 from specbranch.train.examples import read_answers, read_examples
 from tests.engines.models import model_path
 
@@ -114,3 +117,21 @@ def test_a_prompt_that_is_written_wrongly_is_named(tmp_path: Path) -> None:
     )
 
     assert result.exit_code == 2 and "task=FILE:COUNT" in result.output
+
+
+class _Words:
+    """A tokenizer for which a word is a token."""
+
+    def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
+        return chat[0]["content"]
+
+    def __call__(self, text: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=list(range(len(text.split()))))
+
+
+def test_long_prompts_are_answered_few_at_a_time() -> None:
+    """Hidden states of all prompts of a group are held in memory at once."""
+    texts = ["a " * length for length in (10, 12_000, 11, 12_000, 13, 30_000, 12)]
+    groups = _groups(_Words(), {"chat": texts}, size=3)
+
+    assert [[len(one.tokens) for one in group] for group in groups] == [[10, 11, 12], [13, 12_000], [12_000], [30_000]]

@@ -100,7 +100,7 @@ def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
         grouped[concurrency].append(methods)
     return {
         concurrency: {
-            name: _mean_ratio([(methods[name], methods[BARE]) for methods in tasks])
+            name: mean_ratio([(methods[name], methods[BARE]) for methods in tasks])
             for name in tasks[0]
             if all(name in methods for methods in tasks)
         }
@@ -130,10 +130,10 @@ def losses(results: Results, subject: str) -> list[Loss]:
 
 def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
     """The ratio of two methods on the prompts that both have answered, drawn anew for its range."""
-    return _mean_ratio([(own, other)])
+    return mean_ratio([(own, other)])
 
 
-def _mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
+def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
     """The geometric mean over tasks; prompts are drawn anew within each task."""
     paired = [_paired(own, other) for own, other in tasks]
     order = random.Random(0)

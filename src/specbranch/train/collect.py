@@ -118,7 +118,7 @@ def _groups(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) ->
     asked.sort(key=lambda one: len(one.tokens))
     groups: list[list[_Asked]] = [[]]
     for one in asked:
-        if len(groups[-1]) >= min(size, _TOKENS_AT_ONCE // len(one.tokens)):
+        if len(groups[-1]) >= max(1, min(size, _TOKENS_AT_ONCE // len(one.tokens))):
             groups.append([])
         groups[-1].append(one)
     return groups
