@@ -22,6 +22,7 @@ from specbranch.bench.simulate import Method
 from specbranch.bench.summary import cells, compare
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
+from specbranch.predictor.fixed import CONSTANTS
 from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +64,7 @@ def _check(results: Results, traces: str, planned: Terms | None) -> list[dict[st
             chosen = results.method(name)
             # Records from before the draft told its step times cannot be forecast from the run itself.
             told = [record for record in records if record.get("draft_us") and record["draft_us"][0]]
-            if chosen.planner in (None, "none") or not told:
+            if chosen.planner in (None, "none") or chosen.predictor not in CONSTANTS or not told:
                 continue
             bare = [record for record in methods[BARE] if record.get("step_ms")]
             method = Method(chosen.planner, chosen.settings or {"gamma": results.scenario.gamma})

@@ -20,6 +20,11 @@ from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[1]
+# H-RAD has not seen these prompts, and no summary at all.
+_TRACES = [
+    *sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz")),
+    ROOT / "traces" / "qwen-coder-summarization.jsonl.gz",
+]
 C = 6.3
 GAMMA = 5
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -101,7 +106,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path, nargs="*", default=sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz")))
+    parser.add_argument("traces", type=Path, nargs="*", default=_TRACES)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "hit_rates.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "img" / "hit-rates.png")
     args = parser.parse_args()

@@ -21,6 +21,7 @@ FILES = (
     "bench-flagship-peers.jsonl",
     "bench-planners.jsonl",
     "bench-rivals.jsonl",
+    "bench-windows.jsonl",
     "bench-weak.jsonl",
     "bench-small.jsonl",
     "bench-small-sampled.jsonl",

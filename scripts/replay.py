@@ -21,6 +21,11 @@ from specbranch.core.law import Law
 from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
+# H-RAD has not seen these prompts, and no summary at all.
+_TRACES = [
+    *sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz")),
+    ROOT / "traces" / "qwen-coder-summarization.jsonl.gz",
+]
 TARGET_MS = 220.0
 LAYOUTS = {"50+15r": (50.0, 15.0), "33+2r": (33.0, 2.0), "14+r": (14.0, 1.0)}  # ms of r rows: first number + second * r
 WINDOWS = (3, 5, 8, 12)
@@ -79,7 +84,7 @@ def best_windows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path, nargs="*", default=sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz")))
+    parser.add_argument("traces", type=Path, nargs="*", default=_TRACES)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "replay.json")
     args = parser.parse_args()

@@ -29,6 +29,9 @@ def check(
     target: Annotated[str, typer.Argument(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
     draft: Annotated[str, typer.Option(help="The draft model, as `specbranch draft --model` takes it.")],
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS[1:])}.")] = "specbranch",
+    predictor: Annotated[
+        str, typer.Option(help="confidence, none, all, or the directory of one made by `specbranch train`.")
+    ] = "confidence",
     all_planners: Annotated[bool, typer.Option("--all-planners", help="Greedy equality for every planner.")] = False,
     dtype: Annotated[str, typer.Option(help="The element type that you serve with, as vLLM takes it.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and samples: notices less.")] = False,
@@ -67,6 +70,7 @@ def check(
             cores.target,
             _arguments(vllm_arguments),
             wrong_temperature,
+            predictor,
         )
         found = _run(options)
         console = console_for(as_json)

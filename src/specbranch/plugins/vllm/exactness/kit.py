@@ -67,6 +67,7 @@ class CheckOptions:
     target_cores: Sequence[int] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     wrong_temperature: float | None = None
+    predictor: str = "confidence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Report:
             "target": options.target,
             "draft": options.draft.model,
             "planners": list(options.planners),
+            "predictor": options.predictor,
             "alpha": options.alpha,
             "seed": options.seed,
             "size": asdict(options.size),
@@ -114,6 +116,7 @@ def check(options: CheckOptions, listen: Listener) -> Report:
             "is_gated": False,
             "deadline_ms": options.deadline_ms,
             "planner": options.planners[0],
+            "predictor": options.predictor,
         }
         run = _Stages(options, listen, section)
         bare = run.stage("bare, float32", "float32", _exact_runs(options, None))
