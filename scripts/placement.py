@@ -3,7 +3,7 @@
 
 One core's step times are measured (a target step of 220 ms, draft rows of 60+2r ms); how they fall with more cores is
 assumed: as the number of cores to some power, 1 where nothing is shared, 0.42 as two cores of the test machine give
-(1.34 times one). The best division is set against ours, a quarter of the cores for the draft, and against plain
+(1.34 times one). The best division is set against ours, half of the cores for the draft, and against plain
 decoding on all cores. Writes results/placement.json; needs no engine.
 """
 

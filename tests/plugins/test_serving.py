@@ -117,9 +117,9 @@ def test_on_a_gpu_nothing_is_pinned() -> None:
 
 @pytest.mark.parametrize(
     ("num", "target", "draft"),
-    [(1, (0,), (0,)), (2, (0,), (1,)), (4, (0, 1, 2), (3,)), (8, (0, 1, 2, 3, 4, 5), (6, 7))],
+    [(1, (0,), (0,)), (2, (0,), (1,)), (3, (0, 1), (2,)), (8, (0, 1, 2, 3), (4, 5, 6, 7))],
 )
-def test_the_draft_gets_a_quarter_of_the_cores_and_at_least_one(
+def test_the_draft_gets_half_of_the_cores_and_at_least_one(
     num: int, target: tuple[int, ...], draft: tuple[int, ...]
 ) -> None:
     assert split(range(num), target_on_cpu=True, draft_on_cpu=True) == Cores(target, draft)

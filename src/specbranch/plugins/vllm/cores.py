@@ -38,7 +38,7 @@ def split(
 ) -> Cores:
     """Who gets which of `cores`; what `target` and `draft` ask for stands.
 
-    Side by side, the draft gets a quarter of the cores, and whoever asked for nothing gets what the other left. Beside
+    Side by side, the draft gets half of the cores, and whoever asked for nothing gets what the other left. Beside
     a target on a GPU, whose own processes are not pinned, the draft leaves a quarter of the cores to them.
     """
     quarter = max(1, len(cores) // 4)
@@ -48,7 +48,7 @@ def split(
         return Cores(None, tuple(draft or cores[: len(cores) - quarter] or cores))
     if draft is None:
         left = [core for core in cores if core not in (target or ())] or list(cores)
-        draft = left if target else left[-quarter:]
+        draft = left if target else left[-max(1, len(cores) // 2) :]
     if target is None:
         target = [core for core in cores if core not in draft] or list(cores)
     return Cores(tuple(target), tuple(draft))
