@@ -156,3 +156,14 @@ def test_a_law_of_one_value_cannot_show_a_shift() -> None:
 
     assert test.p_value == 1
     assert noticed_shift(counts(50), counts(50), test.critical, rng) == 1
+
+
+def test_a_law_moved_as_far_as_it_goes_is_still_a_law() -> None:
+    """With few samples the search tries the whole distance, where the last digit fell outside of 0 to 1."""
+    rng = np.random.default_rng(0)
+    for few in range(1, 12):
+        law = np.array([few, 12 - few]) / 12
+        moved = shifted(law, 1.0)
+
+        assert ((moved >= 0) & (moved <= 1)).all()
+        rng.multinomial(6, moved)

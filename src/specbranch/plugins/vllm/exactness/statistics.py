@@ -133,7 +133,7 @@ def shifted(law: Floats, distance: float) -> Floats:
         return law
     taken = min(distance, mass)
     result: Floats = np.where(gives, law * (1 - taken / mass), law * (1 + taken / (1 - mass)))
-    return result
+    return np.clip(result, 0.0, 1.0)  # the last digit may lie outside
 
 
 def tables(pooled: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
