@@ -161,6 +161,17 @@ def test_no_target_waits_for_a_draft_that_has_a_long_text_yet_to_read() -> None:
     assert bench.step([*text, 5], 6, round=2, wait_ms=50) == []
 
 
+def test_a_planner_that_never_drafts_has_nothing_read() -> None:
+    bench = Bench()
+    text = [1, 2, 3, 4] * 12
+    bench.ask(Open(b"ours", "none", {}, "confidence", [text]))
+    bench.work()
+    bench.step(text, 5, wait_ms=50)
+    bench.work()
+
+    assert bench.engine.num_tokens == 0
+
+
 def test_at_the_deadline_the_answer_goes_out_without_a_draft() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")

@@ -94,26 +94,19 @@ class _Attention(nn.Module):
 
 def fuse(model: Any, attend: Attend) -> Any:
     """The model with its layers fused and in 8 bits, where its family is known."""
-    if not type(model).__name__.startswith(_FAMILIES):
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    if family not in _FAMILIES:
         return model
     for layer in list(model.modules()):
         for name, child in layer.named_children():
-            if (made := _fused(child, attend)) is not None:
-                setattr(layer, name, made)
+            match type(child).__name__.removeprefix(family):
+                case "Attention":
+                    setattr(layer, name, _Attention(child, attend))
+                case "MLP" if child.act_fn(torch.ones(1)) == silu(torch.ones(1)):
+                    setattr(layer, name, _Perceptron(child))
+                case "RMSNorm":
+                    setattr(layer, name, _Norm(child))
     if can_screen(model.lm_head):
         head = model.lm_head = ScreenedHead(model.lm_head)
         model.base_model.register_forward_hook(lambda _, __, out: head.learn(out.last_hidden_state[0]))
     return model
-
-
-def _fused(module: Any, attend: Attend) -> nn.Module | None:
-    kind = type(module).__name__
-    family = next((family for family in _FAMILIES if kind.startswith(family)), "")
-    match kind.removeprefix(family) if family else "":
-        case "Attention":
-            return _Attention(module, attend)
-        case "MLP" if module.act_fn(torch.ones(1)) == silu(torch.ones(1)):
-            return _Perceptron(module)
-        case "RMSNorm":
-            return _Norm(module)
-    return None

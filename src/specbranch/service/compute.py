@@ -192,8 +192,8 @@ class Compute:
         with draft.lock:
             session = draft.session
             nodes = session.rows()
-            if not nodes and not draft.is_mute and self._is_reading(draft):
-                nodes = (session.tree.root,)  # a planner that drafts only while a target waits has a text to read too
+            if not nodes and draft.is_behind and self._is_reading(draft):
+                nodes = (session.tree.root,)  # its planner drafts only while a target waits, and none will until then
             if not nodes or draft.is_forgotten or draft.is_at_rest:
                 del self._busy[draft]
                 return None

@@ -294,6 +294,7 @@ class Lookup:
             session = draft.session
             proposal = session.propose()
             if proposal is None and draft.binding.num_unread(session.tree) > _FAR_BEHIND:
+                draft.is_behind = True
                 session.stand_aside()
                 proposal = session.propose()
             return proposal

@@ -43,6 +43,7 @@ class Draft:
         self.lock = threading.Lock()
         self.is_forgotten = False
         self.is_awaited = False  # the target stands still for this one
+        self.is_behind = False  # it was asked for a draft while it had a long text yet to read
         self._pulse = Pulse()
         self._heard = 0
         self.donor: tuple[Draft, int] | None = None  # who holds the beginning of this text, and how much of it
