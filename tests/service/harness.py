@@ -20,6 +20,7 @@ from tests.toys import random_script
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 50
+STALL_S = 0.15  # what a busy machine may take from a thread; under a deadline of 0.2 s a second wait still shows
 _RECENT = 6  # the scripts look at so many tokens only, which keeps them fast on long texts
 
 

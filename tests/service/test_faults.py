@@ -17,10 +17,9 @@ import zmq
 
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.wire import Proposals, Step, decode_request, encode
-from tests.service.harness import Walk, scripted_service
+from tests.service.harness import STALL_S, Walk, scripted_service
 
-DEADLINE_S = 0.05
-GRACE_S = 0.02
+DEADLINE_S = 0.2
 
 
 def client_for(address: str, planner: str = "pearl", deadline_s: float = DEADLINE_S, **more: bytes) -> DraftClient:
@@ -102,7 +101,7 @@ def test_a_service_killed_fifty_times_under_traffic_of_eight_clients_costs_speed
     for one, then, now in zip(traffic, before, after, strict=True):
         assert one.error is None
         assert one.client.counts.faults == 0
-        assert one.walk.longest_s < DEADLINE_S + GRACE_S
+        assert one.walk.longest_s < DEADLINE_S + STALL_S
         assert now > then, f"no drafts after the last restart: {one.client.counts}"
         one.walk.assert_text_is_the_targets()
 
@@ -123,7 +122,7 @@ def test_a_hung_service_is_waited_for_once_and_used_again_when_it_wakes(tmp_path
 
         assert timeouts == 1
         assert steps > 60
-        assert walk.longest_s < DEADLINE_S + GRACE_S
+        assert walk.longest_s < DEADLINE_S + STALL_S
         walk.assert_text_is_the_targets()
 
 
@@ -134,7 +133,7 @@ def test_without_a_service_a_call_costs_next_to_nothing_and_drafts_start_when_on
         for _ in range(100):
             walk.step()
 
-        assert walk.longest_s < 0.01
+        assert client.counts.wait_s < 100 * 0.001
         assert client.counts.unreachable == 100
         with scripted_service(tmp_path):
             walk_until_accepted(walk)
@@ -172,7 +171,7 @@ def slow_service(address: str, delay_s: float) -> Iterator[None]:
 
 def test_a_late_reply_is_never_taken_for_the_reply_of_another_round(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/slow.sock"
-    with slow_service(address, delay_s=0.06), contextlib.closing(client_for(address)) as client:
+    with slow_service(address, delay_s=DEADLINE_S + 0.01), contextlib.closing(client_for(address)) as client:
         time.sleep(0.2)
         longest_s = 0.0
         for _ in range(20):
@@ -183,7 +182,7 @@ def test_a_late_reply_is_never_taken_for_the_reply_of_another_round(tmp_path: Pa
             assert proposal in ([], [before + 1])
             time.sleep(0.03)
 
-        assert longest_s < DEADLINE_S + GRACE_S
+        assert longest_s < DEADLINE_S + STALL_S
         assert client.counts.late > 0
         assert client.counts.timeouts > 0
 

@@ -19,7 +19,7 @@ from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import TextScript
 from tests.engines.models import model_path
-from tests.service.harness import Service, Walk, running
+from tests.service.harness import STALL_S, Service, Walk, running
 from tests.service.test_faults import client_for
 
 PROMPT = [504, 2365, 6354, 16438, 690, 260]
@@ -72,6 +72,6 @@ def test_real_drafts_are_accepted_and_survive_kills(service: Service, answer: tu
             service.wait_until_up()
 
         assert client.counts.faults == 0
-        assert walk.longest_s < 0.2 + 0.02
+        assert walk.longest_s < 0.2 + STALL_S
         walk.assert_text_is_the_targets()
         assert len(walk.tokens) < len(answer)
