@@ -70,6 +70,8 @@ def started(directory: Path, *words: str) -> Iterator[Served]:
     out, err = directory / "out.txt", directory / "err.txt"
     command = [sys.executable, "-m", "specbranch", "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "200"}
+    # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr)
     served = Served(process, port, out, err)
