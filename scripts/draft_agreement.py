@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""How well drafts agree with a target on answers that were collected, and what their rows cost, one after the other.
+"""How well drafts agree with a target on answers that were collected, what their rows cost, and what both are worth.
 
-Answers come from `specbranch train collect`. Writes results/draft_agreement.json.
+Agreement is how often the draft's first choice is the target's token, and, if the target is named, the overlap of both
+laws (1 - TV, of their heads) too. Rows are timed in turns, so that the machine's noise hits all drafts alike. The worth
+is the simulated speed of `budget` on these answers. Answers come from `specbranch train collect`. Writes
+results/draft_agreement.json.
 """
 
 from __future__ import annotations
@@ -9,25 +12,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, median
 
 from specbranch.bench.profile import measure, provenance
+from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.bench.survey import record_laws
+from specbranch.core.law import Law
 from specbranch.engines.options import EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.trace import Trace
 from specbranch.train.examples import read_answers, split_of
 
 ROOT = Path(__file__).parents[1]
+ROWS = (1, 4, 8, 16)
+TARGET_MS = 220.0  # a step of the flagship target in a quiet hour
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafts", nargs="+", help="MODEL, or MODEL@DTYPE")
+    parser.add_argument("--target", help="a model of Transformers")
     parser.add_argument("--collection", type=Path, required=True)
     parser.add_argument("--count", type=int, default=4, help="answers of each task")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--longest", type=int, default=200, help="prompts with more tokens are left out")
     parser.add_argument("--texts", type=int, default=48, help="other answers that are read first")
+    parser.add_argument("--turns", type=int, default=5, help="of timing")
     parser.add_argument("--core", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "draft_agreement.json")
     args = parser.parse_args()
@@ -37,25 +49,71 @@ def main() -> None:
         chosen = by_task.setdefault(task, [])
         if split_of(prompt) == "test" and len(chosen) < args.count and len(answer.prompt) <= args.longest:
             chosen.append((list(answer.prompt), list(answer.tokens[: args.tokens])))
+    by_task = {task: pairs for task, pairs in by_task.items() if pairs}
     texts = [[*one.prompt, *one.tokens] for _, name, one in read_answers(args.collection) if split_of(name) == "train"]
-    rows = []
-    for draft in args.drafts:
-        model, _, dtype = draft.partition("@")
-        engine = open_engine(engine_for(model), EngineOptions(model, threads=1, dtype=dtype or "auto"))
-        if engine_for(model) == "torch":
-            _read(engine, texts[:: max(1, len(texts) // args.texts)])
-        agreement = {}
-        for task, pairs in by_task.items():
-            if pairs:
-                trace = record_laws(engine, pairs)
-                agreement[task] = {"greedy": trace.match_share(), "tokens": trace.num_tokens}
-        timings = measure(engine, (1, 4, 8, 16), 256, 5)
-        cost_ms = {count: round(1e3 * spread.median_s, 1) for count, spread in timings.by_rows.items()}
+    truth: dict[str, Trace] = {}
+    if args.target:
+        engine = _opened(args.target)
+        truth = {task: record_laws(engine, pairs) for task, pairs in by_task.items()}
         engine.shutdown()
-        rows.append({"draft": draft, "agreement": agreement, "row_ms": cost_ms})
-        shares = "  ".join(f"{task} {figure['greedy']:.3f}" for task, figure in agreement.items())
-        print(f"{draft:24} {shares}   rows {cost_ms}", flush=True)
+    engines = {draft: _opened(draft) for draft in args.drafts}
+    traces: dict[str, dict[str, Trace]] = {}
+    for draft, engine in engines.items():
+        if engine_for(draft.partition("@")[0]) == "torch":
+            _read(engine, texts[:: max(1, len(texts) // args.texts)])
+        traces[draft] = {task: record_laws(engine, pairs) for task, pairs in by_task.items()}
+    row_ms = _timed(engines, args.turns)
+    rows = []
+    for draft, by_rows in row_ms.items():
+        agreement = {
+            task: {
+                "tokens": trace.num_tokens,
+                "greedy": round(trace.match_share(), 4),
+                **({"overlap": round(_overlap(trace, truth[task]), 4)} if truth else {}),
+            }
+            for task, trace in traces[draft].items()
+        }
+        layout = Layout(TARGET_MS / by_rows[1], max(0.0, by_rows[8] / by_rows[1] - 1) / 7)
+        speeds = {task: simulate(trace, Method("budget"), layout).speedup for task, trace in traces[draft].items()}
+        worth = {task: round(speed, 2) for task, speed in speeds.items()}
+        rows.append({"draft": draft, "agreement": agreement, "row_ms": by_rows, "speed": worth})
+        print(f"{draft:28} rows {by_rows}  mean speed {mean(speeds.values()):.2f}  {agreement}", flush=True)
+    for engine in engines.values():
+        engine.shutdown()
     args.out.write_text(json.dumps({"drafts": rows, "provenance": provenance()}, indent=1) + "\n")
+
+
+def _opened(draft: str) -> DraftEngine:
+    model, _, dtype = draft.partition("@")
+    return open_engine(engine_for(model), EngineOptions(model, threads=1, dtype=dtype or "auto"))
+
+
+def _timed(engines: dict[str, DraftEngine], num_turns: int) -> dict[str, dict[int, float]]:
+    """Milliseconds of a step by its rows: the median of turns in which every engine has its own."""
+    found: dict[str, dict[int, list[float]]] = {draft: {count: [] for count in ROWS} for draft in engines}
+    for _ in range(num_turns):
+        for draft, engine in engines.items():
+            for count, spread in measure(engine, ROWS, 256, 3).by_rows.items():
+                found[draft][count].append(1e3 * spread.median_s)
+    return {
+        draft: {count: round(median(times), 1) for count, times in by_rows.items()} for draft, by_rows in found.items()
+    }
+
+
+def _overlap(draft: Trace, target: Trace) -> float:
+    pairs = zip(_laws(draft), _laws(target), strict=True)
+    return mean(_shared(one, other) for one, other in pairs)
+
+
+def _laws(trace: Trace) -> Sequence[Law]:
+    return [law for answer in trace.answers for law in answer.laws]
+
+
+def _shared(one: Law, other: Law) -> float:
+    other_probs = dict(zip(other.ids, other.probs, strict=True))
+    return sum(
+        min(float(prob), float(other_probs.get(token, 0.0))) for token, prob in zip(one.ids, one.probs, strict=True)
+    )
 
 
 def _read(engine: DraftEngine, texts: list[list[int]]) -> None:

@@ -83,7 +83,10 @@ def _first_choices(head: ScreenedHead, model: Any, hidden: torch.Tensor) -> dict
 def _left_out(answers: list[Answer], shown: set[int], lowest: int) -> dict[str, float]:
     """The share of the target's tokens that are neither among the lowest ids nor were shown by traffic."""
     tokens = [token for answer in answers for token in answer.tokens]
-    return {"tokens": len(tokens), "left_out": round(sum(t >= lowest and t not in shown for t in tokens) / len(tokens), 4)}
+    return {
+        "tokens": len(tokens),
+        "left_out": round(sum(t >= lowest and t not in shown for t in tokens) / len(tokens), 4),
+    }
 
 
 if __name__ == "__main__":

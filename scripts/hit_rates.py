@@ -21,10 +21,7 @@ from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[1]
 # H-RAD has not seen these prompts, and no summary at all.
-_TRACES = [
-    *sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz")),
-    ROOT / "traces" / "qwen-coder-summarization.jsonl.gz",
-]
+_TRACES = sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz"))
 C = 6.3
 GAMMA = 5
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -118,12 +115,15 @@ def main() -> None:
     ]
     with ProcessPoolExecutor() as pool:
         found = list(pool.map(_run, jobs, chunksize=2))
-    for planner in (*PLANNERS, "known stop"):
-        by_rows = {
-            rows: [run["hit_rate"] for run in found if (run["planner"], run["rows"]) == (planner, rows)]
-            for rows in ROWS
-        }
-        print(f"{planner:12}", "  ".join(f"{rows}: {mean(rates):.3f}" for rows, rates in by_rows.items() if rates))
+    for temperature in sorted({run["temperature"] for run in found}):
+        print(f"temperature {temperature:g}")
+        chosen = [run for run in found if run["temperature"] == temperature]
+        for planner in (*PLANNERS, "known stop"):
+            by_rows = {
+                rows: [run["hit_rate"] for run in chosen if (run["planner"], run["rows"]) == (planner, rows)]
+                for rows in ROWS
+            }
+            print(f"{planner:12}", "  ".join(f"{rows}: {mean(rates):.3f}" for rows, rates in by_rows.items() if rates))
     document = {"script": "scripts/hit_rates.py", "c": C, "gamma": GAMMA, "runs": found}
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     draw(found, args.plot)

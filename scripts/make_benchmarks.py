@@ -25,6 +25,7 @@ FILES = (
     "bench-weak.jsonl",
     "bench-small.jsonl",
     "bench-small-sampled.jsonl",
+    "bench-flagship-load.jsonl",
     "bench-load.jsonl",
     "bench-off.jsonl",
     "bench-served.jsonl",

@@ -10,6 +10,7 @@ import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,10 +23,7 @@ from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
 # H-RAD has not seen these prompts, and no summary at all.
-_TRACES = [
-    *sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz")),
-    ROOT / "traces" / "qwen-coder-summarization.jsonl.gz",
-]
+_TRACES = sorted((ROOT / "traces" / "unseen").glob("*.jsonl.gz"))
 TARGET_MS = 220.0
 LAYOUTS = {"50+15r": (50.0, 15.0), "33+2r": (33.0, 2.0), "14+r": (14.0, 1.0)}  # ms of r rows: first number + second * r
 WINDOWS = (3, 5, 8, 12)
@@ -74,10 +72,10 @@ def _run(job: tuple[Path, str, str, int]) -> dict[str, Any]:
 
 
 def best_windows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each method and cost of a row, the runs with the window that is fastest on the mean."""
-    groups: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
+    """Of each method, cost of a row and temperature, the runs with the window that is fastest on the mean."""
+    groups: dict[tuple[str, str, float], dict[int, list[dict[str, Any]]]] = {}
     for run in found:
-        groups.setdefault((run["rows"], run["method"]), {}).setdefault(run["gamma"], []).append(run)
+        groups.setdefault((run["rows"], run["method"], run["temperature"]), {}).setdefault(run["gamma"], []).append(run)
     best = (max(windows.values(), key=lambda runs: mean(run["speedup"] for run in runs)) for windows in groups.values())
     return [run for runs in best for run in runs]
 
@@ -99,11 +97,12 @@ def main() -> None:
     ]
     with ProcessPoolExecutor() as pool:
         best = best_windows(list(pool.map(_run, jobs, chunksize=4)))
-    for form in LAYOUTS:
-        print(f"\n{form} ms a row")
+    for temperature, form in product(sorted({run["temperature"] for run in best}), LAYOUTS):
+        print(f"\n{form} ms a row, temperature {temperature:g}")
         for name in args.methods:
-            runs = [run for run in best if run["rows"] == form and run["method"] == name]
-            cells = "  ".join(f"{run['task'][:6]}/{run['temperature']:g} {run['speedup']:.2f}" for run in runs)
+            chosen = (form, name, temperature)
+            runs = [run for run in best if (run["rows"], run["method"], run["temperature"]) == chosen]
+            cells = "  ".join(f"{run['task'][:6]} {run['speedup']:.2f}" for run in runs)
             print(f"{name:24} window {runs[0]['gamma']:2}  mean {mean(r['speedup'] for r in runs):.3f}   {cells}")
     args.out.write_text(json.dumps({"script": "scripts/replay.py", "runs": best}, indent=1) + "\n")
 

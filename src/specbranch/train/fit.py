@@ -21,9 +21,13 @@ Tell = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """The network and how it is trained. `balance` 1 weighs classes alike, 0 as often as they come."""
+    """The network and how it is trained. `balance` 1 weighs classes alike, 0 as often as they come.
+
+    Of the features only the `rank` directions in which they differ most are learned from: thousands of inputs overfit.
+    """
 
     window: int = 5
+    rank: int = 256
     hidden: tuple[int, int] = (256, 64)
     dropout: float = 0.2
     rate: float = 1e-3
@@ -75,10 +79,10 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
 
     torch.manual_seed(options.seed)
     window = options.window
-    mean, scale = _moments(train, inputs)
+    lens = _lens(train, inputs, options.rank)
     wide, narrow = options.hidden
     body = nn.Sequential(
-        nn.Linear(len(mean), wide), nn.ReLU(), nn.Dropout(options.dropout),
+        nn.Linear(lens.directions.shape[1], wide), nn.ReLU(), nn.Dropout(options.dropout),
         nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(options.dropout),
     )  # fmt: skip
     to_class, to_survival = nn.Linear(narrow, 3), nn.Linear(narrow, window)
@@ -86,26 +90,27 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
     optimiser = torch.optim.AdamW(modules.parameters(), lr=options.rate, weight_decay=options.decay)
     weights = torch.tensor(_class_weights(train.classes(window), options.balance))
 
-    def loss_of(examples: Examples, chosen: Array) -> Any:
+    def loss_of(examples: Examples, seen: Array, chosen: Array) -> Any:
         part = examples.take(chosen)
-        x = body(torch.from_numpy((look(part, inputs) - mean) * scale))
+        x = body(torch.from_numpy(seen[chosen]))
         classes = nn.functional.cross_entropy(to_class(x), torch.from_numpy(part.classes(window)), weight=weights)
         stands, is_asked = _hazards(part, window)
         each = nn.functional.binary_cross_entropy_with_logits(to_survival(x), stands, reduction="none")
         return classes + (each * is_asked).sum() / is_asked.sum()
 
+    seen, seen_held_out = lens.see(train), lens.see(held_out)
     order = np.random.default_rng(options.seed)
     best, best_loss, stale, epoch = _arrays(body, to_class, to_survival), float("inf"), 0, 0
     for epoch in range(1, options.epochs + 1):
         modules.train()
         for chosen in _batches(order.permutation(len(train)), options.batch):
             optimiser.zero_grad()
-            loss_of(train, chosen).backward()
+            loss_of(train, seen, chosen).backward()
             optimiser.step()
         modules.eval()
         with torch.inference_mode():
             pieces = _batches(np.arange(len(held_out)), 4096)
-            loss = float(sum(loss_of(held_out, piece) * len(piece) for piece in pieces) / len(held_out))
+            loss = sum(float(loss_of(held_out, seen_held_out, piece)) * len(piece) for piece in pieces) / len(held_out)
         tell(epoch, options.epochs, loss)
         if loss < best_loss:
             best, best_loss, stale = _arrays(body, to_class, to_survival), loss, 0
@@ -113,14 +118,39 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
             stale += 1
         if stale >= options.patience:
             break
-    return Network(inputs, {"mean": mean, "scale": scale, **best}, epoch)
+    best["w0"] = lens.directions @ best["w0"]  # what the lens does is part of the first layer from now on
+    return Network(inputs, {"mean": lens.mean, "scale": lens.scale, **best}, epoch)
 
 
-def _moments(examples: Examples, inputs: Inputs, most: int = 20_000) -> tuple[Array, Array]:
-    """Mean and inverse spread of every input, from as many examples as are needed for them."""
+@dataclass(frozen=True, slots=True)
+class _Lens:
+    """What is learned from: inputs less their mean, by their spread, along few directions."""
+
+    inputs: Inputs
+    mean: Array  # [d_in]
+    scale: Array  # [d_in]
+    directions: Array  # [d_in, d_seen]
+
+    def see(self, examples: Examples, rows: int = 4096) -> Array:
+        """Examples through the lens, [n, d_seen]."""
+        parts = [examples.take(slice(start, start + rows)) for start in range(0, len(examples), rows)]
+        return np.concatenate([(look(part, self.inputs) - self.mean) * self.scale @ self.directions for part in parts])
+
+
+def _lens(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Lens:
+    """Made from as many examples as are needed for it. What the draft's law says is seen as it is."""
+    import torch
+
     chosen = np.random.default_rng(0).permutation(len(examples))[:most]
     x = look(examples.take(chosen), inputs)
-    return x.mean(0), (1 / np.maximum(x.std(0), 1e-3)).astype(np.float32)
+    mean, scale = x.mean(0), (1 / np.maximum(x.std(0), 1e-3)).astype(np.float32)
+    num_features = 0 if inputs == "confidence" else examples.features.shape[1]
+    if not num_features:
+        return _Lens(inputs, mean, scale, np.eye(len(mean), dtype=np.float32))
+    features = torch.from_numpy(((x - mean) * scale)[:, :num_features])
+    _, spread, axes = torch.pca_lowrank(features, q=min(rank, *features.shape), center=False)
+    axes = axes / (spread / len(features) ** 0.5).clamp(min=1e-3)
+    return _Lens(inputs, mean, scale, torch.block_diag(axes, torch.eye(len(mean) - num_features)).numpy())
 
 
 def _class_weights(classes: Array, balance: float) -> Array:
