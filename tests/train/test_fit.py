@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,29 @@ def test_noise_is_not_foreseen_better_than_by_the_shares_alone() -> None:
     assert one.log_loss > base.log_loss - 0.02
     assert one.log_loss < base.log_loss + 0.15, "it stopped before it had learned the noise by heart"
     assert network.epochs < OPTIONS.epochs
+
+
+def test_few_directions_keep_many_inputs_from_being_learned_by_heart() -> None:
+    rng = np.random.default_rng(0)
+    into = rng.normal(0, 1, (2, 400))
+
+    def spread_out(count: int) -> Examples:
+        """Two numbers that tell the run, seen only through four hundred noisy ones."""
+        base = examples(count, int(rng.integers(1 << 30)), False)
+        latent = rng.normal(0, 1, (count, 2))
+        features = latent @ into + rng.normal(0, 3, (count, 400))
+        runs = np.digitize(latent[:, 0] + rng.normal(0, 0.5, count), (-1.0, -0.3, 0.3, 1.0))
+        return replace(base, features=features.astype(np.float16), runs=runs.astype(np.int32))
+
+    train, held_out, test = spread_out(300), spread_out(200), spread_out(2000)
+    networks = {
+        rank: fit(train, held_out, "both", replace(OPTIONS, rank=rank), lambda epoch, most, loss: None)
+        for rank in (4, 400)
+    }
+
+    few, all_of_them = (score(networks[rank].foresee(test)[0], test.classes(3)).log_loss for rank in (4, 400))
+    assert few < all_of_them - 0.05
+    assert networks[4].tensors["w0"].shape == (403, 32), "what runs in vLLM is the same network"
 
 
 def test_the_file_gives_the_same_chances(tmp_path: Path) -> None:
