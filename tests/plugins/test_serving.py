@@ -19,6 +19,7 @@ from specbranch.plugins.vllm.serving import Endpoint, ServeOptions
 @pytest.fixture(autouse=True)
 def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
 
 
 def options(*words: str, cores: tuple[int, ...] | None = (0,), **section: Any) -> ServeOptions:
@@ -49,6 +50,20 @@ def test_clients_call_the_target_by_the_name_that_was_given() -> None:
 
     assert words[words.index("--served-model-name") + 1] == "big"
     assert "--served-model-name" not in as_it_is
+
+
+def test_beside_a_draft_on_the_cpu_vllm_asks_for_less_memory_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it asks for 0.92 and does not start if a draft has taken more than the rest."""
+    assert options().memory_flags(0.8) == ["--gpu-memory-utilization", "0.70"]
+    assert options().memory_flags(1.0) == ["--gpu-memory-utilization", "0.90"]
+    assert options().memory_flags(0.15) == [], "too little for both; vLLM says so itself"
+    assert options().memory_flags(None) == []
+    assert options(cores=None).memory_flags(0.8) == [], "on a GPU it is the GPU's memory"
+    assert ServeOptions("big", "big", None, cores=(0,)).memory_flags(0.8) == [], "bare vLLM has no draft beside it"
+    assert options("--gpu_memory_utilization=0.5").memory_flags(0.8) == []
+    assert options("--kv-cache-memory-bytes", "1G").memory_flags(0.8) == []
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert options().memory_flags(0.8) == []
 
 
 def test_additional_config_is_merged_whole_and_dotted() -> None:

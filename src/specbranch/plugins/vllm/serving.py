@@ -26,6 +26,9 @@ from specbranch.plugins.vllm.target import PROPOSER
 _STOP_S = 30.0
 _EXECUTOR = "--distributed-executor-backend"
 _OWN_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_OWN_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+_MEMORY = "--gpu-memory-utilization"  # of the host, where vLLM runs on the CPU
+_USUAL_SHARE, _SPARE_SHARE, _LEAST_SHARE = 0.92, 0.1, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,17 @@ class ServeOptions:
         if self.name != self.model and not rest.has("--served-model-name"):
             ours += ["--served-model-name", self.name]
         return ["serve", self.model, *ours, *rest.words]
+
+    def memory_flags(self, free: float | None) -> list[str]:
+        """What keeps vLLM from refusing to start: on the CPU it wants its whole share of memory free beforehand.
+
+        The draft has taken some by then. It gets a share of what is `free`, less some for the draft's cache.
+        """
+        is_asked = self.flags.has(_MEMORY, "--kv-cache-memory-bytes", "--kv-cache-memory") or _OWN_CACHE in os.environ
+        if self.cores is None or self.section is None or is_asked or free is None:
+            return []
+        share = min(_USUAL_SHARE, free - _SPARE_SHARE)
+        return [_MEMORY, f"{share:.2f}"] if share >= _LEAST_SHARE else []
 
     def _with_proposer(self) -> tuple[list[str], Flags]:
         """The arguments that bring our proposer in, and the flags that are left."""
@@ -191,6 +205,7 @@ class VllmServer:
     """A running `vllm serve`, in a process group of its own: a Ctrl-C in the terminal does not reach it."""
 
     def __init__(self, options: ServeOptions) -> None:
+        self._options = options
         self._arguments = options.arguments()
         self._environment = options.environment()
         self._cores = set(options.cores) if options.cores and options.in_one_process else None
@@ -205,7 +220,8 @@ class VllmServer:
 
     def start(self) -> None:
         """Start the process; all that it writes goes to standard error."""
-        command = [sys.executable, "-m", "specbranch.plugins.vllm.launch", *self._arguments]
+        arguments = [*self._arguments, *self._options.memory_flags(_free_memory())]
+        command = [sys.executable, "-m", "specbranch.plugins.vllm.launch", *arguments]
         before = os.sched_getaffinity(0)
         try:
             # Children inherit the cores of the thread that starts them.
@@ -247,3 +263,13 @@ class VllmServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._is_swept = True  # from now on the number of the group may be somebody else's
+
+
+def _free_memory() -> float | None:
+    """The share of this host's memory that is free; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {name: float(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return sizes["MemAvailable"] / sizes["MemTotal"]
