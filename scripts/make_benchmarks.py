@@ -31,6 +31,7 @@ FILES = (
     "bench-load.jsonl",
     "bench-off.jsonl",
     "bench-served.jsonl",
+    "bench-served-flagship.jsonl",
 )
 INTRO = """# Benchmarks
 
