@@ -46,6 +46,21 @@ def test_it_says_the_same_as_the_whole_layer_of_tokens_that_matter(linear: Any) 
     assert (logits.softmax(-1) - whole.softmax(-1)).abs().sum(-1).max() < 0.02
 
 
+def test_a_flat_law_has_its_first_tokens_whole_and_no_more_of_them(linear: Any) -> None:
+    """Every candidate is a row of the matrix to read, and here are thousands of about the same chance."""
+    row = states(LEARNED + 1, seed=1)[LEARNED:] / 4
+    with torch.no_grad():
+        linear.weight[:4096] += 8 * row / row.square().sum()
+    head = learned(ScreenedHead(linear), seed=1)
+    whole = row @ linear.weight.detach().T
+
+    logits = head(row)
+
+    num_whole = int(torch.isclose(logits, whole, atol=1e-6, rtol=0).sum())
+    assert 512 < num_whole < 1536
+    assert set(logits.topk(16).indices[0].tolist()) == set(whole.topk(16).indices[0].tolist())
+
+
 def test_its_output_has_the_shape_of_its_input(linear: Any) -> None:
     head = ScreenedHead(linear)
     before = head(states(3, seed=1)[None])

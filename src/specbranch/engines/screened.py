@@ -21,6 +21,7 @@ LEARNED = 8192  # hidden states that the directions are learned from
 _PART = 4  # the narrow product has so much less width
 _MARGIN = 12.0  # below the best logit by the narrow product: what is further off is no candidate
 _COUNT = 512  # and of blocks only so many of the best have candidates
+_MOST = 1024  # candidates: a flat law has tens of thousands within the margin, and only its first ones are asked for
 _BLOCK = 64  # tokens
 _AUDIT_EVERY = 32  # products
 _KEEP = 0.98  # of what audits have found, at the next one
@@ -110,6 +111,8 @@ class _Screen:
         bars = torch.maximum(best[:, -1], best[:, 0] - _MARGIN)
         for row, hidden, bar in zip(logits, rows, bars, strict=True):
             near = (row >= bar).nonzero()[:, 0]
+            if len(near) > _MOST:
+                near = near[row[near].topk(_MOST, sorted=False).indices]
             row[near] = weight[near] @ hidden
         return logits
 
