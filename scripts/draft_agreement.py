@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--longest", type=int, default=200, help="prompts with more tokens are left out")
     parser.add_argument("--texts", type=int, default=48, help="other answers that are read first")
+    parser.add_argument("--rows-only", action="store_true", help="time rows, and leave agreement and worth out")
     parser.add_argument("--turns", type=int, default=5, help="of timing")
     parser.add_argument("--core", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "draft_agreement.json")
@@ -49,7 +50,7 @@ def main() -> None:
         chosen = by_task.setdefault(task, [])
         if split_of(prompt) == "test" and len(chosen) < args.count and len(answer.prompt) <= args.longest:
             chosen.append((list(answer.prompt), list(answer.tokens[: args.tokens])))
-    by_task = {task: pairs for task, pairs in by_task.items() if pairs}
+    by_task = {} if args.rows_only else {task: pairs for task, pairs in by_task.items() if pairs}
     texts = [[*one.prompt, *one.tokens] for _, name, one in read_answers(args.collection) if split_of(name) == "train"]
     truth: dict[str, Trace] = {}
     if args.target:
@@ -77,7 +78,7 @@ def main() -> None:
         speeds = {task: simulate(trace, Method("budget"), layout).speedup for task, trace in traces[draft].items()}
         worth = {task: round(speed, 2) for task, speed in speeds.items()}
         rows.append({"draft": draft, "agreement": agreement, "row_ms": by_rows, "speed": worth})
-        print(f"{draft:28} rows {by_rows}  mean speed {mean(speeds.values()):.2f}  {agreement}", flush=True)
+        print(f"{draft:28} rows {by_rows}  speed {worth}  {agreement}", flush=True)
     for engine in engines.values():
         engine.shutdown()
     args.out.write_text(json.dumps({"drafts": rows, "provenance": provenance()}, indent=1) + "\n")
