@@ -4,7 +4,7 @@
 Agreement is how often the draft's first choice is the target's token, and, if the target is named, the overlap of both
 laws (1 - TV, of their heads) too. Rows are timed in turns, so that the machine's noise hits all drafts alike. The worth
 is the simulated speed of `budget` on these answers. Answers come from `specbranch train collect`. Writes
-results/draft_agreement.json.
+results/draft_agreement.json, or results/draft_rows.json where only rows are timed.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ def main() -> None:
     parser.add_argument("--rows-only", action="store_true", help="time rows, and leave agreement and worth out")
     parser.add_argument("--turns", type=int, default=5, help="of timing")
     parser.add_argument("--core", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "draft_agreement.json")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    out = args.out or ROOT / "results" / ("draft_rows.json" if args.rows_only else "draft_agreement.json")
     os.sched_setaffinity(0, {args.core})
     by_task: dict[str, list[tuple[list[int], list[int]]]] = {}
+    texts: list[list[int]] = []
     for task, prompt, answer in read_answers(args.collection):
-        chosen = by_task.setdefault(task, [])
-        if split_of(prompt) == "test" and len(chosen) < args.count and len(answer.prompt) <= args.longest:
-            chosen.append((list(answer.prompt), list(answer.tokens[: args.tokens])))
-    by_task = {} if args.rows_only else {task: pairs for task, pairs in by_task.items() if pairs}
-    texts = [[*one.prompt, *one.tokens] for _, name, one in read_answers(args.collection) if split_of(name) == "train"]
+        match split_of(prompt):
+            case "train":
+                texts.append([*answer.prompt, *answer.tokens])
+            case "test" if not args.rows_only and len(answer.prompt) <= args.longest:
+                by_task.setdefault(task, []).append((list(answer.prompt), list(answer.tokens[: args.tokens])))
+    by_task = {task: pairs[: args.count] for task, pairs in by_task.items()}
     truth: dict[str, Trace] = {}
-    if args.target:
+    if args.target and by_task:
         engine = _opened(args.target)
         truth = {task: record_laws(engine, pairs) for task, pairs in by_task.items()}
         engine.shutdown()
@@ -81,7 +84,7 @@ def main() -> None:
         print(f"{draft:28} rows {by_rows}  speed {worth}  {agreement}", flush=True)
     for engine in engines.values():
         engine.shutdown()
-    args.out.write_text(json.dumps({"drafts": rows, "provenance": provenance()}, indent=1) + "\n")
+    out.write_text(json.dumps({"drafts": rows, "provenance": provenance()}, indent=1) + "\n")
 
 
 def _opened(draft: str) -> DraftEngine:
