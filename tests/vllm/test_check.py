@@ -31,7 +31,7 @@ def test_a_right_pair_holds(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     code, document = run_check("--alpha", "1e-4", "--samples", "32", "--report", str(report))
 
-    assert code == 0, [finding for finding in document["findings"] if finding["result"] == "FAILED"]
+    assert code == 0, json.dumps([one for one in document["findings"] if one["result"] == "FAILED"], indent=1)
     assert document["holds"] is True
     names = [finding["name"] for finding in document["findings"]]
     assert sum(name.startswith("law: ") for name in names) == 9

@@ -161,7 +161,11 @@ def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
 def ended(done: Done) -> Done:
     """The run without the outputs that its longest length cut off."""
     return Done(
-        done.name, [one for one in done.answers if one.finish_reason != "length"], done.submitted, done.accepted
+        done.name,
+        [one for one in done.answers if one.finish_reason != "length"],
+        done.submitted,
+        done.accepted,
+        done.attempts,
     )
 
 
@@ -216,11 +220,13 @@ def _surprises(done: Done) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 def _checked(other: Done, result: str, says: str) -> tuple[str, str]:
     """A check during which no draft token was accepted has checked nothing, and fails."""
-    return (result, says) if other.accepted else (FAILED, f"nothing was checked: no draft token accepted ({says})")
+    if not other.accepted:
+        return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
+    return result, says if other.attempts == 1 else f"{says}; in attempt {other.attempts}, none accepted before"
 
 
 def _drafts(other: Done) -> dict[str, int]:
-    return {"submitted": other.submitted, "accepted": other.accepted}
+    return {"submitted": other.submitted, "accepted": other.accepted, "attempts": other.attempts}
 
 
 def _num_missing(answer: Answer) -> int:

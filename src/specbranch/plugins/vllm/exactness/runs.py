@@ -48,12 +48,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A run that is over, with the draft tokens that vLLM verified and accepted meanwhile."""
+    """A run that is over, with the draft tokens that vLLM verified and accepted in the last attempt at it."""
 
     name: str
     answers: list[Answer]
     submitted: int = 0
     accepted: int = 0
+    attempts: int = 1
 
 
 class News(msgspec.Struct, frozen=True):

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 
 import msgspec
 
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done, Job, News, Run
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
+
+_ATTEMPTS = 4  # at a run whose drafts came to nothing
+_PAUSE_S = 2.0  # before another attempt
 
 
 def main() -> None:
@@ -36,11 +40,27 @@ def work(job: Job) -> Iterator[News]:
         if run.section is not None and run.section != section:
             target.use(run.section)
             section = run.section
-        yield from _run(target, run)
+        yield from decode(target, run, is_drafted=section is not None)
 
 
-def _run(target: Target, run: Run) -> Iterator[News]:
-    submitted, accepted = target.draft_tokens()
+def decode(target: Target, run: Run, is_drafted: bool) -> Iterator[News]:
+    """Run the requests; again if a draft should have helped and no token of it was accepted: nothing was checked then.
+
+    That happens when the draft's process or the whole machine stood still: a target does not wait for it.
+    """
+    attempt, most = 0, _ATTEMPTS if is_drafted else 1
+    accepted = 0
+    while not accepted and attempt < most:
+        if attempt:
+            time.sleep(_PAUSE_S)
+        attempt += 1
+        before = target.draft_tokens()
+        answers = yield from _answers(target, run, is_heard=attempt == 1)
+        submitted, accepted = (now - then for now, then in zip(target.draft_tokens(), before, strict=True))
+    yield News(done=Done(run.name, answers, submitted, accepted, attempt))
+
+
+def _answers(target: Target, run: Run, is_heard: bool) -> Generator[News, None, list[Answer]]:
     answers: list[Answer] = []
     size = run.batch or max(1, len(run.asks))
     for start in range(0, len(run.asks), size):
@@ -54,11 +74,10 @@ def _run(target: Target, run: Run) -> Iterator[News]:
                 piece.finish_reason,
                 so_far.logprobs + piece.logprobs,
             )
-            if piece.finish_reason is not None:
+            if piece.finish_reason is not None and is_heard:
                 yield News(num_ended=1)
         answers += answers_here
-    submitted_now, accepted_now = target.draft_tokens()
-    yield News(done=Done(run.name, answers, submitted_now - submitted, accepted_now - accepted))
+    return answers
 
 
 def _request(target: Target, ask: Ask) -> Request:
