@@ -144,7 +144,7 @@ def test_a_fork_of_four_thousand_tokens_takes_no_time_and_no_cell(
         print(f"\nfork of 4,000 tokens, llama.cpp: median {statistics.median(times_s) * 1e6:.0f} us")
     record("fork", engine="llamacpp", tokens=4000, median_us=round(statistics.median(times_s) * 1e6))
     # The lower quartile: what a fork costs when nothing else takes the core.
-    assert statistics.quantiles(times_s)[0] < 0.001
+    assert statistics.quantiles(times_s)[0] < 0.005
     assert after[0] == before[0] == 4000
     # One copy of these 4,000 tokens would be 92 MB: 30 layers of 2 times 192 numbers of 2 bytes each.
     assert after[1] - before[1] < 8 << 20

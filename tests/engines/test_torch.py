@@ -151,8 +151,8 @@ def test_fused_layers_say_what_the_layers_one_by_one_say(
     kinds = [{type(module).__name__ for module in engine._model.modules()} for engine in (fused, plain)]
 
     # Without this line the test would pass if nothing were fused.
-    assert {"_Attention", "_Perceptron", "_Norm"} <= kinds[0]
-    assert not {"_Attention", "_Perceptron", "_Norm"} & kinds[1]
+    assert {"_Layer", "_Attention", "_Perceptron", "_Norm"} <= kinds[0]
+    assert not {"_Layer", "_Attention", "_Perceptron", "_Norm"} & kinds[1]
     for text in ([1, 2, 3, 4], [5] * 30, list(range(60))):
         assert close_laws(fresh_law(fused, text), fresh_law(plain, text), tolerance=2e-3)
 

@@ -21,7 +21,7 @@ from specbranch.plugins.vllm import slate
 from specbranch.plugins.vllm.metrics import Collector
 from specbranch.plugins.vllm.slate import RUN, Shown, Slate, open_slate, read_slates, remove_slates
 from specbranch.service.client import ClientOptions, DraftClient
-from tests.service.harness import Walk, scripted_service
+from tests.service.harness import PATIENCE_S, Walk, scripted_service
 
 COUNTS = {"calls": 9, "answered": 7, "timeouts": 2, "wait_s": 0.5}
 
@@ -31,6 +31,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv(RUN, "r1")
     return "r1"
+
+
+HITS = "specbranch_hits_total", "3"
 
 
 def show(address: str, namespace: bytes = b"ours", engine: int = 0, **changes: Any) -> Slate:
@@ -102,14 +105,14 @@ def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespac
     with scripted_service(tmp_path) as service:
         for engine, namespace in enumerate((b"one", b"two", b"two")):
             show(service.address, namespace, engine, is_lagging=engine == 1)
-            client = DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, "confidence", 1.0, namespace))
-            client.hello(5.0)
+            client = DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, "confidence", 60.0, namespace))
+            client.hello(PATIENCE_S)
             walk = Walk(client, [1, 2, engine])
             for _ in range(10):
                 walk.step()
             client.close()
         # A message that came late is counted later.
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + PATIENCE_S
         while rounds_of(found := samples(collector)) != {"0": 9, "1,2": 18}:
             assert time.monotonic() < end_s, rounds_of(found)
             time.sleep(0.2)
@@ -129,19 +132,26 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
     with scripted_service(tmp_path) as service:
         for engine in range(4):
             show(service.address, bytes([engine]), engine)
-        assert samples(collector)["specbranch_state", "3", "on"] == 1
-        service.signal(signal.SIGSTOP)
-        durations = []
-        for pause_s in (0.0, 0.0, 1.1):
-            time.sleep(pause_s)
-            start_s = time.monotonic()
-            found = samples(collector)
-            durations.append(time.monotonic() - start_s)
+        turns: list[list[float]] = []
+        for _ in range(3):
+            end_s = time.monotonic() + PATIENCE_S
+            while (found := samples(collector))["specbranch_state", "3", "on"] != 1 or (HITS not in found):
+                assert time.monotonic() < end_s, found
+                time.sleep(0.2)
+            service.signal(signal.SIGSTOP)
+            turns.append([])
+            for pause_s in (0.0, 0.0, 1.1):
+                time.sleep(pause_s)
+                start_s = time.monotonic()
+                found = samples(collector)
+                turns[-1].append(time.monotonic() - start_s)
+            service.signal(signal.SIGCONT)
 
-    assert max(durations) < 0.08
-    assert max(durations[1:]) < 0.04
+    # A busy machine may hold up one turn or another.
+    assert min(max(durations) for durations in turns) < 0.08
+    assert min(max(durations[1:]) for durations in turns) < 0.04
     assert [found["specbranch_state", str(engine), "lagging"] for engine in range(4)] == [1] * 4
-    assert found["specbranch_hits_total", "3"] == 0
+    assert found[HITS] == 0
 
 
 def test_a_proposer_that_does_not_draft_is_off(collector: Collector) -> None:
@@ -247,12 +257,16 @@ from specbranch.plugins.vllm.slate import Shown, open_slate
 multiprocessing.current_process().name = sys.argv[1]
 register()
 slate = open_slate(lambda: ("target", 0))
-for calls in (5, 9, 2):
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+last = 'specbranch_submitted_tokens_bucket{engine="0",le="0.0",model_name="target"} '  # is carried over last
+for calls, total in ((5, 5), (9, 9), (2, 11)):
     lens = [calls, 0, 3]
     slate.show(Shown("target", 0, "ipc:///nowhere", None, b"n", False, False, {"calls": calls}, lens, {"lora": 4}))
     time.sleep(1.6)
-registry = CollectorRegistry()
-MultiProcessCollector(registry)
+    end_s = time.monotonic() + 30 * sys.argv[1].endswith("0")
+    while f"{last}{total}.0" not in generate_latest(registry).decode() and time.monotonic() < end_s:
+        time.sleep(0.1)
 print(generate_latest(registry).decode())
 """
 

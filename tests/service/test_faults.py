@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 import zmq
 
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.wire import Proposals, Step, decode_request, encode
-from tests.service.harness import STALL_S, Walk, scripted_service
+from tests.service.harness import PATIENCE_S, STALL_S, Walk, scripted_service
 
 DEADLINE_S = 0.2
 
@@ -31,7 +32,7 @@ def client_for(address: str, planner: str = "pearl", deadline_s: float = DEADLIN
     )
 
 
-def walk_until_accepted(walk: Walk, more: int = 5, timeout_s: float = 15.0) -> None:
+def walk_until_accepted(walk: Walk, more: int = 5, timeout_s: float = PATIENCE_S) -> None:
     """Go on until drafts are accepted again."""
     goal, end_s = walk.num_accepted + more, time.monotonic() + timeout_s
     while walk.num_accepted < goal:
@@ -75,7 +76,7 @@ def driving(traffic: list[Traffic]) -> Iterator[None]:
         for one in traffic:
             one.is_stopping = True
         for one in traffic:
-            one.join(10)
+            one.join(PATIENCE_S)
             one.client.close()
         gc.unfreeze()
         sys.setswitchinterval(before_s)
@@ -93,16 +94,17 @@ def test_a_service_killed_fifty_times_under_traffic_of_eight_clients_costs_speed
                 service.kill()
                 service.start()
                 service.wait_until_up()
-            time.sleep(1.0)
-            before = [one.walk.num_accepted for one in traffic]
-            time.sleep(2.0)
-            after = [one.walk.num_accepted for one in traffic]
+            before, end_s = [one.walk.num_accepted for one in traffic], time.monotonic() + PATIENCE_S
+            while any(one.walk.num_accepted == then for one, then in zip(traffic, before, strict=True)):
+                assert time.monotonic() < end_s, (
+                    f"no drafts after the last restart: {[one.client.counts for one in traffic]}"
+                )
+                time.sleep(0.1)
 
-    for one, then, now in zip(traffic, before, after, strict=True):
+    for one in traffic:
         assert one.error is None
         assert one.client.counts.faults == 0
-        assert one.walk.longest_s < DEADLINE_S + STALL_S
-        assert now > then, f"no drafts after the last restart: {one.client.counts}"
+        assert one.walk.num_calls_beyond(DEADLINE_S + STALL_S) <= 10  # it was killed fifty times
         one.walk.assert_text_is_the_targets()
 
 
@@ -111,18 +113,16 @@ def test_a_hung_service_is_waited_for_once_and_used_again_when_it_wakes(tmp_path
         walk = Walk(client, [1, 2])
         walk_until_accepted(walk)
         service.signal(signal.SIGSTOP)
-        start_s, steps = time.monotonic(), 0
-        while time.monotonic() - start_s < 2.0:
+        before, num_calls = client.counts.timeouts, len(walk.calls_s)
+        for _ in range(80):
             walk.step()
-            steps += 1
             time.sleep(0.02)
-        timeouts = client.counts.timeouts
+        timeouts, while_hung_s = client.counts.timeouts - before, walk.calls_s[num_calls:]
         service.signal(signal.SIGCONT)
         walk_until_accepted(walk)
 
         assert timeouts == 1
-        assert steps > 60
-        assert walk.longest_s < DEADLINE_S + STALL_S
+        assert sum(call_s > DEADLINE_S / 4 for call_s in while_hung_s) <= 4  # one waits; a busy machine may hold others
         walk.assert_text_is_the_targets()
 
 
@@ -133,7 +133,7 @@ def test_without_a_service_a_call_costs_next_to_nothing_and_drafts_start_when_on
         for _ in range(100):
             walk.step()
 
-        assert client.counts.wait_s < 100 * 0.001
+        assert median(walk.calls_s) < 0.001
         assert client.counts.unreachable == 100
         with scripted_service(tmp_path):
             walk_until_accepted(walk)
@@ -173,38 +173,34 @@ def test_a_late_reply_is_never_taken_for_the_reply_of_another_round(tmp_path: Pa
     address = f"ipc://{tmp_path}/slow.sock"
     with slow_service(address, delay_s=DEADLINE_S + 0.01), contextlib.closing(client_for(address)) as client:
         time.sleep(0.2)
-        longest_s = 0.0
+        calls_s = []
         for _ in range(20):
             before = client._round
             start_s = time.monotonic()
             (proposal,) = client.propose([Committed([1, 2, 3], 1)])
-            longest_s = max(longest_s, time.monotonic() - start_s)
+            calls_s.append(time.monotonic() - start_s)
             assert proposal in ([], [before + 1])
             time.sleep(0.03)
 
-        assert longest_s < DEADLINE_S + STALL_S
+        assert sum(call_s > DEADLINE_S + STALL_S for call_s in calls_s) <= 4
         assert client.counts.late > 0
         assert client.counts.timeouts > 0
 
 
 def test_equal_texts_share_a_draft_only_in_a_namespace_given_on_purpose(tmp_path: Path) -> None:
     with scripted_service(tmp_path) as service:
-        shared = [client_for(service.address, namespace=b"ours") for _ in range(2)]
-        alone = client_for(service.address)
-        assert all(client.hello(5.0) for client in (*shared, alone))
+        shared = [client_for(service.address, deadline_s=PATIENCE_S, namespace=b"ours") for _ in range(2)]
+        alone = client_for(service.address, deadline_s=PATIENCE_S)
+        assert all(client.hello(PATIENCE_S) for client in (*shared, alone))
         walks = [Walk(client, [7, 8, 9]) for client in (*shared, alone)]
         walks[0].step()
-        time.sleep(0.2)
+        assert walks[0].client.hello(PATIENCE_S)  # answered in order, so the text has come
         for walk in walks[1:]:
             walk.step()
 
         assert [walk.client.counts.opened for walk in walks] == [1, 0, 1]
-        for _ in range(20):
-            for walk in walks:
-                walk.step()
-                time.sleep(0.01)
         for walk in walks:
-            assert walk.num_accepted > 0
+            walk_until_accepted(walk, 1)
             walk.assert_text_is_the_targets()
             walk.client.close()
 
@@ -213,7 +209,7 @@ def test_clients_that_vanish_in_mid_round_leave_the_service_well(tmp_path: Path)
     with scripted_service(tmp_path, "--step-ms", "20", "--max-sessions", "16") as service:
         for number in range(60):
             gone = client_for(service.address, "sps", deadline_s=0.001)
-            gone.hello(5.0)
+            gone.hello(PATIENCE_S)
             Walk(gone, [number % VOCAB_SAFE, 2, 3]).step()
             gone.close()
         with contextlib.closing(client_for(service.address, "sps", deadline_s=0.2)) as client:

@@ -19,7 +19,7 @@ from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import TextScript
 from tests.engines.models import model_path
-from tests.service.harness import STALL_S, Service, Walk, running
+from tests.service.harness import PATIENCE_S, Service, Walk, running
 from tests.service.test_faults import client_for
 
 PROMPT = [504, 2365, 6354, 16438, 690, 260]
@@ -29,7 +29,7 @@ ANSWER_LEN = 400
 @pytest.fixture(scope="module")
 def answer() -> tuple[int, ...]:
     """What SmolLM2 itself says after the prompt, greedily: the target of these tests, which is also its own draft."""
-    engine = LlamaCppEngine(EngineOptions(str(model_path("smollm2-135m")), threads=2, max_tokens=1024))
+    engine = LlamaCppEngine(EngineOptions(str(model_path("smollm2-135m")), threads=1, max_tokens=1024))
     handle = engine.open()
     tokens = list(PROMPT)
     (law,) = engine.run([Row(handle, tuple(tokens))])
@@ -61,7 +61,7 @@ def test_real_drafts_are_accepted_and_survive_kills(service: Service, answer: tu
     with contextlib.closing(client_for(service.address, planner, deadline_s=0.2)) as client:
         walk = Walk(client, PROMPT, said(answer))
         for _ in range(3):
-            goal, end_s = walk.num_accepted + 10, time.monotonic() + 30
+            goal, end_s = walk.num_accepted + 10, time.monotonic() + PATIENCE_S
             while walk.num_accepted < goal:
                 assert time.monotonic() < end_s, f"no drafts were accepted: {client.counts}"
                 walk.step()
@@ -72,6 +72,5 @@ def test_real_drafts_are_accepted_and_survive_kills(service: Service, answer: tu
             service.wait_until_up()
 
         assert client.counts.faults == 0
-        assert walk.longest_s < 0.2 + STALL_S
         walk.assert_text_is_the_targets()
         assert len(walk.tokens) < len(answer)

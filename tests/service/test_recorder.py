@@ -12,15 +12,15 @@ from specbranch.core.law import Law
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.recorder import Note, Recorder
 from specbranch.trace import read_trace
-from tests.service.harness import DRAFT, Walk, scripted_service
+from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 
 
 def test_a_killed_service_leaves_a_whole_trace_of_what_it_drafted_for(tmp_path: Path) -> None:
     """A real process; the texts, the laws and the submissions in its file are those of the run."""
     path = tmp_path / "trace.jsonl"
     with scripted_service(tmp_path, "--record", str(path)) as service:
-        with closing(DraftClient(ClientOptions(service.address, "sps", {"gamma": 3}, deadline_s=5.0))) as client:
-            assert client.hello(5.0) is not None
+        with closing(DraftClient(ClientOptions(service.address, "sps", {"gamma": 3}, deadline_s=PATIENCE_S))) as client:
+            assert client.hello(PATIENCE_S) is not None
             walks = [Walk(client, [1, 2, 3]), Walk(client, [4, 5])]
             for _ in range(40):
                 for walk in walks:

@@ -13,7 +13,7 @@ from pathlib import Path
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.wire import Figures, Report
-from tests.service.harness import Walk, scripted_service
+from tests.service.harness import PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench
 
 TIMEOUT_S = 0.03
@@ -25,7 +25,7 @@ def reporter_for(address: str, namespace: bytes = b"ours") -> Iterator[Reporter]
         yield reporter
 
 
-def ask_until(reporter: Reporter, reach: Reach, timeout_s: float = 10.0) -> None:
+def ask_until(reporter: Reporter, reach: Reach, timeout_s: float = PATIENCE_S) -> None:
     end_s = time.monotonic() + timeout_s
     while (found := reporter.ask(TIMEOUT_S)) is not reach:
         assert time.monotonic() < end_s, f"the service is still {found}"
@@ -34,9 +34,9 @@ def ask_until(reporter: Reporter, reach: Reach, timeout_s: float = 10.0) -> None
 
 def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
     with scripted_service(tmp_path) as service, reporter_for(service.address) as reporter:
-        options = ClientOptions(service.address, "pearl", {"gamma": 4}, deadline_s=1.0, namespace=b"ours")
+        options = ClientOptions(service.address, "pearl", {"gamma": 4}, deadline_s=PATIENCE_S, namespace=b"ours")
         with contextlib.closing(DraftClient(options)) as client:
-            client.hello(5.0)
+            client.hello(PATIENCE_S)
             walk = Walk(client, [1, 2, 3])
             for _ in range(40):
                 walk.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
@@ -18,7 +17,7 @@ from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.timeline import RowVerdict, Timeline
-from tests.service.harness import DRAFT, Walk, scripted_service
+from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench, likely
 
 LANE = (b"me", b"ours")
@@ -199,12 +198,13 @@ def test_a_service_writes_its_trace_when_it_is_told_to_end(tmp_path: Path) -> No
     """A real process with sockets and both threads, ended by SIGTERM."""
     path = tmp_path / "trace.json"
     with scripted_service(tmp_path, "--trace", str(path)) as service:
-        with closing(DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, deadline_s=5.0))) as client:
-            assert client.hello(5.0) is not None
+        with closing(
+            DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, deadline_s=PATIENCE_S))
+        ) as client:
+            assert client.hello(PATIENCE_S) is not None
             walk = Walk(client, [1, 2, 3])
             for _ in range(40):
                 walk.step()
-        service.signal(signal.SIGTERM)
         assert service.stop() == 0
     events = json.loads(path.read_text())["traceEvents"]
     rounds = [event for event in events if event.get("cat") in ("hit", "miss")]

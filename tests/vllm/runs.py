@@ -29,7 +29,7 @@ def draft_service(model: str, *arguments: str) -> Iterator[str]:
 
 def drafting(address: str, **section: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that make it draft through a service."""
-    ours = {"address": address, "planner": "pearl", "deadline_ms": 5000, "is_gated": False, **section}
+    ours = {"address": address, "planner": "pearl", "deadline_ms": 60000, "is_gated": False, **section}
     return {
         "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4},
         "additional_config": {"specbranch": ours},

@@ -38,7 +38,7 @@ class Served:
     def scrape(self) -> tuple[str, float]:
         """The page of metrics, and how long it took."""
         start_s = time.monotonic()
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
             return reply.read().decode(), time.monotonic() - start_s
 
 
@@ -90,7 +90,7 @@ def serving(model: Path, directory: Path, *arguments: str, **environment: str) -
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(120)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -99,7 +99,7 @@ def serving(model: Path, directory: Path, *arguments: str, **environment: str) -
 def _wait_until_up(url: str, process: subprocess.Popen[Any], log: Path, timeout_s: float = 300.0) -> None:
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=30):
             return
         time.sleep(0.5)
     raise AssertionError(f"vLLM did not come up:\n{log.read_text()[-4000:]}")

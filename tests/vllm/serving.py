@@ -33,7 +33,7 @@ class Served:
 
     def metric(self, name: str) -> float:
         """The sum of a counter or gauge on vLLM's endpoint."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert values, f"no metric {name}"
@@ -58,7 +58,7 @@ class Served:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(180)
 
 
 @contextlib.contextmanager
@@ -91,14 +91,14 @@ def started(directory: Path, *words: str) -> Iterator[Served]:
 def serving(directory: Path, *words: str) -> Iterator[Served]:
     """The same, once it said that it is ready; asked to stop at the end."""
     with started(directory, *words) as served:
-        wait_for(lambda: "ready in" in served.out.read_text() or served.process.poll() is not None, 240)
+        wait_for(lambda: "ready in" in served.out.read_text() or served.process.poll() is not None, 360)
         assert served.process.poll() is None, served.err.read_text()[-4000:]
         yield served
         if served.process.poll() is None:
             served.stop()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen in time"

@@ -15,6 +15,7 @@ import pytest
 from tests.engines.models import model_path
 
 QUESTION = ["--prompt", "Name three colours and say where they are found.", "--max-tokens", "40"]
+WAITING = ["--set", "waits=true", "--deadline-ms", "30000"]  # so that there are drafts on a machine that stands still
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -41,7 +42,7 @@ def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_the_answer_is_that_of_bare_vllm(tmp_path: Path) -> None:
     """Greedy, in 32 bits: the same tokens, fewer steps; and the run leaves a trace."""
     trace = tmp_path / "trace.json"
-    drafted = document(generate(*QUESTION, "--json", "--compare", "--gamma", "4", "--trace", str(trace)))
+    drafted = document(generate(*QUESTION, "--json", "--compare", "--gamma", "4", *WAITING, "--trace", str(trace)))
     bare = document(generate(*QUESTION, "--json", with_draft=False))
 
     assert drafted["tokens"] == drafted["plain"]["tokens"] == bare["tokens"]

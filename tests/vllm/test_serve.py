@@ -19,7 +19,7 @@ import pytest
 from tests.engines.models import model_path
 from tests.vllm.serving import ROOT, Served, serving, started, wait_for
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(600)
 
 TARGET = "smollm2-135m-dense"
 DRAFT = "smollm2-135m"
@@ -139,7 +139,10 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(client: Any) -> None:
 
 
 def test_two_answers_to_one_question(client: Any) -> None:
-    answer = client.completions.create(model=TARGET, prompt=PROMPTS[0], max_tokens=16, temperature=1.0, seed=5, n=2)
+    ignoring = {"extra_body": {"ignore_eos": True}}
+    answer = client.completions.create(
+        model=TARGET, prompt=PROMPTS[0], max_tokens=16, temperature=1.0, seed=5, n=2, **ignoring
+    )
 
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].text != answer.choices[1].text
@@ -189,15 +192,17 @@ def test_an_answer_by_a_json_schema_fits_it(client: Any) -> None:
 
 
 def test_a_stream_that_is_closed_leaves_the_server_idle_and_well(served: Served, client: Any, bare: list[str]) -> None:
+    before = served.metric("vllm:generation_tokens_total")
     stream = client.completions.create(
         model=TARGET, prompt=PROMPTS[0], max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    wait_for(lambda: served.metric("vllm:num_requests_running") == 0, 10)
+    wait_for(lambda: served.metric("vllm:num_requests_running") == 0)
 
+    assert served.metric("vllm:generation_tokens_total") < before + 400
     assert complete(client, PROMPTS[1]) == bare[1]
-    wait_for(lambda: served.metric("vllm:num_requests_running") == 0, 10)
+    wait_for(lambda: served.metric("vllm:num_requests_running") == 0)
 
 
 def test_a_killed_draft_loses_no_request_changes_no_output_and_comes_back(
@@ -207,19 +212,19 @@ def test_a_killed_draft_loses_no_request_changes_no_output_and_comes_back(
     before = served.metric(ACCEPTED)
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(complete_all, client)
-        wait_for(lambda: served.metric(ACCEPTED) > before, 60)
+        wait_for(lambda: served.metric(ACCEPTED) > before)
         os.kill(killed, signal.SIGKILL)
         was_running = served.metric("vllm:num_requests_running")
         texts = load.result(120)
 
     assert was_running > 0
     assert texts == bare
-    wait_for(lambda: "the draft service is back" in served.out.read_text(), 60)
+    wait_for(lambda: "the draft service is back" in served.out.read_text())
     assert "was ended by SIGKILL; starting it again in 1 s" in served.out.read_text()
     assert served.draft_pid() != killed
     before = served.metric(ACCEPTED)
-    assert complete(client, PROMPTS[2]) == bare[2]
-    assert served.metric(ACCEPTED) > before
+    # vLLM finds the new one within seconds, which may be one answer later.
+    wait_for(lambda: complete(client, PROMPTS[2]) == bare[2] and served.metric(ACCEPTED) > before)
 
 
 def test_sigterm_stops_everything_with_code_0(served: Served) -> None:
@@ -229,42 +234,42 @@ def test_sigterm_stops_everything_with_code_0(served: Served) -> None:
 
     assert len(children) >= 3
     assert served.stop() == 0
-    assert time.monotonic() - begin_s < 30
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
+    assert time.monotonic() - begin_s < 60
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
 @pytest.mark.usefixtures("installed")
 def test_ctrl_c_while_vllm_loads_stops_everything_and_a_second_one_kills(tmp_path: Path) -> None:
     """vLLM is held, so that it cannot follow the first one."""
     with started(tmp_path, TARGET, "--draft", DRAFT) as served:
-        wait_for(lambda: any("vllm.launch" in command for command in served.descendants().values()), 60)
+        wait_for(lambda: any("vllm.launch" in command for command in served.descendants().values()))
         children = served.descendants()
         (vllm,) = (pid for pid, command in children.items() if "vllm.launch" in command)
         os.kill(vllm, signal.SIGSTOP)
         served.process.send_signal(signal.SIGINT)
-        wait_for(lambda: "once more to kill" in served.out.read_text(), 10)
+        wait_for(lambda: "once more to kill" in served.out.read_text())
         assert served.process.poll() is None
         served.process.send_signal(signal.SIGINT)
 
-        assert served.process.wait(20) == 130
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
+        assert served.process.wait(120) == 130
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
 @pytest.mark.usefixtures("installed")
 def test_if_vllm_ends_the_draft_ends_and_the_code_is_vllms(tmp_path: Path) -> None:
     with started(tmp_path, TARGET, "--draft", DRAFT, "--no-such-flag") as served:
-        wait_for(lambda: bool(served.descendants()), 60)
+        wait_for(lambda: bool(served.descendants()))
         children = served.descendants()
 
-        assert served.process.wait(120) == 2
+        assert served.process.wait(300) == 2
         assert "vLLM ended with code 2" in served.out.read_text()
         assert "--no-such-flag" in served.err.read_text()
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_draft_that_does_not_start_is_an_error_before_vllm_is_started(tmp_path: Path) -> None:
     with started(tmp_path, TARGET, "--draft", "/nowhere/draft.gguf") as served:
-        assert served.process.wait(60) == 2
+        assert served.process.wait(180) == 2
         assert "the draft service for /nowhere/draft.gguf ended with code 2" in served.err.read_text()
         assert "vllm" not in served.err.read_text()

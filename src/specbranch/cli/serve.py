@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,11 +134,29 @@ def _run(plan: _Plan, console: Console) -> int:
             if keeper:
                 keeper.start()
             console.print(_summary(plan, settings, keeper.address if keeper else None, endpoint))
-            server.start()
+            with _uninterrupted():
+                server.start()
             return _watch(server, endpoint, begin_s, console)
         except KeyboardInterrupt:
             _say(console, "stopping; once more to kill")
             return _stop(server, keeper)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait: a process that is being started would be nobody's."""
+    caught: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: caught.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if caught:
+        raise KeyboardInterrupt
 
 
 def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:

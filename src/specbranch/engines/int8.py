@@ -32,20 +32,24 @@ class Int8Linear(nn.Module):
         integers = (weight / self._scales[:, None]).round().to(torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
         self._bias = _joined_bias(linears)
+        self._few = torch.zeros(_FEWEST, weight.shape[1], dtype=torch.int8)  # rows beyond those asked for hold anything
         self.num_bytes = weight.numel()
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """As the linear layers it was made from, end to end, within the error of 8 bits."""
+    def forward(self, rows: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """As the linear layers it was made from, end to end, within the error of 8 bits; added to `onto`, if given."""
         flat = rows.reshape(-1, rows.shape[-1])
+        count = len(flat)
         scales = flat.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST).div_(_LARGEST)
-        integers = torch.zeros(max(len(flat), _FEWEST), flat.shape[1], dtype=torch.int8)
-        integers[: len(flat)] = (flat / scales).round_()
+        integers = self._few if count <= _FEWEST else torch.empty(flat.shape, dtype=torch.int8)
+        integers[:count].copy_(torch.div(flat, scales).round_())
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             integers, 1.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        out = out[: len(flat)]
-        out = out.mul_(scales) if self._bias is None else torch.addcmul(self._bias, out, scales)
-        return out.view(*rows.shape[:-1], -1)
+        out = out[:count].mul_(scales)
+        if self._bias is not None:
+            out.add_(self._bias)
+        out = out.view(*rows.shape[:-1], -1)
+        return out if onto is None else out.add_(onto)
 
 
 def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:

@@ -37,6 +37,7 @@ SlotIds = NDArray[np.int64]
 
 _NAME = "specbranch"  # of our attention, in the registries of Transformers
 _FIRST_LEN = 64  # slots of a new arena
+_FEW = 16  # new tokens of a session, up to which its heads are looked up together
 _NOT_OURS = ("softcap", "s_aux", "position_bias")  # what some models ask of attention and ours does not do
 
 
@@ -103,7 +104,7 @@ class _Handle:
     path: SlotIds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Share:
     """One arena's part of a step: tokens `start` to `stop` of the sequence go to `slots` and see what `mask` says."""
 
@@ -113,6 +114,13 @@ class _Share:
     slots: torch.Tensor  # [tokens]
     span: int
     mask: torch.Tensor | None  # [tokens, span], 0 or -inf; None for a whole text in the first slots, in order
+    _repeated: torch.Tensor | None = None
+
+    def mask_of(self, num_heads: int) -> torch.Tensor | None:
+        """The mask for so many heads, one behind the other; every layer of a step asks for the same."""
+        if self._repeated is None and self.mask is not None:
+            self._repeated = self.mask.repeat(num_heads, 1)
+        return self._repeated
 
 
 class TorchEngine:
@@ -313,22 +321,40 @@ def _attend(
     """The attention that Transformers calls in every layer of an engine's model."""
     if not specbranch_shares or attention_mask is not None or any(asked.get(name) is not None for name in _NOT_OURS):
         raise _unfit(module, "its attention is not plain")
+    return _attended(module.layer_idx, specbranch_shares, query, key, value, scaling).contiguous(), None
+
+
+def _attended(
+    layer: int,
+    shares: Sequence[_Share],
+    query: torch.Tensor,  # [1, heads, tokens, width]
+    key: torch.Tensor,  # [1, kv_heads, tokens, width]
+    value: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """What the queries found, each in its own arena [1, tokens, heads, width]."""
     parts = []
-    for share in specbranch_shares:
+    for share in shares:
         tokens = slice(share.start, share.stop)
-        keys, values = share.arena.write(module.layer_idx, share, (key[:, :, tokens], value[:, :, tokens]))
-        parts.append(
-            scaled_dot_product_attention(
-                query[:, :, tokens],
-                keys,
-                values,
-                attn_mask=share.mask,
-                is_causal=share.mask is None,
-                scale=scaling,
-                enable_gqa=query.shape[1] != keys.shape[1],
-            )
+        keys, values = share.arena.write(layer, share, (key[:, :, tokens], value[:, :, tokens]))
+        parts.append(_looked_up(share, query[:, :, tokens], keys, values, scaling).transpose(1, 2))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _looked_up(
+    share: _Share, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    num_heads, num_tokens = query.shape[1:3]
+    num_sharing = num_heads // keys.shape[1]  # heads that read the same keys
+    if share.mask is None or num_sharing == 1 or num_tokens > _FEW:
+        mask, is_shared = share.mask, num_sharing > 1
+        return scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_shared
         )
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    # Queries of those heads as further queries of one head: the keys are read once, not once for each.
+    queries = query.reshape(1, keys.shape[1], num_sharing * num_tokens, -1)
+    mask = share.mask_of(num_sharing)
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling).view(query.shape)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -351,7 +377,7 @@ def _load(options: EngineOptions) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **how)
         model = model.to(options.device).eval()
-        return to_int8(fuse(model, _attend)) if is_int8 else model
+        return to_int8(fuse(model, _attended)) if is_int8 else model
     except EngineError:
         raise
     except Exception as error:
