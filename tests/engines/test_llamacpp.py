@@ -35,7 +35,7 @@ def is_roughly_close(a: Law, b: Law) -> bool:
 
 
 def engine_of(path: Path, dtype: str = "auto", max_tokens: int = 1024, max_handles: int = 64) -> LlamaCppEngine:
-    options = EngineOptions(str(path), threads=2, dtype=dtype, max_tokens=max_tokens, max_handles=max_handles)
+    options = EngineOptions(str(path), threads=1, dtype=dtype, max_tokens=max_tokens, max_handles=max_handles)
     return LlamaCppEngine(options)
 
 
@@ -159,7 +159,7 @@ def test_llamacpp_and_torch_give_the_same_laws_for_the_same_weights(dense: Llama
     pytest.importorskip("torch", reason="torch is not installed")
     from specbranch.engines.torch import TorchEngine
 
-    other = TorchEngine(EngineOptions(str(model_path("smollm2-135m")), dtype="float32", threads=2))
+    other = TorchEngine(EngineOptions(str(model_path("smollm2-135m")), dtype="float32", threads=1))
     texts = [[504, 2365, 6354, 16438], [28, 253, 1165, 30, 100, 2000], list(range(300, 340))]
     pairs = [(fresh_law(dense, text), fresh_law(other, text)) for text in texts]
     other.shutdown()

@@ -25,7 +25,6 @@ from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
 from tests.service.test_wire import REQUESTS, mutate
 
-
 _LAST = 987_654_321  # a round that no mutated frame has
 
 
