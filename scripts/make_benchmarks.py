@@ -21,6 +21,7 @@ FILES = (
     "bench-flagship-peers.jsonl",
     "bench-planners.jsonl",
     "bench-duel.jsonl",
+    "bench-duel-2.jsonl",
     "bench-rivals.jsonl",
     "bench-rivals-2.jsonl",
     "bench-windows.jsonl",
