@@ -354,7 +354,8 @@ def _looked_up(
     # Queries of those heads as further queries of one head: the keys are read once, not once for each.
     queries = query.reshape(1, keys.shape[1], num_sharing * num_tokens, -1)
     mask = share.mask_of(num_sharing)
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling).view(query.shape)
+    found = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+    return found.reshape(query.shape)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
