@@ -80,7 +80,7 @@ def main() -> None:
     looks = [{"minutes": 0.0, "tokens": 0, "agreement": _agreement(model, judged)}]
     print(looks[-1], flush=True)
     optimiser = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=args.rate)
-    order, tokens, spent_s, loss = random.Random(0), 0, 0.0, 0.0
+    order, tokens, spent_s = random.Random(0), 0, 0.0
     with Progress() as bar:
         task_id = bar.add_task("healing", total=60 * args.minutes)
         while spent_s < 60 * args.minutes:
