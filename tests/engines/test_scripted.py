@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from specbranch.engines.binding import Binding
 from specbranch.engines.protocol import DraftEngine, EngineFull
 from specbranch.engines.scripted import ScriptedEngine, ScriptedTarget
 from tests.engines.conformance import STATEFUL, EngineConformance, machine_for
-from tests.toys import CheckedLane, greedy, planner_of, random_script, stream
+from tests.toys import CheckedLane, greedy, planner_of, random_script, stream, text_to
 
 
 class TestScriptedEngine(EngineConformance):
@@ -118,3 +120,95 @@ def test_rows_that_find_no_handle_are_left_out() -> None:
 
     assert len(nodes) == 3
     assert len(feeds) == 1
+
+
+class Legible(ScriptedEngine):
+    """An engine whose handles can be read."""
+
+    def text(self, handle: int) -> tuple[int, ...]:
+        return self._cells[handle].state  # type: ignore[return-value]
+
+
+def test_a_cache_is_lent_only_as_far_as_it_holds_the_committed_text() -> None:
+    """The verdict is not settled yet: nothing but the tree's shape tells that the drafted tokens are lost."""
+    engine = Legible(random_script(0, 5))
+    binding = Binding(engine)
+    session = Session([0, 0, 0], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    session.propose()
+    for _ in range(4):
+        draft_step(engine, binding, session)
+    kept, lost = (node.token for node in session.tree.walk(session.tree.root, 2))
+    other = (lost + 1) % 5
+    session.follow([kept, other, other], 0)
+
+    assert binding.lend(session.tokens, session.tree, 5) is None
+    handle = binding.lend(session.tokens, session.tree, 4)
+    assert handle is not None and engine.text(handle) == (0, 0, 0, kept)
+
+
+def draft_step(engine: Legible, binding: Binding, session: Session, piece_len: int = 1 << 30) -> None:
+    """Run what the planner wants, whether verdicts are settled or not, and look at what every handle then holds."""
+    nodes = session._planner.prepare(session.round)
+    feeds = binding.feeds(session.tokens, session.tree, nodes, piece_len)
+    for feed, law in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
+        text = engine.text(feed.row.handle)
+        if feed.node is None:
+            assert text == tuple(session.tokens[: len(text)])
+        else:
+            assert text == text_to(session, feed.node)
+            session.grow(feed.node, law)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Draft steps, a verdict that keeps some of what was drafted, and what happens before drafting goes on."""
+
+    num_steps: int
+    num_kept: int
+    others: list[int]
+    is_settled: bool
+    num_lent: int  # tokens less than all
+    is_closed: bool
+
+
+TURNS = st.builds(
+    Turn,
+    num_steps=st.integers(0, 5),
+    num_kept=st.integers(0, 3),
+    others=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    is_settled=st.booleans(),
+    num_lent=st.integers(0, 4),
+    is_closed=st.sampled_from([False, False, False, True]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(["pearl", "ssd", "specbranch", "budget"]),
+    prompt=st.lists(st.integers(0, 2), min_size=5, max_size=7),
+    piece_len=st.sampled_from([2, 100]),
+    turns=st.lists(TURNS, min_size=1, max_size=8),
+)
+def test_whatever_is_fed_or_lent_holds_the_committed_text(
+    name: str, prompt: list[int], piece_len: int, turns: list[Turn]
+) -> None:
+    engine = Legible(random_script(1, 3))
+    binding = Binding(engine)
+    session = Session(prompt, planner_of(name, {"gamma": 3}), TopDraw(), Costs())
+    for turn in turns:
+        session.propose()
+        for _ in range(turn.num_steps):
+            draft_step(engine, binding, session, piece_len)
+            session.propose()
+        kept = [node.token for node in session.tree.walk(session.tree.root, turn.num_kept)]
+        session.follow([*kept, *turn.others], len(session.submitted))
+        if turn.is_settled:
+            session.settle()
+        length = len(session.tokens) - turn.num_lent
+        handle = binding.lend(session.tokens, session.tree, length)
+        if handle is not None:
+            assert engine.text(handle) == tuple(session.tokens[:length])
+            engine.close(handle)
+        if turn.is_closed:
+            binding.close()
+        assert engine.num_handles == binding.num_handles

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specbranch.core.tree import Fate, Node, Tree
+from specbranch.core.tree import Node, Tree
 from specbranch.engines.protocol import DraftEngine, EngineFull, Row
-
-_LOST = (Fate.REJECTED, Fate.UNUSED, Fate.CUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Binding:
 
         Of a text that is still to be read at most `piece_len` tokens are fed.
         """
-        self._follow(tree)
+        self._follow(tokens, tree)
         if nodes and not self._tips:
             nodes = (tree.root,)  # without it nothing below can be reached
         covered = self._covered()
@@ -66,9 +64,9 @@ class Binding:
                 break
         return feeds
 
-    def lend(self, tree: Tree, length: int) -> int | None:
+    def lend(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
         """A new handle that holds the first `length` committed tokens, for another session; None if none is held."""
-        self._follow(tree)
+        self._follow(tokens, tree)
         if self._tips:
             return self._engine.fork(next(iter(self._tips)), length)
         if self._trunk and self._trunk[1] >= length:
@@ -114,15 +112,13 @@ class Binding:
         self._tips[handle] = node
         return Feed(Row(handle, tuple(reversed(path))), node)
 
-    def _follow(self, tree: Tree) -> None:
-        """Bring the handles to the tree's present root."""
+    def _follow(self, tokens: Sequence[int], tree: Tree) -> None:
+        """Bring the handles to the tree's present root. A tip is alive if the way up from it ends there."""
         stale: list[tuple[int, int]] = []  # how many committed tokens, and which handle holds them
         for handle, tip in list(self._tips.items()):
-            node = tip
-            while node.fate in _LOST and node.parent:
-                node = node.parent
-            if node.position <= tree.root.position and node is not tree.root:
-                stale.append((node.position + 1, handle))
+            path = _path(tip)
+            if path[0] is not tree.root:
+                stale.append((_shared_len(path, tokens), handle))
                 del self._tips[handle]
         if stale and not self._tips:
             length, handle = max(stale)
@@ -141,3 +137,24 @@ class Binding:
                 covered[node] = handle
                 node = node.parent
         return covered
+
+
+def _path(tip: Node) -> list[Node]:
+    """The nodes from the root, present or former, down to a tip."""
+    path = [tip]
+    while path[-1].parent is not None:
+        path.append(path[-1].parent)
+    return path[::-1]
+
+
+def _shared_len(path: Sequence[Node], tokens: Sequence[int]) -> int:
+    """How many committed tokens a handle holds whose nodes, from a former root down, are `path`.
+
+    A former root is committed, with all before it; of what was drafted below it the tokens themselves tell.
+    """
+    length = path[0].position + 1
+    for node, token in zip(path[1:], tokens[length:], strict=False):
+        if node.token != token:
+            break
+        length += 1
+    return length

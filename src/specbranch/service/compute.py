@@ -230,7 +230,7 @@ class Compute:
         try:
             with donor.lock:
                 length = _common_len(donor.session.tokens, draft.session.tokens, length)
-                handle = donor.binding.lend(donor.session.tree, length)
+                handle = donor.binding.lend(donor.session.tokens, donor.session.tree, length)
         except EngineFull:
             return
         if handle is not None:
