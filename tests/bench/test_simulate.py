@@ -9,7 +9,7 @@ import pytest
 from specbranch.bench.presets import PAIRS, Pair, make_iid_trace, make_trace
 from specbranch.bench.replay import ReplayDraft, ReplayTarget
 from specbranch.bench.simulate import PREDICTORS, Layout, Method, best_gamma, method_for, simulate
-from specbranch.core.planners import PLANNERS
+from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.trace import Trace
 
 WEAK = PAIRS["vicuna-68m-13b"]
@@ -33,6 +33,11 @@ def test_every_predictor_leaves_the_text_as_it_is(predictor: str, weak_trace: Tr
     outcome = simulate(weak_trace, method_for("specbranch", WEAK, predictor), Layout(WEAK.c))
 
     assert outcome.stats.emitted == weak_trace.num_tokens
+
+
+def test_a_setting_that_its_planner_cannot_take_ends_a_simulation_before_it_begins(weak_trace: Trace) -> None:
+    with pytest.raises(SettingError, match="threshold_step is 'x'"):
+        simulate(weak_trace, Method("adaedl", {"threshold_step": "x"}), Layout(5.0))
 
 
 def test_plain_decoding_has_speed_one(weak_trace: Trace) -> None:

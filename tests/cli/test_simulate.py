@@ -57,6 +57,12 @@ def test_a_pair_of_ones_own_is_simulated() -> None:
     assert document["planners"]["pearl"]["settings"] == {"gamma": 4}
 
 
+def test_a_draft_that_is_very_fast_gets_the_longest_window_there_is() -> None:
+    call = ["simulate", "--acceptance", "0.5", "--c", "100", "--tokens", "50", "--planners", "pearl", "--json"]
+
+    assert runner.invoke(app, call).exit_code == 0
+
+
 def test_a_recorded_trace_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl.gz"
     write_trace(path, make_trace(PAIRS["llama3-8b-70b"], 2, 80, random.Random(0)))
@@ -98,7 +104,7 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
         (["--planners", "perl"], "did you mean 'pearl'"),
         (["--planners", ","], "--planners is empty"),
         (["--predictor", "tarot"], "choose from confidence"),
-        (["--gamma", "0"], "at least 1"),
+        (["--gamma", "0"], "from 1 to 64"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_mend(arguments: list[str], message: str) -> None:

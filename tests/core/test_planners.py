@@ -266,11 +266,11 @@ def test_every_planner_is_made_by_name_with_its_defaults(name: str) -> None:
         ("zzz", {}, "it takes none, sps"),
         ("sps", {"gama": 3}, "did you mean 'gamma'"),
         ("none", {"gamma": 3}, "it takes none"),
-        ("sps", {"gamma": 0}, "at least 1"),
+        ("sps", {"gamma": 0}, "from 1 to 64"),
         ("pearl", {"gamma": 2.5}, "whole number"),
         ("specbranch", {"confidence": 1.5}, "from 0 to 1"),
         ("ssd", {"fallback": "wait"}, "choose from jit, fast"),
-        ("ssd", {"acceptance": 1.0}, "0 < acceptance < 1"),
+        ("ssd", {"acceptance": 1.0}, "between 0 and 1"),
     ],
 )
 def test_bad_names_and_values_raise_with_a_mend(name: str, settings: dict[str, Any], message: str) -> None:

@@ -137,6 +137,10 @@ def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
         ({"adress": "x"}, "did you mean 'address'"),
         ({"planner": "perl"}, "did you mean 'pearl'"),
         ({"settings": {"gama": 1}}, "did you mean 'gamma'"),
+        (
+            {"planner": "adaedl", "settings": {"threshold_step": "x"}},
+            "threshold_step is 'x'; give a number from 0 to 1",
+        ),
         ({"predictor": "al"}, "no predictor is called 'al', nor a directory with a trained one; did you mean 'all'"),
         ({"predictor": "/nowhere/trained"}, "it takes confidence, none, all"),
         ("ipc:///x", "give a table"),

@@ -242,7 +242,10 @@ def test_hello_tells_model_and_version() -> None:
     [
         (Open(b"n", "perl", {}, "confidence", [[1]]), "did you mean 'pearl'"),
         (Open(b"n", "pearl", {"gama": 1}, "confidence", [[1]]), "did you mean 'gamma'"),
-        (Open(b"n", "specbranch", {"confidence": "high"}, "confidence", [[1]]), "cannot be made"),
+        (
+            Open(b"n", "specbranch", {"confidence": "high"}, "confidence", [[1]]),
+            "SpecbranchSettings.confidence is 'high'; give a number",
+        ),
         (Open(b"n", "pearl", {}, "tarot", [[1]]), "no predictor is called"),
     ],
 )

@@ -17,6 +17,7 @@ from specbranch.bench.simulate import PREDICTORS, Layout, Method, Outcome, best_
 from specbranch.bench.simulate import simulate as run_simulation
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
+from specbranch.core.round import MAX_WINDOW
 from specbranch.trace import Trace, TraceError, read_trace
 
 ANSWER_LEN = 250
@@ -98,6 +99,11 @@ def _planner_names(planners: str) -> list[str]:
     return names
 
 
+def _window(c: float) -> int:
+    """As many tokens as the draft makes in a step of the target, which is what the papers choose."""
+    return min(max(1, round(c)), MAX_WINDOW)
+
+
 def _case(
     preset: str | None,
     trace: Path | None,
@@ -121,11 +127,11 @@ def _case(
     elif acceptance is not None:
         if not 0 < acceptance < 1:
             raise UsageError(f"--acceptance is {acceptance}; give a number between 0 and 1")
-        base = Pair("custom", c, max(1, round(c)), acceptance, "given on the command line")
+        base = Pair("custom", c, _window(c), acceptance, "given on the command line")
     else:
         assert trace is not None
         recorded = read_trace(trace)
-        base = Pair(trace.name, c, max(1, round(c)), recorded.match_share(), f"recorded: {trace.name}")
+        base = Pair(trace.name, c, _window(c), recorded.match_share(), f"recorded: {trace.name}")
     pair = Pair(
         base.name,
         base.c if c is None else c,

@@ -29,7 +29,7 @@ class Law:
     @property
     def confidence(self) -> Prob:
         """Probability of the most likely token: a fact about the law, never about a token drawn from it."""
-        return self.probs[0]
+        return self.probs[0] if self.probs else 0.0
 
     def dense(self, vocab_len: int) -> Dense:
         """The head as a vector over the vocabulary; the tail that the head leaves out is zero."""

@@ -18,7 +18,7 @@ class Signal(IntEnum):
     ALL = 2  # every token will be accepted
 
 
-MAX_WINDOW = 64  # draft tokens that an outlook looks at
+MAX_WINDOW = 64  # draft tokens in one submission
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.draw import TopDraw
@@ -186,7 +186,7 @@ class Lookup:
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
         for text in request.texts:
-            planner = self._planner(request.planner, request.settings, request.predictor)
+            planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
             # Rows with equal texts ask for it once each; what is drafted already stays.
             if self._shelf.find((request.namespace, Digest(text).name)) is None:
                 self._put(request.namespace, text, planner).hear(self._pulse(client))
@@ -195,12 +195,6 @@ class Lookup:
             num_tokens = sum(len(text) for text in request.texts)
             lane = (client, request.namespace)
             self._timeline.open(lane, self._clock(), request.planner, len(request.texts), num_tokens)
-
-    def _planner(self, name: str, settings: dict[str, Any], predictor: str) -> Planner:
-        try:
-            return make_planner(name, settings, _PREDICTORS[predictor])
-        except TypeError as error:  # a setting of the wrong type, compared or computed with
-            raise SettingError(f"planner {name!r} cannot be made with {settings!r}: {error}") from error
 
     def _put(self, namespace: bytes, text: Sequence[int], planner: Planner) -> Draft:
         is_mute = not self._can_draft(text, len(text))

@@ -11,18 +11,16 @@ from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.pearl import PearlPlanner, PearlSettings
 from specbranch.core.planners.protocol import Planner, Predictor
-from specbranch.core.planners.settings import SettingError, suggest
+from specbranch.core.planners.settings import SettingError, Settings, suggest
 from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
 from specbranch.core.planners.sps import SpsPlanner, SpsSettings
 from specbranch.core.planners.ssd import SsdPlanner, SsdSettings
 
 __all__ = ["PLANNERS", "Planner", "Predictor", "SettingError", "make_planner", "setting_names", "suggest"]
 
-_Settings = Mapping[str, Any]
-
 # name: (its settings, how to make it from them and a predictor)
-_MAKERS: dict[str, tuple[type[Any] | None, Callable[[Any, Predictor], Planner]]] = {
-    "none": (None, lambda settings, predictor: NonePlanner()),
+_MAKERS: dict[str, tuple[type[Settings], Callable[[Any, Predictor], Planner]]] = {
+    "none": (Settings, lambda settings, predictor: NonePlanner()),
     "sps": (SpsSettings, lambda settings, predictor: SpsPlanner(settings)),
     "adaedl": (AdaedlSettings, lambda settings, predictor: AdaedlPlanner(settings)),
     "pearl": (PearlSettings, lambda settings, predictor: PearlPlanner(settings)),
@@ -39,14 +37,14 @@ def setting_names(name: str) -> tuple[str, ...]:
     if name not in _MAKERS:
         raise SettingError(f"no planner is called {name!r}; {suggest(name, PLANNERS)}")
     settings, _ = _MAKERS[name]
-    return tuple(field.name for field in fields(settings)) if settings else ()
+    return tuple(field.name for field in fields(settings))
 
 
-def make_planner(name: str, settings: _Settings, predictor: Predictor) -> Planner:
-    """A fresh planner for one sequence; names that nobody knows raise, with the nearest known one."""
+def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -> Planner:
+    """A fresh planner for one sequence. Unknown names raise, with the nearest known one, and so do bad values."""
     known = setting_names(name)
     for key in settings:
         if key not in known:
             raise SettingError(f"planner {name!r} has no setting {key!r}; {suggest(key, known)}")
     kind, make = _MAKERS[name]
-    return make(kind(**settings) if kind else None, predictor)
+    return make(kind(**settings), predictor)

@@ -11,27 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbranch.core.law import Law
-from specbranch.core.planners.settings import require_positive, require_share
+from specbranch.core.planners.settings import Settings, Share, Window
 from specbranch.core.round import Round
 from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class AdaedlSettings:
+class AdaedlSettings(Settings):
     """Longest submission, entropy factor, and how the threshold follows acceptance."""
 
-    gamma: int = 10
-    eta: float = 0.2
-    threshold: float = 0.5
-    acceptance_goal: float = 0.9
-    acceptance_memory: float = 0.5
-    threshold_memory: float = 0.9
-    threshold_step: float = 0.01
-
-    def __post_init__(self) -> None:
-        require_positive(self, "gamma")
-        require_share(self, "eta", "threshold", "acceptance_goal", "acceptance_memory", "threshold_memory")
+    gamma: Window = 10
+    eta: Share = 0.2
+    threshold: Share = 0.5
+    acceptance_goal: Share = 0.9
+    acceptance_memory: Share = 0.5
+    threshold_memory: Share = 0.9
+    threshold_step: Share = 0.01
 
 
 class AdaedlPlanner:

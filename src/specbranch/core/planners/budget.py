@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbranch.core.planners.rows import rows_that_pay
-from specbranch.core.planners.settings import require_positive
+from specbranch.core.planners.settings import Rows, Settings, Window
 from specbranch.core.round import Round
 from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
@@ -25,18 +25,15 @@ _LEAST_REPEAT = 0.1  # a token that is verified in vain costs the target a littl
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetSettings:
+class BudgetSettings(Settings):
     """Longest submission, the most rows of one draft step, and whether the text's own repetitions are submitted.
 
     The last is for verification by match alone, as vLLM's is for what a draft service proposes.
     """
 
-    gamma: int = 8
-    max_rows: int = 12
+    gamma: Window = 8
+    max_rows: Rows = 12
     uses_text: bool = True
-
-    def __post_init__(self) -> None:
-        require_positive(self, "gamma", "max_rows")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specbranch.core.planners.settings import require_positive
+from specbranch.core.planners.settings import Settings, Window
 from specbranch.core.round import Round
 from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class PearlSettings:
+class PearlSettings(Settings):
     """`gamma`: tokens per window, the root included."""
 
-    gamma: int = 5
-
-    def __post_init__(self) -> None:
-        require_positive(self, "gamma")
+    gamma: Window = 5
 
 
 class PearlPlanner:

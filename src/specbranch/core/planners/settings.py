@@ -1,13 +1,74 @@
-"""Checks that settings of planners share. Bad values raise when a planner is made, never later."""
+"""What the settings of planners may be. Bad values raise when a planner is made, never later."""
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from specbranch.core.round import MAX_WINDOW
+
+MAX_ROWS = 64  # draft rows, guesses or branches at a time
 
 
 class SettingError(ValueError):
     """A planner was asked for with a value or a name that it does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The least and the greatest value of a number; if `is_open`, they themselves are left out."""
+
+    low: float
+    high: float
+    is_open: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Whether a value lies within; what is not a number lies nowhere."""
+        return self.low < value < self.high if self.is_open else self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"between {self.low} and {self.high}, neither of them"
+        return f"from {self.low} to {self.high}"
+
+
+Window = Annotated[int, Bounds(1, MAX_WINDOW)]
+Rows = Annotated[int, Bounds(1, MAX_ROWS)]
+Share = Annotated[float, Bounds(0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a planner. A field is a bool, a `Literal`, or a number with its bounds; each is held to that."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _kinds(type(self)).items():  # type: ignore[arg-type]  # mypy looks for the hash of instances
+            value = getattr(self, name)
+            mend = _mend(kind, value)
+            if mend is not None:
+                raise SettingError(f"{type(self).__name__}.{name} is {reprlib.repr(value)}; {mend}")
+
+
+@cache
+def _kinds(settings: type[Settings]) -> dict[str, Any]:
+    return get_type_hints(settings, include_extras=True)
+
+
+def _mend(kind: Any, value: object) -> str | None:
+    """What to do about a value; None if it is one of its kind."""
+    if kind is bool:
+        return None if isinstance(value, bool) else "give true or false"
+    if get_origin(kind) is Literal:
+        return None if value in get_args(kind) else f"choose from {', '.join(get_args(kind))}"
+    number, bounds = get_args(kind)
+    types = (int,) if number is int else (int, float)
+    if isinstance(value, types) and not isinstance(value, bool) and bounds.hold(value):
+        return None
+    return f"give a {'whole ' if number is int else ''}number {bounds}"
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
@@ -16,19 +77,3 @@ def suggest(name: str, known: Sequence[str]) -> str:
     if near:
         return f"did you mean {near[0]!r}?"
     return f"it takes {', '.join(known)}" if known else "it takes none"
-
-
-def require_positive(settings: object, *names: str) -> None:
-    """Each named setting must be a whole number of at least 1."""
-    for name in names:
-        value = getattr(settings, name)
-        if not isinstance(value, int) or value < 1:
-            raise SettingError(f"{type(settings).__name__}.{name} is {value!r}; give a whole number of at least 1")
-
-
-def require_share(settings: object, *names: str) -> None:
-    """Each named setting must lie between 0 and 1."""
-    for name in names:
-        value = getattr(settings, name)
-        if not 0 <= value <= 1:
-            raise SettingError(f"{type(settings).__name__}.{name} is {value!r}; give a number from 0 to 1")

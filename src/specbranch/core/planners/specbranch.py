@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from specbranch.core.planners.protocol import Predictor
 from specbranch.core.planners.rows import rows_that_pay
-from specbranch.core.planners.settings import require_positive, require_share
+from specbranch.core.planners.settings import Rows, Settings, Share, Window
 from specbranch.core.round import Round, Signal
 from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
@@ -28,22 +28,18 @@ _LEAST_CHANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class SpecbranchSettings:
+class SpecbranchSettings(Settings):
     """Longest submission, the confidence under which a law is doubtful, and the most branches at one time.
 
     `waits`: after a miss the target waits for a draft. `is_thrifty`: of the branches only those grow that give the most
     chance for the draft's time.
     """
 
-    gamma: int = 8
-    confidence: float = 0.3
-    max_branches: int = 6
+    gamma: Window = 8
+    confidence: Share = 0.3
+    max_branches: Rows = 6
     waits: bool = False
     is_thrifty: bool = True
-
-    def __post_init__(self) -> None:
-        require_positive(self, "gamma", "max_branches")
-        require_share(self, "confidence")
 
 
 class SpecbranchPlanner:

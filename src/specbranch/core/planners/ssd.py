@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from specbranch.core.planners.settings import SettingError, require_positive
+from specbranch.core.planners.settings import Bounds, Rows, Settings, Window
 from specbranch.core.round import Round
 from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
@@ -21,27 +21,18 @@ Fallback = Literal["jit", "fast"]
 
 
 @dataclass(frozen=True, slots=True)
-class SsdSettings:
+class SsdSettings(Settings):
     """Tokens per submission, guesses per round, the prior that shapes them, and what to do on a miss.
 
     `decay` is the exponent r of the miss rate. Its default follows from the flagship pair on chat, where 0.606 of the
     tokens that the draft ranks below the first are its second or third: 1 - 0.606 = 2^-1.34.
     """
 
-    gamma: int = 7
-    num_guesses: int = 24
-    acceptance: float = 0.8
-    decay: float = 1.34
+    gamma: Window = 7
+    num_guesses: Rows = 24
+    acceptance: Annotated[float, Bounds(0, 1, is_open=True)] = 0.8
+    decay: Annotated[float, Bounds(0, 100)] = 1.34
     fallback: Fallback = "jit"
-
-    def __post_init__(self) -> None:
-        require_positive(self, "gamma", "num_guesses")
-        if not 0 < self.acceptance < 1 or self.decay < 0:
-            raise SettingError("SsdSettings wants 0 < acceptance < 1 and decay >= 0")
-        if self.fallback not in get_args(Fallback):
-            raise SettingError(
-                f"SsdSettings.fallback is {self.fallback!r}; choose from {', '.join(get_args(Fallback))}"
-            )
 
 
 @lru_cache(maxsize=256)

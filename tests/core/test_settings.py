@@ -1,0 +1,122 @@
+"""No setting that a planner cannot work with gets past the making of the planner."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbranch.core.costs import Costs
+from specbranch.core.draw import TopDraw
+from specbranch.core.law import Law
+from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
+from specbranch.core.round import Signal
+from specbranch.core.session import Session
+from specbranch.predictor.fixed import ConstantPredictor
+
+LAWS = [
+    Law((1, 2, 3, 4), (0.9, 0.05, 0.04, 0.01), 0.4),
+    Law((2, 1, 3, 4), (0.3, 0.3, 0.2, 0.2), 1.37),
+    Law((), (), 0.0),
+]
+ALL = [(planner, name) for planner in PLANNERS for name in setting_names(planner)]
+SWITCHES = {"waits", "is_thrifty", "uses_text"}
+COUNTS = {"gamma", "num_guesses", "max_rows", "max_branches"}
+
+NO_NUMBERS: list[Any] = ["", "x", "4", "0.5", b"4", None, [], [1], {}, (1,), 1j, math.nan, math.inf, -math.inf]
+FAR_OFF: list[Any] = [-1, -0.5, -(2**40), 2**40, 2**2000, 1e300]
+
+
+def law_for(seed: int) -> Law:
+    return LAWS[seed % len(LAWS)]
+
+
+def run_rounds(session: Session, num_rounds: int = 3) -> None:
+    """Rounds with every kind of verdict, so that the planner is asked all it can be asked."""
+    for number in range(num_rounds):
+        for _ in range(3):
+            session.propose()
+            for node in session.rows():
+                session.grow(node, law_for(node.position + node.token + number))
+        session.stand_aside()
+        for node in session.rows():
+            session.grow(node, law_for(node.position))
+        accepted = session.submitted[: (0, 1, None)[number % 3]]
+        session.follow([*accepted, 1 + number], len(session.submitted))
+
+
+def session_with(planner: str, chosen: dict[str, Any]) -> Session:
+    costs = Costs()
+    for rows in (1, 2, 4):
+        costs.draft.observe(rows, 1.0 + 0.1 * rows)
+    costs.target.observe(1, 5.0)
+    made = make_planner(planner, chosen, ConstantPredictor(Signal.SOME))
+    return Session([1, 2, 3, 1, 2], made, TopDraw(), costs)
+
+
+@pytest.mark.parametrize(("planner", "name"), ALL)
+def test_every_setting_refuses_what_it_is_not(planner: str, name: str) -> None:
+    wrong: list[Any] = [*NO_NUMBERS, *FAR_OFF]
+    wrong += [0, 1, 0.5] if name in SWITCHES else [True, False]
+    wrong += [0, 65, 2.5, 4.0] if name in COUNTS else []
+    for value in wrong:
+        with pytest.raises(SettingError, match=rf"Settings\.{name} is .*; (give|choose)"):
+            make_planner(planner, {name: value}, ConstantPredictor(Signal.SOME))
+
+
+@pytest.mark.parametrize(
+    ("planner", "name", "values"),
+    [(planner, name, (1, 64)) for planner, name in ALL if name in COUNTS]
+    + [(planner, name, (False, True)) for planner, name in ALL if name in SWITCHES]
+    + [("adaedl", name, (0, 0.0, 1, 1.0)) for name in setting_names("adaedl") if name != "gamma"]
+    + [("specbranch", "confidence", (0, 0.0, 1, 1.0))]
+    + [
+        ("ssd", "acceptance", (5e-324, 1 - 1e-16)),
+        ("ssd", "decay", (0, 0.0, 100)),
+        ("ssd", "fallback", ("jit", "fast")),
+    ],
+)
+def test_every_setting_works_at_its_bounds(planner: str, name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        session = session_with(planner, {name: value})
+        run_rounds(session)
+
+        assert session.stats.rounds == 3
+
+
+VALUES = st.one_of(
+    st.sampled_from(
+        [*NO_NUMBERS, *FAR_OFF, True, False, 0, 1, 64, 65, 0.0, 1.0, 100, "jit", "fast", 5e-324, 1 - 1e-16]
+    ),
+    st.integers(-2, 70),
+    st.floats(0, 1),
+    st.floats(),
+    st.text(max_size=8),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), planner=st.sampled_from(PLANNERS))
+def test_settings_are_refused_or_a_session_runs_with_them(data: st.DataObject, planner: str) -> None:
+    names = setting_names(planner)
+    chosen = data.draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=3) if names else st.just({}))
+    try:
+        session = session_with(planner, chosen)
+    except SettingError:
+        return
+    run_rounds(session)
+
+
+def test_what_is_refused_is_named_with_its_value_and_what_is_allowed() -> None:
+    with pytest.raises(SettingError) as refusal:
+        make_planner("sps", {"gamma": 65}, ConstantPredictor(Signal.SOME))
+    assert str(refusal.value) == "SpsSettings.gamma is 65; give a whole number from 1 to 64"
+    with pytest.raises(SettingError) as refusal:
+        make_planner("ssd", {"acceptance": 1.0}, ConstantPredictor(Signal.SOME))
+    assert str(refusal.value) == "SsdSettings.acceptance is 1.0; give a number between 0 and 1, neither of them"
+    with pytest.raises(SettingError) as refusal:
+        make_planner("ssd", {"fallback": "wait\n" * 100}, ConstantPredictor(Signal.SOME))
+    assert len(str(refusal.value)) < 100 and "\n" not in str(refusal.value)
