@@ -23,14 +23,22 @@ from tests.service.harness import DRAFT
 
 
 class SlowEngine(ScriptedEngine):
-    """A scripted engine whose steps take time; like a real one it lets other threads run meanwhile."""
+    """A scripted engine whose steps take time; like a real one it lets other threads run meanwhile.
 
-    def __init__(self, step_s: float) -> None:
+    The step `fatal_step` ends the thread that runs it.
+    """
+
+    def __init__(self, step_s: float, fatal_step: int | None = None) -> None:
         super().__init__(DRAFT)
         self._step_s = step_s
+        self._steps_left = fatal_step
 
     def run(self, rows: Sequence[Row]) -> list[Law]:
         time.sleep(self._step_s)
+        if self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left <= 0:
+                raise SystemExit("a fatal step")
         return super().run(rows)
 
 
@@ -38,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", required=True)
     parser.add_argument("--step-ms", type=float, default=2.0)
+    parser.add_argument("--fatal-step", type=int)
     parser.add_argument("--metrics-port", type=int)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--record", type=Path)
@@ -47,7 +56,7 @@ def main() -> None:
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
     timeline = Timeline() if args.trace else None
     recorder = Recorder(args.record, "scripted") if args.record else None
-    server = Server(SlowEngine(args.step_ms / 1000), options, timeline, recorder)
+    server = Server(SlowEngine(args.step_ms / 1000, args.fatal_step), options, timeline, recorder)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
         serve_metrics(server, args.metrics_port)

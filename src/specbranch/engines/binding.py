@@ -17,10 +17,14 @@ from specbranch.engines.protocol import DraftEngine, EngineFull, Row
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A row for the engine. Without a node it only reads a part of the text, and its law is not needed."""
+    """A row for the engine, and how many tokens its handle holds before.
+
+    Without a node it only reads a part of the text, and its law is not needed.
+    """
 
     row: Row
     node: Node | None
+    held: int
 
 
 class Binding:
@@ -93,10 +97,10 @@ class Binding:
         row = Row(handle, tuple(tokens[start:end]))
         if end <= root.position:
             self._trunk = (handle, end)
-            return Feed(row, None)
+            return Feed(row, None, start)
         self._trunk = None
         self._tips[handle] = root
-        return Feed(row, root if root.law is None else None)
+        return Feed(row, root if root.law is None else None, start)
 
     def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> Feed:
         path, parent = [node.token], node.parent
@@ -110,7 +114,7 @@ class Binding:
         else:
             handle = self._engine.fork(handle, parent.position + 1)
         self._tips[handle] = node
-        return Feed(Row(handle, tuple(reversed(path))), node)
+        return Feed(Row(handle, tuple(reversed(path))), node, parent.position + 1)
 
     def _follow(self, tokens: Sequence[int], tree: Tree) -> None:
         """Bring the handles to the tree's present root. A tip is alive if the way up from it ends there."""

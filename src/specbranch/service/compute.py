@@ -7,7 +7,7 @@ piece's worth of tokens in a step, so that sessions which already draft go on me
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import queue
 import threading
 import time
@@ -19,11 +19,9 @@ from specbranch.core.law import Law
 from specbranch.core.tree import Node
 from specbranch.engines.binding import Feed
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
+from specbranch.service.faults import Faults
 from specbranch.service.shelf import Draft, Shelf
 from specbranch.service.timeline import Timeline
-
-log = logging.getLogger(__name__)
-
 
 _DRAFTING_SHARE = 4  # of a piece of text is read beside sessions that draft: one part in so many
 
@@ -73,6 +71,7 @@ class Compute:
         self._busy: dict[Draft, None] = {}
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self.faults = Faults(shelf)
         self.cost = StepEstimate()
         self.counts = ComputeCounts()
 
@@ -86,6 +85,11 @@ class Compute:
         self._news.put(None)
         if self._thread.is_alive():
             self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs; it ends by itself only if it dies."""
+        return self._thread.is_alive()
 
     def tell(self, draft: Draft) -> None:
         """There may be work for this draft. Called by the lookup thread."""
@@ -106,11 +110,8 @@ class Compute:
             try:
                 if not self.work():
                     self._wait_for_news()
-            except EngineError:
-                # The engine said no; its sessions were forgotten and will be opened anew.
-                log.exception("a draft step failed")
-            except Exception:
-                log.exception("the compute thread met a fault; all sessions are forgotten")
+            except Exception as error:  # of no session that could be named
+                self.faults.note(error, "all sessions are forgotten")
                 self._forget_all()
 
     def _wait_for_news(self) -> None:
@@ -128,8 +129,13 @@ class Compute:
     def _close_forgotten(self) -> None:
         for draft in self._shelf.take_forgotten():
             self._busy.pop(draft, None)
-            with draft.lock:
-                draft.binding.close()
+            self.faults.contain(draft, self._close, draft)
+            if draft.is_awaited:
+                self._notify()
+
+    def _close(self, draft: Draft) -> None:
+        with draft.lock:
+            draft.binding.close()
 
     def _clear_rests(self) -> None:
         """Let go of what sessions at rest hold in the cache, the oldest first, where it slows down the others.
@@ -145,12 +151,12 @@ class Compute:
             if num_tokens <= limit:
                 return
             num_tokens -= len(draft.session.tokens)
-            with draft.lock:
-                draft.binding.close()
+            self.faults.contain(draft, self._close, draft)
             self.counts.cleared += 1
 
     def _plan(self) -> list[tuple[Draft, Feed]]:
-        wishes = [wish for draft in list(self._busy) if (wish := self._wish(draft))]
+        contain = self.faults.contain
+        wishes = [wish for draft in list(self._busy) if (wish := contain(draft, self._wish, draft))]
         ranked = sorted(
             ((worth, number, wish, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
             key=lambda item: (-item[0], item[1]),
@@ -166,9 +172,11 @@ class Compute:
         chosen = self._within_a_piece(chosen, piece_len)
         for wish in chosen:  # before any feed: what is fed is not yet in the engine's cache
             self._borrow(wish.draft)
-        feeds = [(wish.draft, feed) for wish in chosen for feed in self._feeds(wish, piece_len)]
-        if chosen and not feeds:
-            self._make_room([wish.draft for wish in chosen])
+        fed = [(wish.draft, contain(wish.draft, self._feeds, wish, piece_len) or ()) for wish in chosen]
+        feeds = [(draft, feed) for draft, own in fed for feed in own]
+        without_room = [wish.draft for wish in chosen if wish.chosen and not wish.draft.is_forgotten]
+        if without_room and not feeds:
+            self._make_room(without_room)
         return feeds
 
     def _is_reading(self, draft: Draft) -> bool:
@@ -191,7 +199,7 @@ class Compute:
     def _wish(self, draft: Draft) -> _Wish | None:
         with draft.lock:
             session = draft.session
-            nodes = session.rows()
+            nodes = () if draft.is_forgotten else session.rows()
             if not nodes and draft.is_behind and self._is_reading(draft):
                 nodes = (session.tree.root,)  # its planner drafts only while a target waits, and none will until then
             if not nodes or draft.is_forgotten or draft.is_at_rest:
@@ -205,11 +213,12 @@ class Compute:
         draft = wish.draft
         with draft.lock:
             session = draft.session
-            nodes: Sequence[Node] = wish.chosen
+            if draft.is_forgotten:
+                return []
             if session.round.index != wish.round_index:
                 # A verdict came in between: the old nodes may be gone.
-                nodes = session.rows()[: len(nodes)]
-            return [] if draft.is_forgotten else draft.binding.feeds(session.tokens, session.tree, nodes, piece_len)
+                wish.chosen = list(session.rows()[: len(wish.chosen)])
+            return draft.binding.feeds(session.tokens, session.tree, wish.chosen, piece_len)
 
     def _is_about_to_borrow(self, draft: Draft) -> bool:
         """Whether the session that this one will borrow from is itself still reading."""
@@ -227,26 +236,33 @@ class Compute:
         donor, length = found
         if donor.is_forgotten or draft.binding.num_handles:
             return
-        try:
-            with donor.lock:
-                length = _common_len(donor.session.tokens, draft.session.tokens, length)
-                handle = donor.binding.lend(donor.session.tokens, donor.session.tree, length)
-        except EngineFull:
-            return
-        if handle is not None:
-            draft.binding.adopt(handle, length)
-            self.counts.borrowed_tokens += length
+        lent = self.faults.contain(donor, self._lend, donor, draft, length)
+        if lent is not None:
+            draft.binding.adopt(*lent)
+            self.counts.borrowed_tokens += lent[1]
+
+    def _lend(self, donor: Draft, draft: Draft, known: int) -> tuple[int, int] | None:
+        """A handle that holds what both texts begin with, `known` tokens at least, and how many these are."""
+        with donor.lock, contextlib.suppress(EngineFull):
+            length = _common_len(donor.session.tokens, draft.session.tokens, known)
+            handle = donor.binding.lend(donor.session.tokens, donor.session.tree, length)
+            return None if handle is None else (handle, length)
+        return None
 
     def _step(self, feeds: list[tuple[Draft, Feed]]) -> None:
         start_s = self._clock()
         try:
             laws = self._engine.run([feed.row for _, feed in feeds])
-        except EngineError as error:
+            if len(laws) != len(feeds):
+                raise EngineError(f"the engine gave {len(laws)} laws for {len(feeds)} rows")
+        except EngineFull:
             self.counts.failed_steps += 1
             self._recover(list(dict.fromkeys(draft for draft, _ in feeds)))
-            if isinstance(error, EngineFull):
-                return
-            raise
+            return
+        except Exception as error:
+            self.counts.failed_steps += 1
+            self._find_fault(feeds, error)
+            return
         step_s = self._clock() - start_s
         if self._timeline is not None:
             _note_step(self._timeline, feeds, start_s, start_s + step_s)
@@ -258,8 +274,27 @@ class Compute:
     def _place(self, feeds: list[tuple[Draft, Feed]], laws: list[Law]) -> None:
         for (draft, feed), law in zip(feeds, laws, strict=True):
             if feed.node is not None:
-                with draft.lock:
-                    draft.session.grow(feed.node, law)
+                self.faults.contain(draft, self._grow, draft, feed.node, law)
+
+    def _grow(self, draft: Draft, node: Node, law: Law) -> None:
+        with draft.lock:
+            draft.session.grow(node, law)
+
+    def _find_fault(self, feeds: list[tuple[Draft, Feed]], error: Exception) -> None:
+        """After a step that the engine could not run: each draft's rows run alone, and who fails alone is forgotten."""
+        apart: dict[Draft, list[tuple[Draft, Feed]]] = {}
+        for draft, feed in feeds:
+            apart.setdefault(draft, []).append((draft, feed))
+        if len(apart) == 1:
+            self.faults.drop(feeds[0][0], error)
+            return
+        for draft, own in apart.items():
+            self.faults.contain(draft, self._step_again, own)
+
+    def _step_again(self, feeds: list[tuple[Draft, Feed]]) -> None:
+        for _, feed in feeds:  # a step that failed may have fed some of its tokens
+            self._engine.truncate(feed.row.handle, feed.held)
+        self._step(feeds)
 
     def _count(self, feeds: list[tuple[Draft, Feed]], step_s: float) -> None:
         self.counts.steps += 1
@@ -269,10 +304,9 @@ class Compute:
             self.cost.observe(len(feeds), step_s)
 
     def _recover(self, drafts: list[Draft]) -> None:
-        """After a failed step the handles of its drafts are not to be trusted: they start from the text again."""
+        """After a step without room the handles of its drafts are given back: they start from the text again."""
         for draft in drafts:
-            with draft.lock:
-                draft.binding.close()
+            self.faults.contain(draft, self._close, draft)
         self._make_room(drafts)
 
     def _make_room(self, spared: list[Draft]) -> None:

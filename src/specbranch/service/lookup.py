@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from specbranch.predictor.fixed import CONSTANTS
 from specbranch.predictor.told import ToldPredictor
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
+from specbranch.service.faults import Faults
 from specbranch.service.recorder import Note, Recorder
 from specbranch.service.shelf import Draft, Pulse, Shelf
 from specbranch.service.timeline import RowVerdict, Timeline
@@ -120,26 +121,19 @@ class Lookup:
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
         self._pulses: OrderedDict[Client, Pulse] = OrderedDict()
         self._pending: dict[Client, _Pending] = {}
+        self.faults = Faults(shelf)
         self.counts = LookupCounts()
 
     def handle(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
-        """Serve one message. A frame that is none of ours is refused, counted and logged; it never raises."""
+        """Serve one message. What cannot be served is refused, counted and logged; it never raises."""
         try:
-            if len(frames) != 1:
-                raise FrameError(f"a message of {len(frames)} frames; one is taken")
-            request = decode_request(frames[0])
-            if isinstance(request, Step):
-                return self._serve_step(client, request)
-            if isinstance(request, Hello):
-                return [(client, self._serve_hello(request))]
-            if isinstance(request, Report):
-                return [(client, self._serve_report(request))]
-            self._serve_open(client, request)
-            return []
+            return self._serve(client, frames)
         except (FrameError, SettingError) as error:
             self.counts.refused += 1
-            log.warning("refused a message: %s", error)
+            log.warning("refused a message: %s", repr(str(error))[:200])
             return [(client, Refused(str(error)[:500]))]
+        except Exception as error:
+            return [self._refuse(client, error)]
 
     def next_deadline_s(self) -> float | None:
         """When `answer_overdue` must be called at the latest."""
@@ -147,17 +141,30 @@ class Lookup:
 
     def answer_ready(self) -> list[Answer]:
         """Answers that were held back and are complete now; asked after draft steps."""
-        return self._answers(pending for pending in list(self._pending.values()) if self._is_ready(pending))
+        return self._answers(self._is_ready)
 
     def answer_overdue(self) -> list[Answer]:
         """Answers whose time is up: rows that are not ready go without a draft."""
-        now_s = self._clock()
-        overdue = [pending for pending in self._pending.values() if pending.deadline_s <= now_s]
-        for pending in overdue:
-            self.counts.overdue += 1
-            for index in list(pending.waiting):
-                self._give_up(pending, index)
-        return self._answers(overdue)
+        return self._answers(self._is_overdue)
+
+    def _serve(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
+        if len(frames) != 1:
+            raise FrameError(f"a message of {len(frames)} frames; one is taken")
+        request = decode_request(frames[0])
+        if isinstance(request, Step):
+            return self._serve_step(client, request)
+        if isinstance(request, Hello):
+            return [(client, self._serve_hello(request))]
+        if isinstance(request, Report):
+            return [(client, self._serve_report(request))]
+        self._serve_open(client, request)
+        return []
+
+    def _refuse(self, client: Client, error: Exception) -> Answer:
+        """The answer where serving met a fault of ours: it costs this client one answer, and nobody else anything."""
+        self.faults.note(error, "a message is refused")
+        self._release(client)
+        return (client, Refused("the service met a fault with this message; its log says which"))
 
     def _serve_hello(self, hello: Hello) -> Welcome:
         if hello.version != VERSION:
@@ -223,8 +230,8 @@ class Lookup:
         pending = _Pending(client, step, [], [], now_s, now_s + step.wait_ms / 1000)
         for index, row in enumerate(step.rows):
             draft = self._draft_of(step.namespace, row)
-            proposal = self._propose(draft) if draft else None
-            if draft and proposal is None:
+            proposal = self.faults.contain(draft, self._propose, draft) if draft else None
+            if draft and proposal is None and not draft.is_forgotten:
                 pending.waiting.add(index)
                 draft.is_awaited = True
             pending.drafts.append(draft)
@@ -238,17 +245,22 @@ class Lookup:
             verdicts = [_row_verdict(row, draft) for row, draft in zip(step.rows, pending.drafts, strict=True)]
             self._timeline.arrive((client, step.namespace), now_s, verdicts)
         if not pending.waiting:
-            return self._answers([pending])
+            return [self._answer(pending)]
         return self.answer_overdue() if pending.deadline_s <= now_s else []
 
     def _drop_pending(self, client: Client) -> None:
         """The client has gone on: nobody waits for its last step's drafts any more."""
-        pending = self._pending.pop(client, None)
+        pending = self._release(client)
         if pending is not None:
-            for draft in pending.drafts:
-                if draft is not None:
-                    draft.is_awaited = False
             self._note_answer(pending, min(self._clock(), pending.deadline_s))
+
+    def _release(self, client: Client) -> _Pending | None:
+        """Let nobody wait for this client's step any more."""
+        pending = self._pending.pop(client, None)
+        for draft in pending.drafts if pending else ():
+            if draft is not None:
+                draft.is_awaited = False
+        return pending
 
     def _draft_of(self, namespace: bytes, row: StepRow) -> Draft | None:
         """The draft of a row, brought up to the row's text; None if the text is not known."""
@@ -258,15 +270,17 @@ class Lookup:
         if draft is not None:
             return draft
         draft = self._shelf.find((namespace, row.before))
-        if draft is None or not self._follow(draft, row):
+        if draft is not None and not draft.is_mute:
+            text_len = len(draft.session.tokens) + len(row.tokens)
+            if not self._can_draft(row.tokens, text_len):
+                # Mute from now on. The compute thread, which works for the old draft, never sees the new tokens.
+                self._shelf.forget(draft)
+                return self._put(namespace, [*draft.session.tokens, *row.tokens], NonePlanner())
+        if draft is None or not self.faults.contain(draft, self._follow, draft, row):
             self.counts.unknown += 1
             return None
         self.counts.outlooks += row.outlook is not None
-        text = draft.session.tokens
-        if draft.is_mute or self._can_draft(row.tokens, len(text)):
-            return draft
-        # The same text, mute from now on; putting it there lets the old draft's handles go.
-        return self._put(namespace, text, NonePlanner())
+        return draft
 
     def _follow(self, draft: Draft, row: StepRow) -> bool:
         """Let a draft take in a row's verdict; False if it was forgotten meanwhile."""
@@ -297,36 +311,53 @@ class Lookup:
         for index in list(pending.waiting):
             draft = pending.drafts[index]
             assert draft is not None, "only drafts wait"
+            proposal = None if draft.is_forgotten else self.faults.contain(draft, self._propose, draft)
             if draft.is_forgotten:
                 self._give_up(pending, index)
-                continue
-            proposal = self._propose(draft)
-            if proposal is not None:
+            elif proposal is not None:
                 pending.proposals[index] = proposal
                 pending.waiting.discard(index)
                 draft.is_awaited = False
         return not pending.waiting
 
+    def _is_overdue(self, pending: _Pending) -> bool:
+        if self._clock() < pending.deadline_s:
+            return False
+        self.counts.overdue += 1
+        for index in list(pending.waiting):
+            self._give_up(pending, index)
+        return True
+
     def _give_up(self, pending: _Pending, index: int) -> None:
         draft = pending.drafts[index]
         assert draft is not None, "only drafts wait"
-        with draft.lock:
-            draft.session.stand_aside()
-            draft.is_awaited = False
-            pending.proposals[index] = draft.session.propose()
+        pending.proposals[index] = self.faults.contain(draft, self._propose_now, draft)
+        draft.is_awaited = False
         pending.waiting.discard(index)
         self._compute.tell(draft)
 
-    def _answers(self, done: Iterable[_Pending]) -> list[Answer]:
+    def _propose_now(self, draft: Draft) -> list[int] | None:
+        with draft.lock:
+            draft.session.stand_aside()
+            return draft.session.propose()
+
+    def _answers(self, is_done: Callable[[_Pending], bool]) -> list[Answer]:
         answers: list[Answer] = []
-        now_s = self._clock()
-        for pending in done:
-            self._pending.pop(pending.client, None)
-            self.counts.wait_s += now_s - pending.since_s
-            self._tenant(pending.step.namespace).answered_s = now_s
-            answers.append((pending.client, Proposals(pending.step.round, pending.proposals)))
-            self._note_answer(pending, now_s)
+        for pending in list(self._pending.values()):
+            try:
+                if is_done(pending):
+                    answers.append(self._answer(pending))
+            except Exception as error:
+                answers.append(self._refuse(pending.client, error))
         return answers
+
+    def _answer(self, pending: _Pending) -> Answer:
+        now_s = self._clock()
+        self._pending.pop(pending.client, None)
+        self.counts.wait_s += now_s - pending.since_s
+        self._tenant(pending.step.namespace).answered_s = now_s
+        self._note_answer(pending, now_s)
+        return (pending.client, Proposals(pending.step.round, pending.proposals))
 
     def _note_answer(self, pending: _Pending, at_s: float) -> None:
         if self._timeline is not None:

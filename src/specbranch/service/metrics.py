@@ -60,6 +60,11 @@ def counters(server: Server) -> list[tuple[str, str, float]]:
         ("opened", "Texts opened.", lookup.opened),
         ("muted", "Texts that the draft model cannot take.", lookup.muted),
         ("refused_frames", "Messages that were refused.", lookup.refused),
+        (
+            "faults",
+            "Exceptions that cost one session or one answer.",
+            server.lookup.faults.count + server.compute.faults.count,
+        ),
         ("outlooks", "Verdicts that came with what the target foresees.", lookup.outlooks),
         ("overdue", "Answers given without a full draft because time was up.", lookup.overdue),
         ("wait_seconds", "Time that answers were held back for a draft.", lookup.wait_s),

@@ -99,6 +99,8 @@ class Server:
         poller.register(router, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
         while not self._is_stopping:
+            if not self.compute.is_alive:
+                raise RuntimeError("the compute thread has ended and nothing is drafted; start the service again")
             events = dict(poller.poll(self._timeout_ms()))
             if router in events:
                 self._receive(router)

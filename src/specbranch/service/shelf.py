@@ -116,11 +116,17 @@ class Shelf:
             if draft.is_forgotten:
                 return False
             del self._drafts[draft.key]
-            with draft.lock:
-                draft.follow(tokens, num_submitted, outlook)
+            held = len(draft.session.tokens)
+            try:
+                with draft.lock:
+                    draft.follow(tokens, num_submitted, outlook)
+            except Exception:
+                self._remove(draft)  # it stands half-way between two texts
+                raise
+            finally:
+                self._num_tokens += len(draft.session.tokens) - held
             self._remove(self._drafts.get(draft.key))
             self._drafts[draft.key] = draft
-            self._num_tokens += len(tokens)
             self._prefixes.add(draft, draft.namespace, draft.session.tokens)
             self._shrink()
             return not draft.is_forgotten
