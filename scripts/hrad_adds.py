@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specbranch.bench.profile import provenance
-from specbranch.predictor.hrad import Hrad, read_hrad
+from specbranch.predictor.hrad import Hrad, read_hrad, survival
 from specbranch.train.examples import Array, Examples, read_examples, split_of
 
 ROOT = Path(__file__).parents[1]
@@ -52,14 +52,13 @@ def main() -> None:
 
 def _foreseen(examples: Examples, hrad: Hrad, rows: int = 4096) -> Array:
     """H-RAD's log-odds that a token of the window stands, if those before it do, [n, window]."""
-    outlooks = [
-        outlook
+    parts = [
+        survival(hrad.tensors, examples.features[start : start + rows].astype(np.float32))
         for start in range(0, len(examples), rows)
-        for outlook in hrad.predict(examples.features[start : start + rows].astype(np.float32))
     ]
-    survival = np.array([outlook.survival for outlook in outlooks]).clip(_LEAST, 1)
-    before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
-    return _log_odds(survival / before)
+    chances = np.concatenate(parts).clip(_LEAST, 1)
+    before = np.concatenate([np.ones((len(chances), 1)), chances[:, :-1]], axis=1)
+    return _log_odds(chances / before)
 
 
 def _log_odds(chances: Array) -> Array:

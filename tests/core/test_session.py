@@ -112,7 +112,7 @@ def test_an_engine_that_drives_itself_reports_by_content(
 
 
 def test_an_outlook_is_for_the_round_that_begins_and_for_no_other() -> None:
-    outlook = Outlook(Signal.ALL, (0.9, 0.8))
+    outlook = Outlook(Signal.ALL)
     session = submitted_session()
     found = [session.round.outlook]
     session.commit(Verdict(2, 7), 0, outlook)

@@ -14,7 +14,7 @@ import pytest
 from specbranch.core.round import Outlook, Signal
 from specbranch.plugins.vllm import SpecBranchProposer
 from specbranch.plugins.vllm.compat import FeatureError
-from specbranch.predictor.hrad import HradError, read_hrad, write_hrad
+from specbranch.predictor.hrad import Hrad, HradError, read_hrad, write_hrad
 from tests.plugins.test_proposer import proposer_with, tokens
 
 torch = pytest.importorskip("torch", reason="the stand-in target is made with torch")
@@ -157,16 +157,29 @@ def outlooks_of(proposer: Any) -> list[Outlook | None]:
     return found
 
 
-def assert_outlooks(proposer: Any, directory: Path, rows: Sequence[list[float]]) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The features that predictors are asked with."""
+    found: list[Any] = []
+    predict = Hrad.predict
+
+    def noted(hrad: Hrad, features: Any, *more: Any) -> list[Outlook]:
+        found.append(features)
+        return predict(hrad, features, *more)
+
+    monkeypatch.setattr(Hrad, "predict", noted)
+    return found
+
+
+def assert_outlooks(proposer: Any, directory: Path, asked: list[Any], rows: Sequence[list[float]]) -> None:
+    assert asked[-1] == pytest.approx(np.array(rows), rel=1e-4)
     expected = read_hrad(directory).predict(np.array(rows, dtype=np.float32))
     assert [outlook and outlook.signal for outlook in outlooks_of(proposer)] == [one.signal for one in expected]
-    for outlook, one in zip(outlooks_of(proposer), expected, strict=True):
-        assert outlook is not None and outlook.survival == pytest.approx(one.survival, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 4, 5])
 def test_each_row_is_judged_where_its_newest_token_was_predicted(
-    num_layers: int, monkeypatch: pytest.MonkeyPatch, runner_class: type[Runner], tmp_path: Path
+    num_layers: int, monkeypatch: pytest.MonkeyPatch, runner_class: type[Runner], tmp_path: Path, asked: list[Any]
 ) -> None:
     """A prompt read, one in pieces, drafts that stood, some that fell, all that fell, and a row without drafts."""
     proposer = foreseeing(monkeypatch, tmp_path, num_layers)
@@ -178,7 +191,7 @@ def test_each_row_is_judged_where_its_newest_token_was_predicted(
     runner.sample_tokens([10], [], [21, 22, 23], [31, 33], [43], [48])
 
     last_and_newest = [(7, 10), (22, 23), (31, 33), (40, 43), (49, 48)]
-    assert_outlooks(proposer, tmp_path, [model.features(*one, num_layers) for one in last_and_newest])
+    assert_outlooks(proposer, tmp_path, asked, [model.features(*one, num_layers) for one in last_and_newest])
     assert proposer._foresight is not None
     assert (proposer._foresight.counts.outlooks, proposer._foresight.counts.outlook_faults) == (5, 0)
 
@@ -301,7 +314,7 @@ def test_micro_batches_and_many_layers_do_not_go_together(monkeypatch: pytest.Mo
 
 
 def test_one_layer_works_for_a_compiled_model(
-    monkeypatch: pytest.MonkeyPatch, runner_class: type[Runner], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[Runner], tmp_path: Path, asked: list[Any]
 ) -> None:
     target = {**TARGET, "model": {**TARGET["model"], "enforce_eager": False}}
     proposer = proposer_with(monkeypatch, target=target, predictor=trained(tmp_path, 1))
@@ -310,7 +323,7 @@ def test_one_layer_works_for_a_compiled_model(
     runner.execute_model(scheduled(a=[1, 2]))
     runner.sample_tokens([3])
 
-    assert_outlooks(proposer, tmp_path, [model.features(2, 3, 1)])
+    assert_outlooks(proposer, tmp_path, asked, [model.features(2, 3, 1)])
 
 
 def test_a_directory_without_a_predictor_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -95,15 +95,14 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
     sure: dict[str, str | int | float | bool] = {"gamma": 3, "confidence": 1.0}
     bench.ask(Open(b"ours", "specbranch", sure, "hrad", [[1, 2, 3]]))
     bench.work()
-    outlook = None if signal is None else WireOutlook(int(signal), [0.5, 0.75, 0.25])
+    outlook = None if signal is None else WireOutlook(int(signal))
     (reply,) = bench.step([1, 2, 3], likely([1, 2, 3]), outlook=outlook)
 
     assert isinstance(reply, Proposals) and reply.rows[0] is not None
     assert len(reply.rows[0]) == drafted
     assert bench.lookup.counts.outlooks == (signal is not None)
     begun = bench.shelf.snapshot()[0].session.round
-    # Chances that rise are no chances of survival: they are brought down.
-    assert begun.outlook == (None if signal is None else Outlook(signal, (0.5, 0.5, 0.25)))
+    assert begun.outlook == (None if signal is None else Outlook(signal))
 
 
 def test_another_namespace_cannot_reach_a_text() -> None:

@@ -113,7 +113,6 @@ def test_the_file_gives_the_same_chances(tmp_path: Path) -> None:
 
     outlooks = read_hrad(tmp_path).predict(test.features.astype(np.float32))
 
-    chances, survival = network.foresee(test)
+    chances, _ = network.foresee(test)
     assert [int(outlook.signal) for outlook in outlooks] == chances.argmax(-1).tolist()
-    assert np.array([outlook.survival for outlook in outlooks]) == pytest.approx(survival, abs=1e-5)
     assert json.loads((tmp_path / "card.json").read_text())["target"] == "big"

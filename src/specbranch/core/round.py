@@ -23,13 +23,9 @@ MAX_WINDOW = 64  # draft tokens in one submission
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the target's own state tells about the next window of draft tokens.
-
-    `survival[j]` is the chance that at least j + 1 tokens of the window stand; it never rises.
-    """
+    """What the target's own state tells about the next window of draft tokens."""
 
     signal: Signal
-    survival: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

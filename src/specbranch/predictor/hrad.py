@@ -55,13 +55,16 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Hrad:
-    """The network: two hidden layers, one head for the signal and one for the survival of each token of the window."""
+    """The network: two hidden layers and a head for the signal.
+
+    A second head, for the chances that 1, 2, 3 ... tokens stand, helps training and serves evaluation only.
+    """
 
     def __init__(self, tensors: Mapping[str, _Array], card: Card) -> None:
         self.card = card
         _check_shapes(tensors, card)
         # Copies: memory that a file was mapped to need not be aligned, and then every product would copy it first.
-        self._tensors = {name: np.array(tensor, order="C") for name, tensor in tensors.items()}
+        self.tensors = {name: np.array(tensor, order="C") for name, tensor in tensors.items()}
 
     @property
     def d_in(self) -> int:
@@ -76,25 +79,30 @@ class Hrad:
         if features.ndim != 2 or features.shape[1] != self.d_in:
             raise HradError(f"features of shape {list(features.shape)}; the predictor takes [n, {self.d_in}]")
         with np.errstate(all="ignore"):  # what is not finite is found below
-            classes, survival = run_network(self._tensors, features, product)
-        if not (np.isfinite(classes).all() and np.isfinite(survival).all()):
+            classes = class_logits(self.tensors, features, product)
+        if not np.isfinite(classes).all():
             raise HradError("the target's features are not finite numbers, or too large for the predictor")
-        signals = classes.argmax(axis=1)
-        return [
-            Outlook(Signal(int(signal)), tuple(row)) for signal, row in zip(signals, survival.tolist(), strict=True)
-        ]
+        return [Outlook(Signal(int(signal))) for signal in classes.argmax(axis=1)]
 
 
-def run_network(
+def class_logits(
     tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
-) -> tuple[_Array, _Array]:
-    """Logits of the three classes [n, 3], and the chances of standing at least 1, 2, ... tokens [n, window]."""
+) -> _Array:
+    """Logits of the three classes [n, 3]."""
+    return product(_hidden(tensors, inputs, product), tensors["w_class"]) + tensors["b_class"]
+
+
+def survival(tensors: Mapping[str, _Array], inputs: _Array) -> _Array:
+    """The chances of standing at least 1, 2, ... tokens [n, window]. No planner asks for them."""
+    chances = _hidden(tensors, inputs, np.matmul) @ tensors["w_survival"] + tensors["b_survival"]
+    return np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
+
+
+def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_Array, _Array], _Array]) -> _Array:
     hidden = (inputs - tensors["mean"]) * tensors["scale"]
     for layer in "01":
         hidden = np.maximum(product(hidden, tensors[f"w{layer}"]) + tensors[f"b{layer}"], 0.0)
-    classes = product(hidden, tensors["w_class"]) + tensors["b_class"]
-    chances = product(hidden, tensors["w_survival"]) + tensors["b_survival"]
-    return classes, np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
+    return hidden
 
 
 def read_hrad(directory: Path) -> Hrad:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from specbranch.core.round import MAX_WINDOW, Outlook
+from specbranch.core.round import Outlook
 from specbranch.service.digest import Digest
 from specbranch.service.endpoint import ClientKeys, close_with, connected
 from specbranch.service.wire import (
@@ -249,9 +249,7 @@ class DraftClient:
 
 
 def _on_wire(outlook: Outlook | None) -> WireOutlook | None:
-    if outlook is None:
-        return None
-    return WireOutlook(int(outlook.signal), list(outlook.survival[:MAX_WINDOW]))
+    return None if outlook is None else WireOutlook(int(outlook.signal))
 
 
 def _fits(row: Committed) -> bool:

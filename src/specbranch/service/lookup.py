@@ -6,7 +6,6 @@ the draft is long enough or the client's time is up, whichever is first.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -388,10 +387,7 @@ def _kept(store: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
 
 
 def _outlook(told: WireOutlook | None) -> Outlook | None:
-    """What a client foresees, with chances that do not rise: a planner may rely on it."""
-    if told is None:
-        return None
-    return Outlook(Signal(told.signal), tuple(itertools.accumulate(told.survival, min)))
+    return None if told is None else Outlook(Signal(told.signal))
 
 
 def _row_verdict(row: StepRow, draft: Draft | None) -> RowVerdict:

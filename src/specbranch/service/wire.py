@@ -12,10 +12,9 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from specbranch.core.round import MAX_WINDOW
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME = 8 << 20  # bytes
 MAX_ROWS = 1024
 MAX_TEXT = 1 << 20  # tokens
@@ -54,10 +53,9 @@ class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknow
 
 
 class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What the target foresees for the next window: the signal, and the chances that so many tokens of it stand."""
+    """What the target foresees for the next window."""
 
     signal: Annotated[int, Meta(ge=0, le=2)]
-    survival: Annotated[list[Annotated[float, Meta(ge=0, le=1)]], Meta(max_length=MAX_WINDOW)]
 
 
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specbranch.predictor.hrad import run_network
+from specbranch.predictor.hrad import class_logits, survival
 from specbranch.train.examples import Array, Examples
 
 Inputs = Literal["features", "confidence", "both"]
@@ -56,9 +56,9 @@ class Network:
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def _forward(self, x: Array) -> tuple[Array, Array]:
-        logits, survival = run_network(self.tensors, x)
+        logits = class_logits(self.tensors, x)
         classes = np.exp(logits - logits.max(-1, keepdims=True))
-        return classes / classes.sum(-1, keepdims=True), survival
+        return classes / classes.sum(-1, keepdims=True), survival(self.tensors, x)
 
 
 def look(examples: Examples, inputs: Inputs) -> Array:
