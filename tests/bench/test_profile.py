@@ -14,6 +14,7 @@ from specbranch.bench.profile import (
     Timings,
     cpu_name,
     fit_line,
+    instruction_sets,
     measure,
     provenance,
     read_bandwidth,
@@ -241,6 +242,13 @@ def test_a_device_of_llama_cpp_other_than_the_processor_is_out_of_reach() -> Non
 def test_the_processor_is_named_without_the_host() -> None:
     assert cpu_name("processor\t: 0\nmodel name\t: Some CPU: 2 GHz\nmodel name\t: Other") == "Some CPU: 2 GHz"
     assert cpu_name("") is None
+
+
+def test_instruction_sets_are_those_that_the_cpu_names() -> None:
+    cpuinfo = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw amx_int8\nflags\t\t: avx_vnni"
+
+    assert instruction_sets(cpuinfo) == ["avx2", "avx512f", "amx_int8"]
+    assert instruction_sets("") == []
     assert set(provenance()) == {"version", "commit", "cpu", "num_cores", "cache_bytes", "numpy"}
 
 

@@ -24,9 +24,9 @@ app = typer.Typer()
 app.command()(profile)
 
 FIGURES = {
-    "model", "engine", "device", "threads", "context", "vocab_len", "rows", "fit", "fork_us", "fork_copies_tokens",
-    "prefill_tokens_per_s", "bandwidth_gb_per_s", "weight_bytes", "bound_ms", "bound_share", "noise", "limit",
-    "provenance",
+    "model", "engine", "device", "dtype", "threads", "context", "vocab_len", "rows", "fit", "fork_us",
+    "fork_copies_tokens", "prefill_tokens_per_s", "bandwidth_gb_per_s", "weight_bytes", "bound_ms", "bound_share",
+    "noise", "limit", "provenance",
 }  # fmt: skip
 SMALL = ["--rows", "1,2,3", "--context", "8", "--steps", "2"]
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.int8 import can_int8  # noqa: E402
+from specbranch.engines.int8 import Int8Linear, can_int8  # noqa: E402
 from specbranch.engines.screened import LEARNED, ScreenedHead, can_screen  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no oneDNN for 8 bits")
@@ -37,7 +37,7 @@ def learned(head: ScreenedHead, seed: int) -> ScreenedHead:
 
 
 def test_it_says_the_same_as_the_whole_layer_of_tokens_that_matter(linear: Any) -> None:
-    head = learned(ScreenedHead(linear), seed=1)
+    head = learned(ScreenedHead(linear, Int8Linear), seed=1)
     rows = states(LEARNED + 64, seed=1)[LEARNED:]
     whole = rows @ linear.weight.detach().T
     logits = torch.cat([head(piece) for piece in rows.split(4)])
@@ -51,7 +51,7 @@ def test_a_flat_law_has_its_first_tokens_whole_and_no_more_of_them(linear: Any) 
     row = states(LEARNED + 1, seed=1)[LEARNED:] / 4
     with torch.no_grad():
         linear.weight[:4096] += 8 * row / row.square().sum()
-    head = learned(ScreenedHead(linear), seed=1)
+    head = learned(ScreenedHead(linear, Int8Linear), seed=1)
     whole = row @ linear.weight.detach().T
 
     logits = head(row)
@@ -62,7 +62,7 @@ def test_a_flat_law_has_its_first_tokens_whole_and_no_more_of_them(linear: Any) 
 
 
 def test_its_output_has_the_shape_of_its_input(linear: Any) -> None:
-    head = ScreenedHead(linear)
+    head = ScreenedHead(linear, Int8Linear)
     before = head(states(3, seed=1)[None])
     after = learned(head, seed=1)(states(3, seed=1)[None])
 
@@ -73,7 +73,7 @@ def test_it_goes_back_to_the_whole_layer_when_texts_become_others_and_learns_ane
     linear: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specbranch.engines.screened._AUDIT_EVERY", 1)
-    head = learned(ScreenedHead(linear), seed=1)
+    head = learned(ScreenedHead(linear, Int8Linear), seed=1)
     others = states(512, seed=2)
     whole = others @ linear.weight.detach().T
     first = head(others[:4])
@@ -90,7 +90,7 @@ def test_it_goes_back_to_the_whole_layer_when_texts_become_others_and_learns_ane
 
 
 def test_many_rows_go_through_the_whole_layer(linear: Any) -> None:
-    head = ScreenedHead(linear)
+    head = ScreenedHead(linear, Int8Linear)
     rows = states(5, seed=1)
     whole = head(rows)
     learned(head, seed=1)

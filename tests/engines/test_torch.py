@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the torch engine need
 
 from specbranch.core.law import Law  # noqa: E402
 from specbranch.engines.head import head_of  # noqa: E402
-from specbranch.engines.options import EngineOptions, open_engine  # noqa: E402
+from specbranch.engines.options import DTYPES, EngineOptions, open_engine  # noqa: E402
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
 from specbranch.engines.torch import TorchEngine  # noqa: E402
 from tests.engines.closeness import close_laws  # noqa: E402
@@ -69,6 +69,11 @@ def llama(llama_path: str) -> TorchEngine:
 
 
 @pytest.fixture(scope="module")
+def llama_weight_only(llama_path: str) -> TorchEngine:
+    return TorchEngine(EngineOptions(llama_path, dtype="w8a16"))
+
+
+@pytest.fixture(scope="module")
 def qwen2(save: Save) -> TorchEngine:
     return TorchEngine(EngineOptions(save("qwen2"), dtype="float32"))
 
@@ -81,6 +86,11 @@ def smollm2() -> TorchEngine:
 @pytest.fixture(scope="module")
 def smollm2_int8() -> TorchEngine:
     return TorchEngine(EngineOptions(str(model_path("smollm2-135m-dense")), dtype="int8"))
+
+
+@pytest.fixture(scope="module")
+def smollm2_weight_only() -> TorchEngine:
+    return TorchEngine(EngineOptions(str(model_path("smollm2-135m-dense")), dtype="w8a16"))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +122,16 @@ class TestSmolLM2(_Close, EngineConformance):
         return smollm2
 
 
+class TestTinyWeightOnly(EngineConformance):
+    @pytest.fixture
+    def engine(self, llama_weight_only: TorchEngine) -> DraftEngine:
+        return llama_weight_only
+
+    @pytest.fixture
+    def is_close(self) -> Close:
+        return partial(close_laws, tolerance=0.02)
+
+
 class TestSmolLM2Int8(EngineConformance):
     """A row has its own scale: any history and any neighbours give the same law, as nearly as 32 bits do."""
 
@@ -124,29 +144,34 @@ class TestSmolLM2Int8(EngineConformance):
         return partial(close_laws, tolerance=0.02)
 
 
-def test_eight_bits_say_nearly_what_the_whole_model_says(smollm2: TorchEngine, smollm2_int8: TorchEngine) -> None:
+@pytest.mark.parametrize(("name", "most_apart"), [("smollm2_int8", 0.12), ("smollm2_weight_only", 0.04)])
+def test_eight_bits_say_nearly_what_the_whole_model_says(
+    smollm2: TorchEngine, name: str, most_apart: float, request: pytest.FixtureRequest
+) -> None:
+    in_8_bits = request.getfixturevalue(name)
     text = (504, 2, 314, 253, 1743, 282, 260, 1230, 28, 284, 260, 6334, 314, 260, 905, 282, 260, 2466)
     apart = []
     for length in range(2, len(text) + 1):
-        whole, packed = (fresh_law(engine, text[:length]) for engine in (smollm2, smollm2_int8))
+        whole, packed = (fresh_law(engine, text[:length]) for engine in (smollm2, in_8_bits))
         mine = dict(zip(packed.ids, packed.probs, strict=True))
         gaps = [
             abs(float(prob) - float(mine.get(token, 0.0))) for token, prob in zip(whole.ids, whole.probs, strict=True)
         ]
         apart.append(sum(gaps) / 2)
 
-    assert sum(apart) / len(apart) < 0.12
-    assert smollm2_int8.weight_bytes < 0.6 * smollm2.weight_bytes
+    assert sum(apart) / len(apart) < most_apart
+    assert in_8_bits.weight_bytes < 0.6 * smollm2.weight_bytes
 
 
+@pytest.mark.parametrize("dtype", ["int8", "w8a16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_fused_layers_say_what_the_layers_one_by_one_say(
-    name: str, save: Save, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {"sliding_window": None} if name == "mistral" else {}
-    options = EngineOptions(save(name, head_dim=8, **more), dtype="int8")
+    options = EngineOptions(save(name, head_dim=8, **more), dtype=dtype)
     fused = TorchEngine(options)
-    monkeypatch.setattr("specbranch.engines.torch.fuse", lambda model, attend: model)
+    monkeypatch.setattr("specbranch.engines.torch.fuse", lambda model, attend, kind: model)
     plain = TorchEngine(options)
     kinds = [{type(module).__name__ for module in engine._model.modules()} for engine in (fused, plain)]
 
@@ -228,7 +253,7 @@ def test_a_gguf_file_gives_the_laws_of_its_dense_weights() -> None:
 
 
 def test_a_full_cache_refuses_all_rows_of_a_step_and_changes_nothing(llama_path: str) -> None:
-    engine = TorchEngine(EngineOptions(llama_path, max_tokens=6, max_handles=2))
+    engine = TorchEngine(EngineOptions(llama_path, dtype="float32", max_tokens=6, max_handles=2))
     a = engine.open()
     engine.run([Row(a, (1, 2, 3))])
     b = engine.fork(a, 3)
@@ -313,6 +338,15 @@ def test_slots_of_closed_branches_are_used_again(llama: TorchEngine) -> None:
     assert bytes_after == bytes_before
 
 
+def test_auto_takes_a_type_by_measuring_and_says_so(llama_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="specbranch.engines.torch"):
+        engine = TorchEngine(EngineOptions(llama_path))
+
+    assert engine.info.dtype in DTYPES
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(f"draft on the CPU in {engine.info.dtype}, ") and "float32 " in line
+
+
 def test_an_engine_is_opened_by_name_and_shut_down(llama_path: str) -> None:
     engine = open_engine("torch", EngineOptions(llama_path, threads=torch.get_num_threads(), head_len=100))
     law = fresh_law(engine, [1])
@@ -327,6 +361,7 @@ def test_an_engine_is_opened_by_name_and_shut_down(llama_path: str) -> None:
     [
         ({"model": "/no/such/model"}, "cannot load '/no/such/model'.*; give a directory"),
         ({"model": "{llama}", "device": "nodevice"}, "cannot load .* on nodevice"),
+        ({"model": "{llama}", "device": "cuda:0", "dtype": "w8a16"}, "w8a16 is for the CPU; give auto, float32"),
         ({"model": "{llama}", "dtype": "float31"}, "no dtype 'float31'; give auto"),
     ],
 )

@@ -29,6 +29,7 @@ MANY_ROWS = 8
 LOUD = 2.0  # p90 over p10 from which on a verdict is worth little
 _CACHE_REACH = 0.9  # a step this far below its bound has not read all weights from memory
 _BLOCK_BYTES = 512 << 20
+_INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,7 @@ class Profile:
             "model": self.info.model,
             "engine": self.engine,
             "device": self.info.device,
+            "dtype": self.info.dtype,
             "threads": self.threads,
             "context": timings.context_len,
             "vocab_len": self.info.vocab_len,
@@ -326,6 +328,8 @@ def provenance() -> dict[str, Any]:
         "version": __version__,
         "commit": commit(Path(__file__).parent),
         "cpu": cpu_name(_read(Path("/proc/cpuinfo"))),
+        "instruction_sets": instruction_sets(_read(Path("/proc/cpuinfo"))),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "num_cores": os.cpu_count(),
         "cache_bytes": cache_bytes(),
         "numpy": np.__version__,
@@ -346,6 +350,12 @@ def cpu_name(cpuinfo: str) -> str | None:
     """The model name in the text of /proc/cpuinfo."""
     names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     return names[0] if names else None
+
+
+def instruction_sets(cpuinfo: str) -> list[str]:
+    """Of the instruction sets that decide how fast a model runs, those in the text of /proc/cpuinfo."""
+    lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("flags")]
+    return [name for name in _INSTRUCTION_SETS if lines and name in lines[0]]
 
 
 def _read(path: Path) -> str:

@@ -14,7 +14,7 @@ import typer
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import stay_on
-from specbranch.engines.options import ENGINES, EngineOptions, engine_for, open_engine
+from specbranch.engines.options import DTYPES, ENGINES, EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import EngineError
 from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
 from specbranch.service.logs import set_up_logs
@@ -42,7 +42,9 @@ def draft(
         int | None, typer.Option(help="Threads of the engine. Default: one per core it may use.")
     ] = None,
     cores: Annotated[str | None, typer.Option(help="Cores for this process, such as 1 or 4,5,6.")] = None,
-    dtype: Annotated[str, typer.Option(help="Transformers: auto, int8, bfloat16, float16, float32.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help=f"Weights of Transformers models: {', '.join(DTYPES)}. auto: the fastest on this CPU.")
+    ] = "auto",
     max_sessions: Annotated[int, typer.Option(help="Sessions remembered.", min=1)] = 256,
     cache_tokens: Annotated[int, typer.Option(help="Tokens in the engine's cache.", min=64)] = 16384,
     max_handles: Annotated[int, typer.Option(help="Branches in the engine's cache.", min=1)] = 256,

@@ -19,7 +19,7 @@ try:
 except ImportError as missing:
     raise EngineError(f"8 bits need torch ({missing}); pip install 'specbranch[torch]'") from missing
 
-from specbranch.engines.int8 import Int8Linear
+from specbranch.engines.int8 import PackedLinear
 from specbranch.engines.screened import ScreenedHead, can_screen
 
 # Families whose attention, perceptron and norm are the same but for names.
@@ -41,10 +41,10 @@ class _Norm(nn.Module):
 
 
 class _Perceptron(nn.Module):
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, mlp: Any, kind: type[PackedLinear]) -> None:
         super().__init__()
-        self._into = Int8Linear(mlp.gate_proj, mlp.up_proj)
-        self._out = Int8Linear(mlp.down_proj)
+        self._into = kind(mlp.gate_proj, mlp.up_proj)
+        self._out = kind(mlp.down_proj)
 
     def forward(self, rows: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
         gate, up = self._into(rows).chunk(2, dim=-1)
@@ -53,7 +53,7 @@ class _Perceptron(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, attention: Any, attend: Attend) -> None:
+    def __init__(self, attention: Any, attend: Attend, kind: type[PackedLinear]) -> None:
         super().__init__()
         self._attend = attend
         self._index = attention.layer_idx
@@ -61,8 +61,8 @@ class _Attention(nn.Module):
         self._width = attention.head_dim
         self._num_keys = attention.k_proj.out_features // self._width
         self._num_turned = attention.q_proj.out_features // self._width + self._num_keys
-        self._into = Int8Linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._out = Int8Linear(attention.o_proj)
+        self._into = kind(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out = kind(attention.o_proj)
         self._norms = None
         if hasattr(attention, "q_norm"):
             self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
@@ -88,11 +88,11 @@ class _Attention(nn.Module):
 class _Layer(nn.Module):
     """In place of a layer of Transformers, which hands on a dozen arguments that nobody here reads."""
 
-    def __init__(self, layer: Any, attend: Attend) -> None:
+    def __init__(self, layer: Any, attend: Attend, kind: type[PackedLinear]) -> None:
         super().__init__()
         self._before, self._between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._attention = _Attention(layer.self_attn, attend)
-        self._perceptron = _Perceptron(layer.mlp)
+        self._attention = _Attention(layer.self_attn, attend, kind)
+        self._perceptron = _Perceptron(layer.mlp, kind)
 
     def forward(
         self,
@@ -106,17 +106,17 @@ class _Layer(nn.Module):
         return out
 
 
-def fuse(model: Any, attend: Attend) -> Any:
-    """The model with its layers fused and in 8 bits, where its family is known."""
+def fuse(model: Any, attend: Attend, kind: type[PackedLinear]) -> Any:
+    """The model, in float32, with its layers fused and in 8 bits, where its family is known."""
     family = type(model).__name__.removesuffix("ForCausalLM")
     if family not in _FAMILIES:
         return model
     base = model.base_model
     if not all(layer.mlp.act_fn(torch.ones(1)) == silu(torch.ones(1)) for layer in base.layers):
         return model
-    base.layers = nn.ModuleList(_Layer(layer, attend) for layer in base.layers)
+    base.layers = nn.ModuleList(_Layer(layer, attend, kind) for layer in base.layers)
     base.norm = _Norm(base.norm)
     if can_screen(model.lm_head):
-        head = model.lm_head = ScreenedHead(model.lm_head)
+        head = model.lm_head = ScreenedHead(model.lm_head, kind)
         base.register_forward_hook(lambda _, __, out: head.learn(out.last_hidden_state[0]))
     return model

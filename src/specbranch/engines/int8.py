@@ -1,11 +1,15 @@
-"""Linear layers in 8 bits for the CPU: weights by output channel, activations by row, products by oneDNN.
+"""Linear layers with weights in 8 bits, for the CPU. Each output channel has its own scale.
 
-Where the CPU has instructions for it (AMX, VNNI) a step then costs what reading the weights costs, and further rows
-cost little. A row has its own scale, so its result does not hang on the rows beside it.
+Two forms, named as the field names them. W8A8 rounds activations to 8 bits as well, each row with its own scale, and
+oneDNN multiplies integers: further rows cost little where the CPU has instructions for it (AMX, VNNI, AVX-512). W8A16
+keeps activations in bfloat16: it needs no such instructions and rounds less, but each row costs its full share.
+
+A row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from specbranch.engines.protocol import EngineError
@@ -13,43 +17,109 @@ from specbranch.engines.protocol import EngineError
 try:
     import torch
     from torch import nn
+    from torch.nn.functional import pad
 except ImportError as missing:
     raise EngineError(f"8 bits need torch ({missing}); pip install 'specbranch[torch]'") from missing
 
-_LARGEST = 127.0
 _LEAST = 1e-8
-_FEWEST = 4  # rows; for one or two oneDNN has no fast kernel where a layer is narrow, and takes a hundred times as long
+_LARGEST = 127.0  # of a signed byte
+_LARGEST_OF_SEVEN_BITS = 63.0
+_MIDDLE = 128.0  # an unsigned byte that stands for zero
+_FEWEST = 4  # rows; for one or two oneDNN has no fast kernel with AMX where a layer is narrow
+_WIDTH = 32  # W8A16 reads weights in blocks of so many inputs
 
 
-class Int8Linear(nn.Module):
-    """Linear layers of one input as one, with packed 8-bit weights; inputs and outputs are float32."""
+class PackedLinear(nn.Module):
+    """Linear layers of one input as one, with weights in 8 bits; inputs and outputs are float32."""
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear, largest: float = _LARGEST) -> None:
         super().__init__()
         weight = torch.cat([linear.weight.detach().float() for linear in linears])
-        self._scales = weight.abs().amax(dim=1).clamp(min=_LEAST) / _LARGEST
-        self._zeros = torch.zeros(len(weight), dtype=torch.int64)
-        integers = (weight / self._scales[:, None]).round().to(torch.int8)
-        self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
+        self._scales = weight.abs().amax(dim=1).clamp(min=_LEAST) / largest
         self._bias = _joined_bias(linears)
-        self._few = torch.zeros(_FEWEST, weight.shape[1], dtype=torch.int8)  # rows beyond those asked for hold anything
+        self._pack((weight / self._scales[:, None]).round().to(torch.int8))
         self.num_bytes = weight.numel()
 
     def forward(self, rows: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         """As the linear layers it was made from, end to end, within the error of 8 bits; added to `onto`, if given."""
-        flat = rows.reshape(-1, rows.shape[-1])
-        count = len(flat)
-        scales = flat.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST).div_(_LARGEST)
-        integers = self._few if count <= _FEWEST else torch.empty(flat.shape, dtype=torch.int8)
-        integers[:count].copy_(torch.div(flat, scales).round_())
-        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            integers, 1.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        out = out[:count].mul_(scales)
-        if self._bias is not None:
+        base = self._bias if onto is None else onto.reshape(-1, onto.shape[-1])
+        out = self._product(rows.reshape(-1, rows.shape[-1]), base)
+        if onto is not None and self._bias is not None:
             out.add_(self._bias)
-        out = out.view(*rows.shape[:-1], -1)
-        return out if onto is None else out.add_(onto)
+        return out.view(*rows.shape[:-1], -1)
+
+    def _pack(self, integers: torch.Tensor) -> None:
+        """Keep the weights [outputs, inputs] in the form that the product reads."""
+        raise NotImplementedError
+
+    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        """Rows [rows, inputs] times the weights, plus `base`, as a new tensor."""
+        raise NotImplementedError
+
+
+class Int8Linear(PackedLinear):
+    """W8A8: activations are rounded to unsigned bytes, row by row. For signed ones oneDNN is fast only with AMX.
+
+    Without VNNI two products of bytes are added in 16 bits, which can overflow; weights of 7 bits cannot.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__(*linears, largest=_LARGEST_OF_SEVEN_BITS if sums_overflow() else _LARGEST)
+
+    def _pack(self, integers: torch.Tensor) -> None:
+        self._zeros = torch.zeros(len(integers), dtype=torch.int64)
+        self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
+        # What the shift of the activations adds to every output. oneDNN could subtract it too, but takes longer.
+        self._shift = _MIDDLE * integers.sum(dim=1) * self._scales
+        # Rows beyond those asked for hold anything.
+        self._few = torch.zeros(_FEWEST, integers.shape[1], dtype=torch.uint8)
+
+    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        count = len(rows)
+        scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST).div_(_LARGEST)
+        integers = self._few if count <= _FEWEST else torch.empty(rows.shape, dtype=torch.uint8)
+        integers[:count].copy_(torch.div(rows, scales).add_(_MIDDLE + 0.5))  # the copy cuts, so the half rounds
+        out = _int8_product(integers, self._packed, self._scales, self._zeros)[:count].sub_(self._shift)
+        return out.mul_(scales) if base is None else torch.addcmul(base, out, scales)
+
+
+class WeightOnlyLinear(PackedLinear):
+    """W8A16: activations in bfloat16."""
+
+    def _pack(self, integers: torch.Tensor) -> None:
+        self._extra = -integers.shape[1] % _WIDTH
+        self._weight = pad(integers, (0, self._extra))
+        self._scales = self._scales.bfloat16()
+
+    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        halves = rows.bfloat16()
+        if self._extra:
+            halves = pad(halves, (0, self._extra))
+        out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(halves, self._weight, self._scales)
+        return out.float() if base is None else base + out
+
+
+PACKED: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "w8a16": WeightOnlyLinear}
+
+
+@cache
+def sums_overflow() -> bool:
+    """Whether this CPU's product of bytes loses large sums: by trying, as oneDNN does not say."""
+    width, most = 64, 255
+    weight = torch.full((width, width), int(_LARGEST), dtype=torch.int8)
+    rows = torch.full((_FEWEST, width), most, dtype=torch.uint8)
+    ones, zeros = torch.ones(width), torch.zeros(width, dtype=torch.int64)
+    out = _int8_product(rows, torch.ops.onednn.qlinear_prepack(weight, None), ones, zeros)
+    return bool((out != width * most * _LARGEST).any())
+
+
+def _int8_product(
+    integers: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        integers, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return out
 
 
 def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
@@ -61,20 +131,18 @@ def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
 
 def can_int8() -> bool:
     """Whether this torch has the products of 8 bits."""
-    return hasattr(torch.ops.onednn, "qlinear_pointwise")
+    return hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch.ops.aten, "_weight_int8pack_mm")
 
 
-def to_int8(model: Any) -> Any:
+def pack_linears(model: Any, kind: type[PackedLinear]) -> Any:
     """The model with its linear layers in 8 bits; everything else is as it was."""
-    if not can_int8():
-        raise EngineError("this torch has no oneDNN for 8 bits; use dtype bfloat16, or the llama.cpp engine")
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, Int8Linear(child))
+                setattr(module, name, kind(child))
     return model
 
 
 def packed_bytes(model: Any) -> int:
     """Bytes of the weights that are packed."""
-    return sum(module.num_bytes for module in model.modules() if isinstance(module, Int8Linear))
+    return sum(module.num_bytes for module in model.modules() if isinstance(module, PackedLinear))

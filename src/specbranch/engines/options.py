@@ -9,6 +9,7 @@ from pathlib import Path
 from specbranch.engines.protocol import DraftEngine, EngineError
 
 ENGINES = ("llamacpp", "torch")
+DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +17,10 @@ class EngineOptions:
     """What to load, where, and how much of it at once.
 
     `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the Hugging Face hub (`repo` for torch,
-    `repo:file.gguf` for llama.cpp). `threads` None means the engine's own choice. `dtype` is that of
-    the weights for torch, and auto is int8 on a CPU and the model's own elsewhere; llama.cpp takes weights as they are
-    and, with float32, keeps its cache in 32 bits.
+    `repo:file.gguf` for llama.cpp). `threads` None means the engine's own choice. `dtype` is one
+    of `DTYPES`, for torch: int8 has weights and activations in 8 bits, w8a16 only weights, and auto takes what is
+    fastest on this CPU, and the model's own type on other devices. llama.cpp takes weights as they are and, with
+    float32, keeps its cache in 32 bits.
     """
 
     model: str

@@ -28,6 +28,7 @@ class EngineInfo:
     max_handles: int  # handles open at once
     max_tokens: int  # tokens in the cache, shared ones counted once
     rest_tokens: int = 1 << 30  # of sessions at rest that may stay there without slowing down the others
+    dtype: str = ""  # of the weights, where the engine chose or was told one
 
 
 @dataclass(frozen=True, slots=True)

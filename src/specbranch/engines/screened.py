@@ -15,7 +15,7 @@ try:
 except ImportError as missing:
     raise EngineError(f"8 bits need torch ({missing}); pip install 'specbranch[torch]'") from missing
 
-from specbranch.engines.int8 import Int8Linear
+from specbranch.engines.int8 import PackedLinear
 
 LEARNED = 8192  # hidden states that the directions are learned from
 _PART = 4  # the narrow product has so much less width
@@ -33,10 +33,11 @@ _LEAST_VOCAB = 32768  # below it there is little to save
 class ScreenedHead(nn.Module):
     """An output layer without bias; once it has learned, only the best tokens have whole logits, the others guesses."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, kind: type[PackedLinear]) -> None:
         super().__init__()
         self._weight = linear.weight.detach().float()  # often the input embedding's, so this costs no memory
-        self._whole = Int8Linear(linear)
+        self._kind = kind
+        self._whole = kind(linear)
         self._screen: _Screen | None = None
         self._seen: list[torch.Tensor] = []
         self._num_seen = 0
@@ -55,7 +56,7 @@ class ScreenedHead(nn.Module):
         self._seen.append(hidden.clone())
         self._num_seen += len(hidden)
         if self._num_seen >= LEARNED:
-            self._screen = _Screen(self._weight, torch.cat(self._seen)[-LEARNED:])
+            self._screen = _Screen(self._weight, torch.cat(self._seen)[-LEARNED:], self._kind)
             self._forget()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,7 @@ class ScreenedHead(nn.Module):
 class _Screen:
     """The narrow product: hidden states less their mean, along the directions that move the logits most."""
 
-    def __init__(self, weight: torch.Tensor, seen: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, seen: torch.Tensor, kind: type[PackedLinear]) -> None:
         width = weight.shape[1]
         self._mean = seen.mean(dim=0)
         self._bias = weight @ self._mean
@@ -100,7 +101,7 @@ class _Screen:
         self._into = (inverse @ directions[:, chosen] * balance).contiguous()
         narrow = nn.Linear(len(balance), len(weight), bias=False, device="meta")
         narrow.weight = nn.Parameter(weight @ (root @ directions[:, chosen] / balance), requires_grad=False)
-        self._out = Int8Linear(narrow)
+        self._out = kind(narrow)
 
     def logits(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [rows, hidden], whole for the best tokens."""

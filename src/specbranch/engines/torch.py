@@ -7,6 +7,7 @@ sessions lie end to end in one sequence, and only attention looks at one arena a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from specbranch.core.law import Law
 from specbranch.engines.head import head_of
-from specbranch.engines.options import EngineOptions, local_model
+from specbranch.engines.options import DTYPES, EngineOptions, local_model
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row, require_length, require_rows
 
 try:
@@ -30,8 +31,11 @@ except ImportError as missing:
         f"the torch engine needs torch and a recent transformers ({missing}); pip install 'specbranch[torch]'"
     ) from missing
 
+from specbranch.engines.dtype import PLAIN, fastest_dtype
 from specbranch.engines.fused import fuse
-from specbranch.engines.int8 import can_int8, packed_bytes, to_int8
+from specbranch.engines.int8 import PACKED, can_int8, pack_linears, packed_bytes
+
+log = logging.getLogger(__name__)
 
 SlotIds = NDArray[np.int64]
 
@@ -131,7 +135,7 @@ class TorchEngine:
             torch.set_num_threads(options.threads)
         self._options = options
         self._handles: dict[int, _Handle] = {}
-        self._model = _load(options)
+        self._model, self._dtype = _load(options)
         _require_plain_attention(self._model, options)
         self._model.set_attn_implementation(_NAME)
         self._vocab_len = self._probe()
@@ -139,7 +143,9 @@ class TorchEngine:
     @property
     def info(self) -> EngineInfo:
         o = self._options
-        return EngineInfo(o.model, o.device, self._vocab_len, o.row_limit, o.max_handles, o.max_tokens)
+        return EngineInfo(
+            o.model, o.device, self._vocab_len, o.row_limit, o.max_handles, o.max_tokens, dtype=self._dtype
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -366,19 +372,23 @@ AttentionInterface.register(_NAME, _attend)
 AttentionMaskInterface.register(_NAME, _no_mask)
 
 
-def _load(options: EngineOptions) -> Any:
-    is_int8 = options.dtype == "int8" or (options.dtype == "auto" and options.device == "cpu" and can_int8())
-    if is_int8 and options.device != "cpu":
-        raise EngineError("int8 is for the CPU; give auto, float32, bfloat16 or float16")
-    asked = "float32" if is_int8 else options.dtype
-    dtype = asked if asked == "auto" else getattr(torch, asked, None)
-    if dtype != "auto" and not isinstance(dtype, torch.dtype):
-        raise EngineError(f"torch knows no dtype {options.dtype!r}; give auto, float32, bfloat16, float16 or int8")
+def _load(options: EngineOptions) -> tuple[Any, str]:
+    """The model, ready to be run, and the type of its weights."""
+    _require_dtype(options)
     place, how = _source(options.model)
+    plain = PLAIN.get(options.dtype, "auto")
     try:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **how)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=plain, **how)
         model = model.to(options.device).eval()
-        return to_int8(fuse(model, _attended)) if is_int8 else model
+        dtype = options.dtype
+        if dtype == "auto" and options.device == "cpu":
+            choice = fastest_dtype(model)
+            log.info("draft on the CPU in %s", choice)
+            dtype = choice.dtype
+        if dtype in PACKED:
+            kind = PACKED[dtype]
+            return pack_linears(fuse(model.float(), _attended, kind), kind), dtype
+        return model.to(PLAIN.get(dtype, model.dtype)), str(model.dtype).removeprefix("torch.")
     except EngineError:
         raise
     except Exception as error:
@@ -386,6 +396,15 @@ def _load(options: EngineOptions) -> Any:
             f"cannot load {options.model!r} on {options.device}: {_cause(error)}; give a directory with config.json "
             "and safetensors, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face hub"
         ) from error
+
+
+def _require_dtype(options: EngineOptions) -> None:
+    if options.dtype not in DTYPES:
+        raise EngineError(f"there is no dtype {options.dtype!r}; give {', '.join(DTYPES)}")
+    if options.dtype in PACKED and options.device != "cpu":
+        raise EngineError(f"{options.dtype} is for the CPU; give auto, {', '.join(PLAIN)}")
+    if options.dtype in PACKED and not can_int8():
+        raise EngineError("this torch has no products of 8 bits; give auto or bfloat16, or use the llama.cpp engine")
 
 
 def _source(model: str) -> tuple[str, dict[str, Any]]:

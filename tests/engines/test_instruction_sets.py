@@ -1,0 +1,92 @@
+"""Drafts in 8 bits on the CPUs that this one can behave like: right, never slow beyond reason, and soon ready.
+
+oneDNN reads its limit once in a process, so each limit has processes of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the torch engine needs torch")
+pytest.importorskip("transformers", reason="the torch engine needs transformers")
+
+from tests.engines.instruction_sets import ALL, limits
+from tests.engines.models import model_path
+from tests.results import record
+from tests.service.harness import PATIENCE_S, Service, running
+
+ROOT = Path(__file__).parents[2]
+STEPS = """
+import json, sys, time
+from specbranch.engines.options import EngineOptions, open_engine
+from specbranch.engines.protocol import Row
+model, found = sys.argv[1], {}
+engines = {dtype: open_engine("torch", EngineOptions(model, threads=1, dtype=dtype)) for dtype in ("auto", "float32")}
+trunks = {dtype: engine.open() for dtype, engine in engines.items()}
+for dtype, engine in engines.items():
+    engine.run([Row(trunks[dtype], tuple(range(500, 532)))])
+for _ in range(12):
+    for dtype, engine in engines.items():
+        for count in (1, 8):
+            forks = [engine.fork(trunks[dtype], 32) for _ in range(count)]
+            start_s = time.perf_counter()
+            engine.run([Row(fork, (600 + number,)) for number, fork in enumerate(forks)])
+            found.setdefault(f"{dtype} {count}", []).append(1000 * (time.perf_counter() - start_s))
+            for fork in forks:
+                engine.close(fork)
+print(json.dumps({"chosen": engines["auto"].info.dtype, **{name: min(times) for name, times in found.items()}}))
+"""
+
+
+def environment(limit: str) -> dict[str, str]:
+    return {**os.environ, "ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("limit", [limit for limit in limits() if limit != ALL])
+def test_eight_bits_are_right_with_fewer_instructions(limit: str) -> None:
+    """What other modules test without a limit: conformance, nearness to the whole model, no sum that is lost."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engines/test_int8.py"]
+    command += ["tests/engines/test_torch.py", "-k", "Int8 or WeightOnly or eight_bits or fused or test_int8"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(limit), capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("limit", limits())
+def test_what_is_chosen_is_not_slower_than_plain_weights(limit: str) -> None:
+    command = [sys.executable, "-c", STEPS, str(model_path("smollm2-135m-dense"))]
+    done = subprocess.run(command, env=environment(limit), capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+
+    record("draft_types", limit=limit, **found)
+    # One row reads all weights, so fewer bytes must show; many rows may be bound by arithmetic.
+    assert found["auto 1"] < found["float32 1"]
+    assert found["auto 8"] < 1.3 * found["float32 8"]
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+@pytest.mark.parametrize("limit", limits())
+@pytest.mark.parametrize("model", ["smollm2-135m-dense", "qwen-coder-0.5b-dense"])
+def test_a_draft_answers_within_a_minute_on_one_core(
+    model: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    program = shutil.which("specbranch", path=str(Path(sys.executable).parent))
+    assert program is not None
+    address, core = f"ipc://{tmp_path}/draft.sock", str(max(os.sched_getaffinity(0)))
+    command = [program, "draft", "--model", str(model_path(model)), "--listen", address, "--threads", "1"]
+    start_s = time.monotonic()
+    with running(Service([*command, "--cores", core], address)):
+        ready_s = time.monotonic() - start_s
+
+    record("draft_ready", model=model, limit=limit, seconds=round(ready_s, 1))
+    assert ready_s < 60
