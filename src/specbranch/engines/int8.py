@@ -26,6 +26,7 @@ _LARGEST = 127.0  # of a signed byte
 _LARGEST_OF_SEVEN_BITS = 63.0
 _MIDDLE = 128.0  # an unsigned byte that stands for zero
 _FEWEST = 4  # rows; for one or two oneDNN has no fast kernel with AMX where a layer is narrow
+_PART = 512  # outputs that are rounded at a time: whole layers at once would go through memory five times
 _WIDTH = 32  # W8A16 reads weights in blocks of so many inputs
 
 
@@ -34,11 +35,12 @@ class PackedLinear(nn.Module):
 
     def __init__(self, *linears: nn.Linear, largest: float = _LARGEST) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight.detach().float() for linear in linears])
-        self._scales = weight.abs().amax(dim=1).clamp(min=_LEAST) / largest
+        parts = [_rounded(part, largest) for linear in linears for part in linear.weight.detach().split(_PART)]
+        self._scales = torch.cat([scales for _, scales in parts])
         self._bias = _joined_bias(linears)
-        self._pack((weight / self._scales[:, None]).round().to(torch.int8))
-        self.num_bytes = weight.numel()
+        integers = torch.cat([integers for integers, _ in parts])
+        self._pack(integers)
+        self.num_bytes = integers.numel()
 
     def forward(self, rows: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         """As the linear layers it was made from, end to end, within the error of 8 bits; added to `onto`, if given."""
@@ -120,6 +122,12 @@ def _int8_product(
         integers, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return out
+
+
+def _rounded(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [outputs, inputs] as integers up to `largest`, and the scale of each output."""
+    scales = weight.abs().amax(dim=1).float().clamp_(min=_LEAST).div_(largest)
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 
 def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
