@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,15 @@ from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.plugins.vllm import SpecBranchProposer, compat
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
-from specbranch.service.client import Committed
+from specbranch.service.client import ClientOptions, Committed
 
 
 class FixedClient:
     """Proposes the same for every row, and remembers what it was told."""
 
-    def __init__(self, proposal: list[int]) -> None:
+    def __init__(self, proposal: list[int], options: ClientOptions) -> None:
         self._proposal = proposal
+        self.options = options
         self.told: list[tuple[list[int], int]] = []
         self.outlooks: list[Outlook | None] = []
         self.expected: list[list[int]] = []
@@ -44,11 +46,13 @@ def proposer_with(
     monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
     monkeypatch.setattr(compat, "mend_cpu_sampler", lambda: None)
     monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
-    monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", lambda options: FixedClient([5, 6, 7]))
+    monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", partial(FixedClient, [5, 6, 7]))
     config = SimpleNamespace(
         additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
         speculative_config=SimpleNamespace(num_speculative_tokens=2),
-        model_config=SimpleNamespace(max_model_len=10, **(target or {}).get("model", {})),
+        model_config=SimpleNamespace(
+            **{"max_model_len": 10, "get_vocab_size": lambda: 49152, **(target or {}).get("model", {})}
+        ),
         parallel_config=SimpleNamespace(**(target or {}).get("parallel", {})),
     )
     return SpecBranchProposer(config)
@@ -78,6 +82,16 @@ def test_a_draft_never_goes_beyond_what_vllm_takes_or_holds(monkeypatch: pytest.
     drafts = proposer.propose([[1]] * 4, lengths, table)
 
     assert [len(draft) for draft in drafts] == [2, 1, 0, 0]
+
+
+def test_the_client_knows_what_the_target_can_embed(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch)
+    clients: list[Any] = [proposer._client]
+    proposer.use({"planner": "pearl"})
+    clients.append(proposer._client)
+
+    assert clients[0] is not clients[1]
+    assert [client.options.vocab_len for client in clients] == [49152, 49152]
 
 
 def test_other_ranks_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +135,11 @@ def test_without_a_planner_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
     settings = read_settings({"planner": "pearl", "deadline_ms": 20, "namespace": "team", "keys": "/k"})
-    options = settings.client_options(gamma=6)
+    options = settings.client_options(gamma=6, vocab_len=50)
 
     assert (options.planner, options.settings, options.deadline_s) == ("pearl", {"gamma": 6}, 0.02)
     assert options.namespace == b"team"
+    assert options.vocab_len == 50
     assert options.keys is not None and options.keys.secret.name == "client.key_secret"
     assert ProposerSettings(planner="none").client_options(6).settings == {}
     assert ProposerSettings(predictor="none").client_options(6).predictor == "none"

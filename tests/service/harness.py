@@ -97,7 +97,7 @@ class Walk:
     tokens: list[int] = field(init=False)
     calls_s: list[float] = field(default_factory=list)
     num_accepted: int = 0
-    _proposal: list[int] = field(default_factory=list)
+    proposal: list[int] = field(default_factory=list)
     _num_new: int = 0
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Walk:
     def step(self) -> None:
         """Tell what was committed, take a proposal, verify it."""
         start_s = time.monotonic()
-        (self._proposal,) = self.client.propose([Committed(self.tokens, self._num_new, len(self._proposal))])
+        (self.proposal,) = self.client.propose([Committed(self.tokens, self._num_new, len(self.proposal))])
         self.calls_s.append(time.monotonic() - start_s)
         self._verify()
 
@@ -123,7 +123,7 @@ class Walk:
 
     def _verify(self) -> None:
         base = tuple(self.tokens)
-        proposal = self._proposal
+        proposal = self.proposal
         verdict = match(proposal, lambda index: self.target.law((*base, *proposal[:index])).ids[0])
         committed = verdict.committed(proposal)
         self.num_accepted += verdict.accepted

@@ -1,5 +1,7 @@
 """Decode the same prompts with bare vLLM and through the proposer with every planner; print one JSON document.
 
+At last a few of them with a service that proposes a token which the target does not have: vLLM fails at such a one.
+
 A program of its own: vLLM keeps global state, and its environment must be set before it is imported.
 """
 
@@ -7,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import PLANNERS
 from specbranch.service.client import ClientOptions, DraftClient
-from tests.vllm.runs import draft_service
+from tests.service.rogue import rogue
+from tests.vllm.runs import draft_service, drafting, num_equal, tokens_of
 
 SUBJECTS = ("water", "the moon", "a fox", "bread", "winter", "music", "the sea", "numbers")
+FEW = 4
 BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")
 
 
@@ -41,7 +46,7 @@ def main() -> None:
     }
     with draft_service(str(args.draft)) as address:
         bare = LLM(**common)
-        texts = {"bare": _tokens(bare.generate(prompts, greedy, use_tqdm=False))}
+        texts = {"bare": tokens_of(bare.generate(prompts, greedy, use_tqdm=False))}
         del bare
         llm = LLM(
             **common,
@@ -59,18 +64,19 @@ def main() -> None:
             client = DraftClient(ClientOptions(address, planner, settings, deadline_s=60.0))
             client.hello(90.0)
             proposer._client = client
-            texts[planner] = _tokens(llm.generate(prompts, greedy, use_tqdm=False))
+            texts[planner] = tokens_of(llm.generate(prompts, greedy, use_tqdm=False))
             counts[planner] = {
                 "calls": client.counts.calls,
                 "answered": client.counts.answered,
                 "faults": client.counts.faults,
             }
-    equal = {name: sum(a == b for a, b in zip(texts["bare"], text, strict=True)) for name, text in texts.items()}
-    print(json.dumps({"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": _accepted(llm)}))
-
-
-def _tokens(outputs: Any) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    accepted = _accepted(llm)
+    with tempfile.TemporaryDirectory() as directory, rogue(Path(directory), "foreign") as service:
+        proposer.use(drafting(service.address)["additional_config"]["specbranch"])
+        few = tokens_of(llm.generate(prompts[:FEW], greedy, use_tqdm=False))
+    wrong = {"equal": num_equal(texts["bare"][:FEW], few), "foreign": proposer.counts()["foreign"]}
+    equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
+    print(json.dumps({"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": accepted, "wrong": wrong}))
 
 
 def _proposer(llm: Any) -> Any:

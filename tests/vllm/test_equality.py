@@ -32,4 +32,7 @@ def test_greedy_output_equals_bare_vllm_for_every_planner() -> None:
     assert result["prompts"] == 32
     assert result["equal"] == dict.fromkeys(["bare", *PLANNERS], 32)
     assert result["accepted"] > 500
+    # A service that proposes what the target does not have: no draft of it reaches vLLM.
+    assert result["wrong"]["equal"] == 4
+    assert result["wrong"]["foreign"] > 0
     assert all(counts["faults"] == 0 and counts["answered"] > 0 for counts in result["counts"].values())

@@ -1,8 +1,8 @@
 """The target's side of the wire: verdicts in, proposals out, one message per engine step for the whole batch.
 
-No call raises into the engine, and none takes longer than its deadline. While answers do not come in time the client
-still tells the service what was committed, but waits for nothing; the first answer that comes turns it back on. When
-there is no service at all, a call costs microseconds.
+No call raises into the engine, none takes longer than its deadline, and no token leaves that the target does not have.
+While answers do not come in time the client still tells the service what was committed, but waits for nothing; the
+first answer that comes turns it back on. When there is no service at all, a call costs microseconds.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class ClientOptions:
     """Where the service is, how long to wait for it, and which planner it shall use for us.
 
     Clients that were given the same `namespace` share drafts for equal texts; without one a random one is made.
+    `vocab_len` is how many tokens the target has. An engine fails at one beyond, so drafts are cut before it; without a
+    number the caller has to see to that.
     """
 
     address: str
@@ -71,6 +73,7 @@ class ClientOptions:
     deadline_s: float = 0.05
     namespace: bytes | None = None
     keys: ClientKeys | None = None
+    vocab_len: int | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class ClientCounts:
     unawaited: int = 0  # told the service, did not wait for it
     late: int = 0
     refused: int = 0
+    foreign: int = 0  # drafts cut before a token that the target does not have
     faults: int = 0
     opened: int = 0
     wait_s: float = 0.0
@@ -105,6 +109,7 @@ class DraftClient:
         self._round = 0
         self._is_lagging = False
         self._proposed: dict[bytes, int] = {}  # by the name of the text, of the last step only
+        self._is_vocab_told = False
         self.counts = ClientCounts()
 
     @property
@@ -182,9 +187,24 @@ class DraftClient:
         self._open([rows[index] for index, proposal in zip(sent, reply.rows, strict=True) if proposal is None])
         found: list[list[int]] = [[] for _ in rows]
         for index, row, proposal in zip(sent, step_rows, reply.rows, strict=True):
-            found[index] = proposal or []
+            found[index] = self._known_tokens(proposal or [])
             self._proposed[row.after] = len(found[index])
         return found
+
+    def _known_tokens(self, draft: list[int]) -> list[int]:
+        """A draft up to the first token that the target does not have."""
+        vocab_len = self._options.vocab_len
+        if vocab_len is None or all(token < vocab_len for token in draft):
+            return draft
+        place = next(place for place, token in enumerate(draft) if token >= vocab_len)
+        if not self.counts.foreign:
+            log.warning(
+                "the draft service proposed token %d, which the target does not have; such drafts are cut. "
+                "Does it run a draft for this target?",
+                draft[place],
+            )
+        self.counts.foreign += 1
+        return draft[:place]
 
     def _step_row(self, row: Committed) -> StepRow:
         tokens = np.asarray(row.tokens, dtype="<i4")
@@ -195,7 +215,13 @@ class DraftClient:
         return StepRow(before.name, new, before.extend(new).name, min(submitted, MAX_NEW), _on_wire(row.outlook))
 
     def _open(self, rows: Sequence[Committed]) -> None:
-        """Send whole texts that the service does not know, each in a message of its own."""
+        """Send whole texts that the service does not know, each in a message of its own.
+
+        A service that does not know them may be another one than before, so it is asked what it is; `_receive` takes
+        the answer whenever it comes.
+        """
+        if rows:
+            self._send(Hello(VERSION, self._round))
         options = self._options
         for row in rows:
             text = np.asarray(row.tokens).tolist()
@@ -219,7 +245,7 @@ class DraftClient:
                 return reply
             if reply is not None and reply.round == self._round:
                 return reply
-            self.counts.late += reply is not None
+            self.counts.late += isinstance(reply, Proposals)
         self.counts.timeouts += 1
         self._is_lagging = True
         return None
@@ -229,7 +255,7 @@ class DraftClient:
         while self._socket.poll(0):
             reply = self._receive()
             if reply is not None:
-                self.counts.late += not isinstance(reply, Refused)
+                self.counts.late += isinstance(reply, Proposals)
                 self._is_lagging = False
 
     def _receive(self) -> Reply | None:
@@ -245,7 +271,22 @@ class DraftClient:
         if isinstance(reply, Refused):
             self.counts.refused += 1
             log.warning("the service refused: %s", reply.reason)
+        elif isinstance(reply, Welcome):
+            self._compare_vocab(reply)
         return reply
+
+    def _compare_vocab(self, welcome: Welcome) -> None:
+        """Say so, once, if the draft may propose what the target does not have."""
+        vocab_len = self._options.vocab_len
+        if vocab_len is not None and welcome.vocab_len > vocab_len and not self._is_vocab_told:
+            self._is_vocab_told = True
+            log.warning(
+                "the draft %r has a vocabulary of %d tokens, the target one of %d; drafts are cut before tokens that "
+                "the target does not have",
+                welcome.model,
+                welcome.vocab_len,
+                vocab_len,
+            )
 
 
 def _on_wire(outlook: Outlook | None) -> WireOutlook | None:

@@ -100,6 +100,11 @@ def max_model_len(vllm_config: Any) -> int:
     return int(vllm_config.model_config.max_model_len)
 
 
+def vocab_len(vllm_config: Any) -> int:
+    """How many tokens the target has; vLLM fails at any beyond, in a draft as elsewhere."""
+    return int(vllm_config.model_config.get_vocab_size())
+
+
 def own_config(vllm_config: Any) -> Any:
     """Our section of `--additional-config`; vLLM passes it through unread."""
     return (vllm_config.additional_config or {}).get("specbranch", {})
@@ -244,7 +249,7 @@ def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[
             raise FeatureError("the target's input embeddings are not on the last pipeline stage: use fewer stages")
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             return look_up
-        table = _table(look_up, int(vllm_config.model_config.get_vocab_size()), is_kept)
+        table = _table(look_up, vocab_len(vllm_config), is_kept)
     return lambda tokens: table[torch.tensor(tokens)]
 
 

@@ -32,6 +32,7 @@ _COUNTS = {
     "unawaited": ("unawaited", "Calls that told the draft service and did not wait for it, because it lagged."),
     "opened": ("opened", "Texts sent to the draft service in full."),
     "refused": ("refused", "Messages that either side refused."),
+    "foreign": ("foreign", "Drafts cut before a token that is not in the target's vocabulary."),
     "faults": ("faults", "Calls that met a fault of our own."),
     "wait_s": ("wait_seconds", "Time that the target stood still for drafts."),
 }

@@ -57,7 +57,7 @@ class SpecBranchProposer:
     def use(self, section: Mapping[str, Any]) -> None:
         """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
         settings = read_settings(section)
-        options = settings.client_options(self._most)
+        options = settings.client_options(self._most, compat.vocab_len(self._vllm_config))
         if settings == self._settings:
             return
         self._foresee_with(settings)

@@ -37,8 +37,11 @@ class ProposerSettings:
         """The directory of a trained predictor, if one was chosen."""
         return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
-    def client_options(self, gamma: int) -> ClientOptions:
-        """Options for the client; `gamma` is the longest submission, unless the settings name a shorter one."""
+    def client_options(self, gamma: int, vocab_len: int | None = None) -> ClientOptions:
+        """Options for the client; `gamma` is the longest submission, unless the settings name a shorter one.
+
+        `vocab_len` is of the target; whoever only checks the settings has none.
+        """
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)
@@ -55,6 +58,7 @@ class ProposerSettings:
             self.deadline_ms / 1000,
             self.namespace.encode() if self.namespace else None,
             client_keys(self.keys),
+            vocab_len,
         )
 
 
