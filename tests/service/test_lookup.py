@@ -27,6 +27,7 @@ from specbranch.service.wire import (
     Welcome,
     WireOutlook,
     encode,
+    pack,
 )
 from tests.service.harness import DRAFT, VOCAB
 
@@ -48,7 +49,7 @@ class Bench:
 
     def open(self, *texts: list[int], planner: str = "pearl", namespace: bytes = b"ours", **settings: int) -> None:
         chosen: dict[str, str | int | float | bool] = {"gamma": 3, **settings}
-        assert self.ask(Open(namespace, planner, chosen, "confidence", list(texts))) == []
+        assert self.ask(Open(namespace, planner, chosen, "confidence", [pack(text) for text in texts])) == []
 
     def step(
         self,
@@ -93,7 +94,7 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
     """At this bar the draft is never sure enough by itself; told that all will stand, it submits all it has."""
     bench = Bench()
     sure: dict[str, str | int | float | bool] = {"gamma": 3, "confidence": 1.0}
-    bench.ask(Open(b"ours", "specbranch", sure, "hrad", [[1, 2, 3]]))
+    bench.ask(Open(b"ours", "specbranch", sure, "hrad", [pack([1, 2, 3])]))
     bench.work()
     outlook = None if signal is None else WireOutlook(int(signal))
     (reply,) = bench.step([1, 2, 3], likely([1, 2, 3]), outlook=outlook)
@@ -163,7 +164,7 @@ def test_no_target_waits_for_a_draft_that_has_a_long_text_yet_to_read() -> None:
 def test_a_planner_that_never_drafts_has_nothing_read() -> None:
     bench = Bench()
     text = [1, 2, 3, 4] * 12
-    bench.ask(Open(b"ours", "none", {}, "confidence", [text]))
+    bench.ask(Open(b"ours", "none", {}, "confidence", [pack(text)]))
     bench.work()
     bench.step(text, 5, wait_ms=50)
     bench.work()
@@ -239,13 +240,13 @@ def test_hello_tells_model_and_version() -> None:
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (Open(b"n", "perl", {}, "confidence", [[1]]), "did you mean 'pearl'"),
-        (Open(b"n", "pearl", {"gama": 1}, "confidence", [[1]]), "did you mean 'gamma'"),
+        (Open(b"n", "perl", {}, "confidence", [pack([1])]), "did you mean 'pearl'"),
+        (Open(b"n", "pearl", {"gama": 1}, "confidence", [pack([1])]), "did you mean 'gamma'"),
         (
-            Open(b"n", "specbranch", {"confidence": "high"}, "confidence", [[1]]),
+            Open(b"n", "specbranch", {"confidence": "high"}, "confidence", [pack([1])]),
             "SpecbranchSettings.confidence is 'high'; give a number",
         ),
-        (Open(b"n", "pearl", {}, "tarot", [[1]]), "no predictor is called"),
+        (Open(b"n", "pearl", {}, "tarot", [pack([1])]), "no predictor is called"),
     ],
 )
 def test_a_bad_setting_is_refused_with_its_mend(request_: Request, reason: str) -> None:
@@ -412,7 +413,7 @@ def test_a_session_stays_while_another_target_works() -> None:
     bench.work()
     old = bench.shelf.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
     text = [9, 8, 7]
-    bench.ask(Open(b"ours", "pearl", {"gamma": 3}, "confidence", [text]), client=b"other")
+    bench.ask(Open(b"ours", "pearl", {"gamma": 3}, "confidence", [pack(text)]), client=b"other")
     for _ in range(40):
         text.append(likely(text))
         before = Digest(text[:-1])

@@ -6,11 +6,14 @@ import random
 import time
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from specbranch.service.digest import Digest
 from specbranch.service.wire import (
     MAX_FRAME,
+    MAX_TEXT,
     VERSION,
     Figures,
     FrameError,
@@ -28,6 +31,8 @@ from specbranch.service.wire import (
     decode_reply,
     decode_request,
     encode,
+    pack,
+    unpack,
 )
 
 NAME = Digest([1, 2, 3]).name
@@ -37,7 +42,11 @@ REQUESTS: list[Request] = [
     Step(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
     Step(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(2)), StepRow(NAME, [4], NAME, 0)]),
     Open(
-        b"ours", "specbranch", {"gamma": 4, "confidence": 0.3, "fallback": "jit", "x": True}, "confidence", [[1, 2, 3]]
+        b"ours",
+        "specbranch",
+        {"gamma": 4, "confidence": 0.3, "fallback": "jit", "x": True},
+        "confidence",
+        [pack([1, 2, 3])],
     ),
     Report(10, b"ours"),
 ]
@@ -79,18 +88,34 @@ def test_a_reply_is_no_request() -> None:
         Step(1, b"ours", 1.0, [StepRow(NAME, [1 << 31], NAME, 0)]),
         Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(-1))]),
         Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(3))]),
-        Open(b"ours", "p" * 65, {}, "confidence", [[1]]),
-        Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [[1]]),
-        Open(b"ours", "pearl", {}, "confidence", [[]]),
+        Open(b"ours", "p" * 65, {}, "confidence", [pack([1])]),
+        Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [pack([1])]),
+        Open(b"ours", "pearl", {}, "confidence", [b""]),
+        Open(b"ours", "pearl", {}, "confidence", [pack([1] * (MAX_TEXT + 1))]),
         Report(-1, b"ours"),
         Report(1, b""),
         Report(1, b"x" * 65),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
     with pytest.raises(FrameError):
         decode_request(encode(message))
+
+
+@pytest.mark.parametrize("text", [pack([1, 2])[:-1], pack([1, -1, 2])], ids=["part of a token", "negative"])
+def test_a_text_that_is_no_sequence_of_tokens_is_refused(text: bytes) -> None:
+    frame = msgspec.msgpack.encode(["open", b"ours", "pearl", {}, "confidence", [pack([1]), text]])
+
+    with pytest.raises(FrameError, match="no sequence of tokens"):
+        decode_request(frame)
+
+
+def test_a_text_survives_the_wire_also_from_an_array_of_another_kind() -> None:
+    tokens = [0, 7, 70_000, (1 << 31) - 1]
+
+    assert pack(np.array(tokens, dtype=">i8")) == pack(tokens)
+    assert unpack(pack(tokens)).tolist() == tokens
 
 
 def test_a_row_without_an_outlook_costs_one_byte() -> None:

@@ -38,6 +38,7 @@ from specbranch.service.wire import (
     WireOutlook,
     decode_reply,
     encode,
+    pack,
 )
 
 log = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ class DraftClient:
             self._send(Hello(VERSION, self._round))
         options = self._options
         for row in rows:
-            text = np.asarray(row.tokens).tolist()
+            text = pack(row.tokens)
             if self._send(Open(self._namespace, options.planner, dict(options.settings), options.predictor, [text])):
                 self.counts.opened += 1
 

@@ -45,6 +45,7 @@ from specbranch.service.wire import (
     Welcome,
     WireOutlook,
     decode_request,
+    unpack,
 )
 
 log = logging.getLogger(__name__)
@@ -191,14 +192,14 @@ class Lookup:
     def _serve_open(self, client: Client, request: Open) -> None:
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
-        for text in request.texts:
+        for tokens in map(unpack, request.texts):
             planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
             # Rows with equal texts ask for it once each; what is drafted already stays.
-            if self._shelf.find((request.namespace, Digest(text).name)) is None:
-                self._put(request.namespace, text, planner).hear(self._pulse(client))
+            if self._shelf.find((request.namespace, Digest(tokens).name)) is None:
+                self._put(request.namespace, tokens.tolist(), planner).hear(self._pulse(client))
                 self.counts.opened += 1
         if self._timeline is not None:
-            num_tokens = sum(len(text) for text in request.texts)
+            num_tokens = sum(len(unpack(text)) for text in request.texts)
             lane = (client, request.namespace)
             self._timeline.open(lane, self._clock(), request.planner, len(request.texts), num_tokens)
 
