@@ -4,24 +4,74 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import zmq
 
-from specbranch.service.wire import VERSION, Hello, Proposals, Step, Welcome, decode_request, encode
+from specbranch.core.round import MAX_WINDOW
+from specbranch.service.wire import (
+    MAX_REPLY,
+    VERSION,
+    Hello,
+    Open,
+    Proposals,
+    Report,
+    Step,
+    Welcome,
+    decode_request,
+    encode,
+)
 from tests.service.harness import Service, running
 
 FOREIGN = 49_200  # beyond the vocabulary of every target here
+FLOOD_S = 1.0
+
+Frames = Iterator[bytes]
+_numbers = itertools.count()  # of the questions that came
 
 
-def _foreign(step: Step) -> bytes:
+def _foreign(question: Step | Report) -> Frames:
     """Drafts with a token that the target does not have."""
-    return encode(Proposals(step.round, [[5, FOREIGN, 6]] * len(step.rows)))
+    yield encode(Proposals(question.round, [[5, FOREIGN, 6]] * _num_rows(question)))
 
 
-_DEEDS: dict[str, Callable[[Step], bytes]] = {"foreign": _foreign}
+def _garbage(question: Step | Report) -> Frames:
+    """For every question a second of frames that say nothing."""
+    end_s = time.monotonic() + FLOOD_S
+    while time.monotonic() < end_s:
+        yield b"\xc1" * 32
+
+
+def _late(question: Step | Report) -> Frames:
+    """For every question a second of answers to the one before."""
+    answer = encode(Proposals(question.round - 1, [[5] * MAX_WINDOW] * 200))
+    end_s = time.monotonic() + FLOOD_S
+    while time.monotonic() < end_s:
+        yield answer
+
+
+def _huge(question: Step | Report) -> Frames:
+    """First a frame beyond the bound, then good answers."""
+    if next(_numbers) == 0:
+        yield b"\xc1" * (MAX_REPLY + 1)
+    else:
+        yield encode(Proposals(question.round, [[5]] * _num_rows(question)))
+
+
+_DEEDS: dict[str, Callable[[Step | Report], Frames]] = {
+    "foreign": _foreign,
+    "garbage": _garbage,
+    "late": _late,
+    "huge": _huge,
+}
+
+
+def _num_rows(question: Step | Report) -> int:
+    return len(question.rows) if isinstance(question, Step) else 1
 
 
 @contextlib.contextmanager
@@ -38,14 +88,33 @@ def main() -> None:
     parser.add_argument("--listen", required=True)
     args = parser.parse_args()
     router = zmq.Context().socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to learn who is gone
     router.bind(args.listen)
+    streams: dict[bytes, Frames] = {}
     while True:
-        client, frame = router.recv_multipart()
-        request = decode_request(frame)
-        if isinstance(request, Hello):
-            router.send_multipart((client, encode(Welcome(VERSION, request.round, "rogue", FOREIGN + 1))))
-        elif isinstance(request, Step):
-            router.send_multipart((client, _DEEDS[args.deed](request)))
+        if router.poll(0 if streams else None):
+            client, frame = router.recv_multipart()
+            request = decode_request(frame)
+            if isinstance(request, Hello):
+                router.send_multipart((client, encode(Welcome(VERSION, request.round, "rogue", FOREIGN + 1))))
+            elif not isinstance(request, Open):
+                streams[client] = _DEEDS[args.deed](request)
+        for client, stream in list(streams.items()):
+            if not _send_on(router, client, stream):
+                del streams[client]
+
+
+def _send_on(router: zmq.Socket[bytes], client: bytes, stream: Frames) -> bool:
+    """Send the next frame; False if there is none, or nobody to take it."""
+    for frame in stream:
+        try:
+            router.send_multipart((client, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            return True  # it is slow; this one is left out
+        except zmq.ZMQError:
+            return False
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -1,30 +1,44 @@
-"""The client against services that are wrong: nothing they send reaches the engine unchecked."""
+"""The client against services that are wrong: nothing reaches the engine unchecked, and nothing holds it up."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specbranch.core.round import MAX_WINDOW
 from specbranch.service.client import ClientOptions, Committed, DraftClient
-from tests.service.harness import PATIENCE_S, VOCAB, Walk, scripted_service
+from specbranch.service.wire import MAX_REPLY, MAX_ROWS, Proposals, encode
+from tests.service.harness import PATIENCE_S, STALL_S, VOCAB, Walk, scripted_service
 from tests.service.rogue import FOREIGN, rogue
 
+DEADLINE_S = 0.1
 TARGET_VOCAB = 40  # less than the draft's
+
+
+@contextlib.contextmanager
+def client_of_rogue(directory: Path, deed: str, **options: Any) -> Iterator[DraftClient]:
+    """A client that has found a rogue at its address."""
+    with rogue(directory, deed) as service:
+        client = DraftClient(ClientOptions(service.address, **{"deadline_s": DEADLINE_S, **options}))
+        with contextlib.closing(client):
+            assert client.hello(PATIENCE_S)
+            yield client
 
 
 def test_no_token_outside_the_targets_vocabulary_leaves_the_client(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A draft ends before the first such token; the rest of it would continue another text."""
-    with rogue(tmp_path, "foreign") as service:
-        options = ClientOptions(service.address, deadline_s=PATIENCE_S, vocab_len=FOREIGN)
-        with contextlib.closing(DraftClient(options)) as client:
-            assert client.hello(PATIENCE_S)
-            drafts = [client.propose([Committed([1, 2, 3], 1), Committed([4, 5, 6], 1)]) for _ in range(3)]
+    with client_of_rogue(tmp_path, "foreign", deadline_s=PATIENCE_S, vocab_len=FOREIGN) as client:
+        drafts = [client.propose([Committed([1, 2, 3], 1), Committed([4, 5, 6], 1)]) for _ in range(3)]
 
     assert drafts == [[[5], [5]]] * 3
     assert client.counts.foreign == 6
@@ -62,3 +76,74 @@ def test_a_draft_with_the_targets_vocabulary_or_less_is_no_matter(
                 assert welcome is not None and welcome.vocab_len == VOCAB
 
     assert "vocabulary" not in caplog.text
+
+
+def num_long_calls(client: DraftClient, num_calls: int, rows: list[Committed]) -> int:
+    """How many calls stayed far beyond their deadline; a busy machine is to blame for a few."""
+    num_long = 0
+    for _ in range(num_calls):
+        start_s = time.monotonic()
+        client.propose(rows)
+        num_long += time.monotonic() - start_s > DEADLINE_S + STALL_S
+        time.sleep(0.02)
+    return num_long
+
+
+@pytest.mark.parametrize("deed", ["garbage", "late"])
+def test_a_service_that_sends_without_end_holds_nobody_up(tmp_path: Path, deed: str) -> None:
+    """For every step it sends a second of frames, as fast as they are taken."""
+    with client_of_rogue(tmp_path, deed) as client:
+        assert num_long_calls(client, 20, [Committed([1, 2, 3], 1)]) <= 4
+
+    assert client.counts.late + client.counts.refused > 20
+    assert client.counts.faults == 0
+
+
+def test_a_reply_beyond_the_bound_is_not_taken_and_the_service_is_found_again(tmp_path: Path) -> None:
+    with client_of_rogue(tmp_path, "huge") as client:
+        end_s = time.monotonic() + PATIENCE_S
+        while client.propose([Committed([1, 2, 3], 1)]) != [[5]]:
+            assert time.monotonic() < end_s, client.counts
+            time.sleep(0.02)
+
+    assert client.counts.refused == client.counts.faults == 0
+
+
+def test_the_largest_answer_there_can_be_fits_into_a_reply() -> None:
+    assert 3 * len(encode(Proposals(1 << 61, [[(1 << 31) - 1] * MAX_WINDOW] * MAX_ROWS))) < MAX_REPLY
+
+
+FORKED = """
+import os, signal, sys, time
+from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.reporter import Reach, Reporter
+address = sys.argv[1]
+row = Committed([1, 2, 3], 1)
+client, reporter = DraftClient(ClientOptions(address, "pearl", deadline_s=30.0)), Reporter(address, b"ours")
+assert client.hello(30.0) and reporter.ask(30.0) is Reach.ANSWERS
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends a child that hangs
+    start_s = time.monotonic()
+    assert client.propose([row, row]) == [[], []]
+    assert client.expect([[1, 2]]) is None
+    assert client.hello(30.0) is None
+    assert reporter.ask(30.0) is Reach.ABSENT
+    assert time.monotonic() - start_s < 5.0
+    client.close()
+    reporter.close()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+client.propose([row])
+assert client.counts.answered == 1 and reporter.ask(30.0) is Reach.ANSWERS
+"""
+
+
+def test_a_forked_process_gets_nothing_at_once_and_leaves_its_parent_in_peace(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKED, service.address], check=False, timeout=PATIENCE_S, capture_output=True
+        )
+
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stderr.decode().count("a forked process cannot use") == 2  # the client's and the reporter's

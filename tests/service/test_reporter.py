@@ -13,7 +13,8 @@ from pathlib import Path
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.wire import Figures, Report
-from tests.service.harness import PATIENCE_S, Walk, scripted_service
+from tests.service.harness import PATIENCE_S, STALL_S, Walk, scripted_service
+from tests.service.rogue import rogue
 from tests.service.test_lookup import Bench
 
 TIMEOUT_S = 0.03
@@ -75,6 +76,18 @@ def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tm
 
         service.start()
         ask_until(reporter, Reach.ANSWERS)
+
+
+def test_a_service_that_sends_without_end_holds_nobody_up(tmp_path: Path) -> None:
+    with rogue(tmp_path, "garbage") as service, reporter_for(service.address) as reporter:
+        durations = []
+        for _ in range(20):
+            start_s = time.monotonic()
+            reporter.ask(TIMEOUT_S)
+            durations.append(time.monotonic() - start_s)
+            time.sleep(0.02)
+
+    assert sum(duration > TIMEOUT_S + STALL_S for duration in durations) <= 4
 
 
 def timed(reporter: Reporter, reach: Reach) -> float:

@@ -13,6 +13,7 @@ import pytest
 from specbranch.service.digest import Digest
 from specbranch.service.wire import (
     MAX_FRAME,
+    MAX_REPLY,
     MAX_TEXT,
     VERSION,
     Figures,
@@ -149,6 +150,8 @@ def test_figures_out_of_bounds_are_refused(place: int, value: Any) -> None:
 def test_a_frame_too_long_is_refused_unread() -> None:
     with pytest.raises(FrameError, match="at most"):
         decode_request(b"\x00" * (MAX_FRAME + 1))
+    with pytest.raises(FrameError, match="at most"):
+        decode_reply(b"\x00" * (MAX_REPLY + 1))
 
 
 def mutate(frame: bytes, rng: random.Random) -> bytes:

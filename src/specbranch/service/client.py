@@ -8,7 +8,6 @@ first answer that comes turns it back on. When there is no service at all, a cal
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,17 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import zmq
 
 from specbranch.core.round import Outlook
+from specbranch.service.connection import Connection
 from specbranch.service.digest import Digest
-from specbranch.service.endpoint import ClientKeys, close_with, connected
+from specbranch.service.endpoint import ClientKeys
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
     MAX_TEXT,
     VERSION,
-    FrameError,
     Hello,
     Open,
     Proposals,
@@ -36,8 +34,6 @@ from specbranch.service.wire import (
     StepRow,
     Welcome,
     WireOutlook,
-    decode_reply,
-    encode,
     pack,
 )
 
@@ -95,18 +91,12 @@ class ClientCounts:
 
 
 class DraftClient:
-    """One connection to a draft service. One thread at a time may use it."""
+    """One connection to a draft service. One thread at a time may use it; a forked process gets nothing from it."""
 
     def __init__(self, options: ClientOptions) -> None:
         self._options = options
         self._namespace = options.namespace or os.urandom(16)
-        context: zmq.Context[Any] = zmq.Context()
-        try:
-            self._socket = connected(context, options.address, options.keys)
-        except BaseException:
-            context.destroy(linger=0)
-            raise
-        self._close = close_with(self, context, self._socket)
+        self._connection = Connection(options.address, options.keys)
         self._round = 0
         self._is_lagging = False
         self._proposed: dict[bytes, int] = {}  # by the name of the text, of the last step only
@@ -126,6 +116,8 @@ class DraftClient:
     def propose(self, rows: Sequence[Committed]) -> list[list[int]]:
         """Tokens to submit for every row; empty lists where there are none in time. Never raises."""
         nothing: list[list[int]] = [[] for _ in rows]
+        if not self._connection.is_ours():
+            return nothing
         self.counts.calls += 1
         start_s = time.monotonic()
         try:
@@ -140,7 +132,7 @@ class DraftClient:
     def expect(self, prompts: Sequence[Sequence[int]]) -> None:
         """Tell the service of texts that the target begins to read; nothing is waited for. Never raises."""
         try:
-            if not self._is_lagging:
+            if self._connection.is_ours() and not self._is_lagging:
                 self._open([Committed(prompt, 0) for prompt in prompts if len(prompt) <= MAX_TEXT])
         except Exception:
             self.counts.faults += 1
@@ -151,8 +143,8 @@ class DraftClient:
         end_s = time.monotonic() + timeout_s
         self._round += 1
         try:
-            while time.monotonic() < end_s:
-                if self._send(Hello(VERSION, self._round)):
+            while self._connection.is_ours() and time.monotonic() < end_s:
+                if self._connection.send(Hello(VERSION, self._round)):
                     reply = self._await(end_s)
                     return reply if isinstance(reply, Welcome) else None
                 time.sleep(0.01)
@@ -163,10 +155,10 @@ class DraftClient:
 
     def close(self) -> None:
         """Let go of the connection; nothing that is still queued is waited for."""
-        self._close()
+        self._connection.close()
 
     def _propose(self, rows: Sequence[Committed], end_s: float) -> list[list[int]] | None:
-        self._drain()
+        self._drain(end_s)
         sent = [index for index, row in enumerate(rows) if _fits(row)][:MAX_ROWS]
         if not sent:
             return None
@@ -175,7 +167,7 @@ class DraftClient:
         # The service answers a little before we stop to listen.
         step_rows = [self._step_row(rows[index]) for index in sent]
         self._proposed = {}
-        if not self._send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows)):
+        if not self._connection.send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows)):
             self.counts.unreachable += 1
             return None
         if self._is_lagging:
@@ -218,63 +210,42 @@ class DraftClient:
     def _open(self, rows: Sequence[Committed]) -> None:
         """Send whole texts that the service does not know, each in a message of its own.
 
-        A service that does not know them may be another one than before, so it is asked what it is; `_receive` takes
-        the answer whenever it comes.
+        A service that does not know them may be another one than before, so it is asked what it is; the answer is taken
+        whenever it comes.
         """
         if rows:
-            self._send(Hello(VERSION, self._round))
+            self._connection.send(Hello(VERSION, self._round))
         options = self._options
         for row in rows:
             text = pack(row.tokens)
-            if self._send(Open(self._namespace, options.planner, dict(options.settings), options.predictor, [text])):
+            message = Open(self._namespace, options.planner, dict(options.settings), options.predictor, [text])
+            if self._connection.send(message):
                 self.counts.opened += 1
-
-    def _send(self, message: Hello | Step | Open) -> bool:
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
 
     def _await(self, end_s: float) -> Reply | None:
         """The reply of this round; None, and lagging from now on, if it does not come in time."""
-        while (left_s := end_s - time.monotonic()) > 0:
-            if not self._socket.poll(math.ceil(left_s * 1000)):
-                break
-            reply = self._receive()
-            if isinstance(reply, Refused):
-                return reply
-            if reply is not None and reply.round == self._round:
+        for reply in self._connection.replies(end_s):
+            self._take(reply)
+            if isinstance(reply, Refused) or (reply is not None and reply.round == self._round):
                 return reply
             self.counts.late += isinstance(reply, Proposals)
         self.counts.timeouts += 1
         self._is_lagging = True
         return None
 
-    def _drain(self) -> None:
+    def _drain(self, end_s: float) -> None:
         """Take in replies that came too late. The service is alive, so the next step waits for it again."""
-        while self._socket.poll(0):
-            reply = self._receive()
+        for reply in self._connection.waiting_replies(end_s):
+            self._take(reply)
             if reply is not None:
                 self.counts.late += isinstance(reply, Proposals)
                 self._is_lagging = False
 
-    def _receive(self) -> Reply | None:
-        frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        try:
-            if len(frames) != 1:
-                raise FrameError(f"a message of {len(frames)} frames; one is taken")
-            reply = decode_reply(frames[0])
-        except FrameError as error:
-            self.counts.refused += 1
-            log.warning("the service sent what is no message: %s", error)
-            return None
-        if isinstance(reply, Refused):
-            self.counts.refused += 1
-            log.warning("the service refused: %s", reply.reason)
-        elif isinstance(reply, Welcome):
+    def _take(self, reply: Reply | None) -> None:
+        """What is to be done with a reply whenever it comes."""
+        self.counts.refused += reply is None or isinstance(reply, Refused)
+        if isinstance(reply, Welcome):
             self._compare_vocab(reply)
-        return reply
 
     def _compare_vocab(self, welcome: Welcome) -> None:
         """Say so, once, if the draft may propose what the target does not have."""

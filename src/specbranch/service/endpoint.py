@@ -9,7 +9,6 @@ import contextlib
 import os
 import socket
 import stat
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from specbranch.service.wire import MAX_FRAME
+from specbranch.service.wire import MAX_FRAME, MAX_REPLY
 
 _LINGER_MS = 0
 
@@ -89,7 +88,8 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
     """A DEALER socket that connects by itself, again and again, with back-off."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, _LINGER_MS)
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
+    dealer.setsockopt(zmq.RCVHWM, 16)
     # Nothing is queued for a service that is not there: a send then fails at once instead of waiting.
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     dealer.setsockopt(zmq.SNDHWM, 1024)
@@ -103,19 +103,6 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
         dealer.curve_serverkey = zmq.auth.load_certificate(keys.service)[0]
     dealer.connect(address)
     return dealer
-
-
-def close_with(owner: object, context: zmq.Context[Any], connection: zmq.Socket[bytes]) -> weakref.finalize[Any, Any]:
-    """Close a connection and its context when this is called, or when the owner is gone, whichever is first.
-
-    A context that is collected before its socket waits for it forever; an owner nobody closed must not hang a program.
-    """
-
-    def close() -> None:
-        connection.close(linger=0)
-        context.term()
-
-    return weakref.finalize(owner, close)
 
 
 def _socket_path(address: str) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
@@ -32,3 +33,18 @@ def set_up_logs(style: LogFormat, level: str) -> None:
     logger = logging.getLogger("specbranch")
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
+
+
+class Seldom:
+    """Writes warnings, at most one a second: what another process causes must not fill the log."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._next_s = 0.0
+
+    def __call__(self, message: str, *args: object) -> None:
+        """Write this one, or leave it out."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + 1.0
+            self._log.warning(message, *args)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import enum
 import logging
-import math
 import time
-from typing import Any
 
-import zmq
-
-from specbranch.service.endpoint import ClientKeys, close_with, connected
-from specbranch.service.wire import Figures, FrameError, Report, decode_reply, encode
+from specbranch.service.connection import Connection
+from specbranch.service.endpoint import ClientKeys
+from specbranch.service.wire import Figures, Reply, Report
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +34,7 @@ class Reporter:
 
     def __init__(self, address: str, namespace: bytes, keys: ClientKeys | None = None) -> None:
         self._namespace = namespace
-        context: zmq.Context[Any] = zmq.Context()
-        try:
-            self._socket = connected(context, address, keys)
-        except BaseException:
-            context.destroy(linger=0)
-            raise
-        self._close = close_with(self, context, self._socket)
+        self._connection = Connection(address, keys)
         self._round = 0
         self._is_new = True
         self._open_s: float | None = None  # when the oldest question was asked that is still open
@@ -59,39 +50,35 @@ class Reporter:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._close()
+        self._connection.close()
 
     def _ask(self, timeout_s: float) -> Reach:
+        if not self._connection.is_ours():
+            return Reach.ABSENT
         now_s = time.monotonic()
         end_s = now_s + timeout_s
-        while self._socket.poll(0):
-            self._receive()  # an answer that came too late; it still is the newest we have
+        for reply in self._connection.waiting_replies(end_s):
+            self._take(reply)  # an answer that came too late; it still is the newest we have
         self._round += 1
         if self._is_new:
             # Connecting happens in the background; the first question must not come too early.
-            self._socket.poll(math.ceil(timeout_s * 1000), zmq.POLLOUT)
+            self._connection.await_writable(timeout_s)
             self._is_new = False
-        try:
-            self._socket.send(encode(Report(self._round, self._namespace)), zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._connection.send(Report(self._round, self._namespace)):
             self._open_s = None
             return Reach.ABSENT
         if self._open_s is not None:
             return Reach.SILENT if now_s - self._open_s > _PATIENCE_S else Reach.LATE
-        while (left_s := end_s - time.monotonic()) > 0:
-            if self._socket.poll(math.ceil(left_s * 1000)) and self._receive() == self._round:
+        for reply in self._connection.replies(end_s):
+            if self._take(reply) == self._round:
                 return Reach.ANSWERS
         self._open_s = now_s
         return Reach.LATE
 
-    def _receive(self) -> int | None:
+    def _take(self, reply: Reply | None) -> int | None:
         """Take in one message; the round that it answers, None if it is no answer."""
-        frames = self._socket.recv_multipart(zmq.NOBLOCK)
         self._open_s = None
-        try:
-            reply = decode_reply(b"".join(frames))
-        except FrameError as error:
-            log.warning("the service sent what is no message: %s", error)
+        if reply is None:
             return None
         if not isinstance(reply, Figures):
             # A service of an older release knows no reports. It is there, though, and drafts.

@@ -18,6 +18,7 @@ from specbranch.service.digest import DIGEST_LEN
 
 VERSION = 3
 MAX_FRAME = 8 << 20  # bytes
+MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
 MAX_ROWS = 1024
 MAX_TEXT = 1 << 20  # tokens
 MAX_NEW = 4096  # tokens committed in one step
@@ -161,17 +162,17 @@ def encode(message: Request | Reply) -> bytes:
 
 def decode_request(frame: bytes) -> Request:
     """A client's message, or `FrameError`."""
-    return _decode(_requests, frame)
+    return _decode(_requests, frame, MAX_FRAME)
 
 
 def decode_reply(frame: bytes) -> Reply:
     """The service's message, or `FrameError`."""
-    return _decode(_replies, frame)
+    return _decode(_replies, frame, MAX_REPLY)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
-    if len(frame) > MAX_FRAME:
-        raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME} are taken")
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, max_len: int) -> T:
+    if len(frame) > max_len:
+        raise FrameError(f"a frame of {len(frame)} bytes; at most {max_len} are taken")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

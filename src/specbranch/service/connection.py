@@ -1,0 +1,121 @@
+"""A client's end of the wire: messages out, replies in, and nothing that the other side does can hold it up.
+
+ZeroMQ connects by itself, again and again. It gives up for good on a peer that breaks a rule, such as the bound on
+frames, so a connection over which nothing can be sent is made anew from time to time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from specbranch.service.endpoint import ClientKeys, connected
+from specbranch.service.logs import Seldom
+from specbranch.service.wire import FrameError, Refused, Reply, Request, decode_reply, encode
+
+log = logging.getLogger(__name__)
+
+_MOST_FRAMES = 256  # taken in a row; a service that woke up after a while has so many late answers, a flood has more
+_RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
+
+
+class Connection:
+    """One DEALER socket. One thread at a time may use it, and only the process that made it."""
+
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+        self._address = address
+        self._pid = os.getpid()
+        self._is_fork_told = False
+        self._warn = Seldom(log)
+        context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._socket = connected(context, address, keys)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        self._since_s = time.monotonic()
+        # What finalizes holds the socket too: a context that is collected before its socket waits for it forever.
+        self._close = weakref.finalize(self, _close, context, self._socket, self._pid)
+
+    def is_ours(self) -> bool:
+        """Whether this process made the connection; a fork of it must not touch the socket, and is told so once."""
+        if os.getpid() == self._pid:
+            return True
+        if not self._is_fork_told:
+            self._is_fork_told = True
+            log.warning("a forked process cannot use its parent's connection to the draft service; make a new client")
+        return False
+
+    def send(self, message: Request) -> bool:
+        """Whether the message is on its way; False, at once, if there is nobody to send it to."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            if time.monotonic() - self._since_s > _RENEWAL_S:
+                self._renew()
+            return False
+        return True
+
+    def await_writable(self, timeout_s: float) -> None:
+        """Wait until something can be sent, or the time is up."""
+        self._socket.poll(math.ceil(timeout_s * 1000), zmq.POLLOUT)
+
+    def replies(self, end_s: float) -> Iterator[Reply | None]:
+        """Replies as they come, until then; None for what is no reply. Who sends without end is dropped."""
+        for _ in range(_MOST_FRAMES):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or not self._socket.poll(math.ceil(left_s * 1000)):
+                return
+            yield self._receive()
+        self._drop()
+
+    def waiting_replies(self, end_s: float) -> Iterator[Reply | None]:
+        """Replies that are here already; None for what is no reply. Who sends more than can be read is dropped."""
+        for _ in range(_MOST_FRAMES):
+            if not self._socket.poll(0):
+                return
+            if time.monotonic() >= end_s:
+                break
+            yield self._receive()
+        self._drop()
+
+    def close(self) -> None:
+        """Let go of the connection; nothing that is still queued is waited for. A fork leaves its parent's alone."""
+        self._close()
+
+    def _receive(self) -> Reply | None:
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            if len(frames) != 1:
+                raise FrameError(f"a message of {len(frames)} frames; one is taken")
+            reply = decode_reply(frames[0])
+        except FrameError as error:
+            self._warn("the draft service sent what is no message: %.200r", str(error))
+            return None
+        if isinstance(reply, Refused):
+            self._warn("the draft service refused: %.200r", reply.reason)
+        return reply
+
+    def _drop(self) -> None:
+        self._warn("the draft service sends more than can be taken in; connecting anew")
+        self._renew()
+
+    def _renew(self) -> None:
+        self._since_s = time.monotonic()
+        with contextlib.suppress(zmq.ZMQError):  # it was not connected
+            self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
+
+
+def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> None:
+    if os.getpid() == pid:
+        socket.close(linger=0)
+        context.term()
