@@ -62,11 +62,17 @@ def _huge(question: Step | Report) -> Frames:
         yield encode(Proposals(question.round, [[5]] * _num_rows(question)))
 
 
+def _unknown(question: Step | Report) -> Frames:
+    """No text is known, however often it was sent."""
+    yield encode(Proposals(question.round, [None] * _num_rows(question)))
+
+
 _DEEDS: dict[str, Callable[[Step | Report], Frames]] = {
     "foreign": _foreign,
     "garbage": _garbage,
     "late": _late,
     "huge": _huge,
+    "unknown": _unknown,
 }
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specbranch.core.round import MAX_WINDOW
 from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.wire import MAX_REPLY, MAX_ROWS, Proposals, encode
+from specbranch.service.wire import MAX_REPLY, MAX_ROWS, MAX_TEXT, Proposals, encode
 from tests.service.harness import PATIENCE_S, STALL_S, VOCAB, Walk, scripted_service
 from tests.service.rogue import FOREIGN, rogue
 
@@ -147,3 +148,38 @@ def test_a_forked_process_gets_nothing_at_once_and_leaves_its_parent_in_peace(tm
 
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr.decode().count("a forked process cannot use") == 2  # the client's and the reporter's
+
+
+def test_prompts_that_take_longer_to_send_than_there_is_time_are_left_for_later(tmp_path: Path) -> None:
+    """Each is 4 MiB on the wire; all together would take ten times the deadline and more."""
+    prompts = [np.zeros(MAX_TEXT, dtype=np.int32)] * 64
+    with client_of_rogue(tmp_path, "unknown", deadline_s=0.01) as client:
+        client.expect(prompts)
+
+    assert 0 < client.counts.opened < len(prompts)
+    assert client.counts.faults == 0
+
+
+LONG, NUM_LONG = 32_768, 64
+
+
+def long_rows(num_steps: int) -> Iterator[list[Committed]]:
+    """Steps of many long texts that grow by a token each, as vLLM hands them over."""
+    table = np.random.default_rng(0).integers(0, 40_000, (NUM_LONG, LONG + num_steps), dtype=np.int32)
+    for step in range(1, num_steps + 1):
+        yield [Committed(row[: LONG + step], 1) for row in table]
+
+
+def test_many_long_texts_are_sent_a_part_at_a_time_and_not_again_at_every_step(tmp_path: Path) -> None:
+    """The service knows none of them, at any step."""
+    with client_of_rogue(tmp_path, "unknown") as client:
+        start_s, num_late = time.monotonic(), 0
+        for rows in long_rows(20):
+            call_s = time.monotonic()
+            client.propose(rows)
+            num_late += time.monotonic() - call_s > DEADLINE_S + STALL_S
+            time.sleep(0.05)
+        seconds = time.monotonic() - start_s
+
+    assert num_late <= 4
+    assert NUM_LONG <= client.counts.opened <= NUM_LONG * (1 + seconds)

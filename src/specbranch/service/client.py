@@ -7,10 +7,12 @@ first answer that comes turns it back on. When there is no service at all, a cal
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,9 @@ from specbranch.service.wire import (
 
 log = logging.getLogger(__name__)
 
+Tokens = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
+_AGAIN_S = 1.0  # a text that was sent and is unknown all the same is not sent again sooner
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
@@ -48,7 +53,7 @@ class Committed:
     `outlook` is what the target foresees for the tokens that come next, if it has looked.
     """
 
-    tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]
+    tokens: Tokens
     num_new: int
     num_submitted: int | None = None
     outlook: Outlook | None = None
@@ -100,6 +105,7 @@ class DraftClient:
         self._round = 0
         self._is_lagging = False
         self._proposed: dict[bytes, int] = {}  # by the name of the text, of the last step only
+        self._sent: dict[bytes, float] = {}  # when whole texts went out, by the names that they have now
         self._is_vocab_told = False
         self.counts = ClientCounts()
 
@@ -129,11 +135,12 @@ class DraftClient:
         finally:
             self.counts.wait_s += time.monotonic() - start_s
 
-    def expect(self, prompts: Sequence[Sequence[int]]) -> None:
+    def expect(self, prompts: Sequence[Tokens]) -> None:
         """Tell the service of texts that the target begins to read; nothing is waited for. Never raises."""
+        end_s = time.monotonic() + self._options.deadline_s
         try:
             if self._connection.is_ours() and not self._is_lagging:
-                self._open([Committed(prompt, 0) for prompt in prompts if len(prompt) <= MAX_TEXT])
+                self._open([prompt for prompt in prompts if len(prompt) <= MAX_TEXT], end_s)
         except Exception:
             self.counts.faults += 1
             log.exception("the draft client met a fault; prompts are sent when their first tokens come")
@@ -167,8 +174,10 @@ class DraftClient:
         # The service answers a little before we stop to listen.
         step_rows = [self._step_row(rows[index]) for index in sent]
         self._proposed = {}
+        self._sent = self._sent_before(step_rows)
         if not self._connection.send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows)):
             self.counts.unreachable += 1
+            self._sent = {}  # whoever comes will not know them
             return None
         if self._is_lagging:
             self.counts.unawaited += 1
@@ -177,12 +186,21 @@ class DraftClient:
         if not isinstance(reply, Proposals) or len(reply.rows) != len(sent):
             return None
         self.counts.answered += 1
-        self._open([rows[index] for index, proposal in zip(sent, reply.rows, strict=True) if proposal is None])
         found: list[list[int]] = [[] for _ in rows]
+        unknown: dict[bytes, Tokens] = {}
         for index, row, proposal in zip(sent, step_rows, reply.rows, strict=True):
             found[index] = self._known_tokens(proposal or [])
             self._proposed[row.after] = len(found[index])
+            if proposal is None and row.after not in self._sent:
+                unknown[row.after] = rows[index].tokens
+        num_sent = self._open(unknown.values(), end_s)
+        self._sent |= dict.fromkeys(itertools.islice(unknown, num_sent), time.monotonic())
         return found
+
+    def _sent_before(self, rows: Sequence[StepRow]) -> dict[bytes, float]:
+        """When the texts of these rows were sent, if not long ago; each has grown and has another name now."""
+        start_s = time.monotonic() - _AGAIN_S
+        return {row.after: self._sent[row.before] for row in rows if self._sent.get(row.before, -math.inf) > start_s}
 
     def _known_tokens(self, draft: list[int]) -> list[int]:
         """A draft up to the first token that the target does not have."""
@@ -207,20 +225,25 @@ class DraftClient:
         submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
         return StepRow(before.name, new, before.extend(new).name, min(submitted, MAX_NEW), _on_wire(row.outlook))
 
-    def _open(self, rows: Sequence[Committed]) -> None:
-        """Send whole texts that the service does not know, each in a message of its own.
+    def _open(self, texts: Collection[Tokens], end_s: float) -> int:
+        """Send whole texts that the service does not know, each in a message of its own, until the time is up.
 
-        A service that does not know them may be another one than before, so it is asked what it is; the answer is taken
-        whenever it comes.
+        Returns how many went out; one does in any case, so that all do in the end. A service that does not know them
+        may be another one than before, so it is asked what it is; the answer is taken whenever it comes.
         """
-        if rows:
-            self._connection.send(Hello(VERSION, self._round))
         options = self._options
-        for row in rows:
-            text = pack(row.tokens)
-            message = Open(self._namespace, options.planner, dict(options.settings), options.predictor, [text])
-            if self._connection.send(message):
-                self.counts.opened += 1
+        num_sent = 0
+        for text in texts:
+            message = Open(self._namespace, options.planner, dict(options.settings), options.predictor, [pack(text)])
+            if not self._connection.send(message):
+                break
+            num_sent += 1
+            if time.monotonic() >= end_s:
+                break
+        if num_sent:
+            self._connection.send(Hello(VERSION, self._round))
+        self.counts.opened += num_sent
+        return num_sent
 
     def _await(self, end_s: float) -> Reply | None:
         """The reply of this round; None, and lagging from now on, if it does not come in time."""
