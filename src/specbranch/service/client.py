@@ -258,7 +258,7 @@ class DraftClient:
 
     def _drain(self, end_s: float) -> None:
         """Take in replies that came too late. The service is alive, so the next step waits for it again."""
-        for reply in self._connection.waiting_replies(end_s):
+        for reply in self._connection.replies(end_s, waits=False):
             self._take(reply)
             if reply is not None:
                 self.counts.late += isinstance(reply, Proposals)

@@ -23,7 +23,7 @@ from specbranch.service.wire import FrameError, Refused, Reply, Request, decode_
 
 log = logging.getLogger(__name__)
 
-_MOST_FRAMES = 256  # taken in a row; a service that woke up after a while has so many late answers, a flood has more
+_MOST_IN_A_ROW = 256  # frames without a pause; a service that woke up has so many late answers, a flood has more
 _RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
 
 
@@ -41,6 +41,7 @@ class Connection:
         except BaseException:
             context.destroy(linger=0)
             raise
+        self._num_in_a_row = 0
         self._since_s = time.monotonic()
         # What finalizes holds the socket too: a context that is collected before its socket waits for it forever.
         self._close = weakref.finalize(self, _close, context, self._socket, self._pid)
@@ -68,24 +69,20 @@ class Connection:
         """Wait until something can be sent, or the time is up."""
         self._socket.poll(math.ceil(timeout_s * 1000), zmq.POLLOUT)
 
-    def replies(self, end_s: float) -> Iterator[Reply | None]:
-        """Replies as they come, until then; None for what is no reply. Who sends without end is dropped."""
-        for _ in range(_MOST_FRAMES):
-            left_s = end_s - time.monotonic()
-            if left_s <= 0 or not self._socket.poll(math.ceil(left_s * 1000)):
-                return
-            yield self._receive()
-        self._drop()
+    def replies(self, end_s: float, waits: bool = True) -> Iterator[Reply | None]:
+        """Replies as they come, until then, or those that are here already; None for what is no reply.
 
-    def waiting_replies(self, end_s: float) -> Iterator[Reply | None]:
-        """Replies that are here already; None for what is no reply. Who sends more than can be read is dropped."""
-        for _ in range(_MOST_FRAMES):
-            if not self._socket.poll(0):
+        Who sends so fast that there always is one more is no service, and is dropped.
+        """
+        while self._is_readable(end_s if waits else 0.0):
+            if self._num_in_a_row == _MOST_IN_A_ROW:
+                self._warn("the draft service sends more than can be taken in; connecting anew")
+                self._renew()
                 return
-            if time.monotonic() >= end_s:
-                break
+            self._num_in_a_row += 1
             yield self._receive()
-        self._drop()
+            if time.monotonic() >= end_s:
+                return
 
     def close(self) -> None:
         """Let go of the connection; nothing that is still queued is waited for. A fork leaves its parent's alone."""
@@ -104,11 +101,16 @@ class Connection:
             self._warn("the draft service refused: %.200r", reply.reason)
         return reply
 
-    def _drop(self) -> None:
-        self._warn("the draft service sends more than can be taken in; connecting anew")
-        self._renew()
+    def _is_readable(self, end_s: float) -> bool:
+        """Whether something is here, or comes until then."""
+        if self._socket.poll(0):
+            return True
+        self._num_in_a_row = 0
+        left_s = end_s - time.monotonic()
+        return left_s > 0 and bool(self._socket.poll(math.ceil(left_s * 1000)))
 
     def _renew(self) -> None:
+        self._num_in_a_row = 0
         self._since_s = time.monotonic()
         with contextlib.suppress(zmq.ZMQError):  # it was not connected
             self._socket.disconnect(self._address)

@@ -57,7 +57,7 @@ class Reporter:
             return Reach.ABSENT
         now_s = time.monotonic()
         end_s = now_s + timeout_s
-        for reply in self._connection.waiting_replies(end_s):
+        for reply in self._connection.replies(end_s, waits=False):
             self._take(reply)  # an answer that came too late; it still is the newest we have
         self._round += 1
         if self._is_new:
