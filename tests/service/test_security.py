@@ -189,10 +189,13 @@ def test_keys_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path) ->
 def test_an_address_in_use_or_of_no_kind_is_refused(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
-    with scripted_service(tmp_path) as service, pytest.raises(EndpointError, match=r"listens at .* already"):
-        Server(ScriptedEngine(DRAFT), ServiceOptions(service.address)).serve()
+    with scripted_service(tmp_path) as service:
+        with pytest.raises(EndpointError, match=r"listens at .* already"):
+            Server(ScriptedEngine(DRAFT), ServiceOptions(service.address)).serve()
+        service.wait_until_up()  # for new clients as well: its socket is still there
     with pytest.raises(EndpointError, match="is no socket"):
         Server(ScriptedEngine(DRAFT), ServiceOptions(f"ipc://{taken}")).serve()
+    assert taken.exists()
     with pytest.raises(EndpointError, match="is no address"):
         DraftClient(ClientOptions("carrier pigeon"))
 

@@ -68,20 +68,15 @@ def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None 
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, _LINGER_MS)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-    authenticator = None
     path = _socket_path(address)
-    try:
+    with contextlib.ExitStack() as bound:
+        bound.callback(router.close)
         if path is not None:
             _bind_unix(router, address, path)
+            bound.callback(path.unlink, missing_ok=True)
         else:
-            authenticator = _bind_tcp(context, router, address, keys)
+            bound.callback(_bind_tcp(context, router, address, keys).stop)
         yield router
-    finally:
-        router.close()
-        if authenticator is not None:
-            authenticator.stop()
-        if path is not None:
-            path.unlink(missing_ok=True)
 
 
 def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
