@@ -1,7 +1,8 @@
 """A client's end of the wire: messages out, replies in, and nothing that the other side does can hold it up.
 
 ZeroMQ connects by itself, again and again. It gives up for good on a peer that breaks a rule, such as the bound on
-frames, so a connection over which nothing can be sent is made anew from time to time.
+frames, so a connection over which nothing can be sent is made anew from time to time. The directory of a Unix socket
+is looked at again then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from specbranch.service.endpoint import ClientKeys, connected
+from specbranch.service.endpoint import ClientKeys, EndpointError, connected, reach
 from specbranch.service.logs import Seldom
 from specbranch.service.wire import FrameError, Refused, Reply, Request, decode_reply, encode
 
@@ -114,7 +115,10 @@ class Connection:
         self._since_s = time.monotonic()
         with contextlib.suppress(zmq.ZMQError):  # it was not connected
             self._socket.disconnect(self._address)
-        self._socket.connect(self._address)
+        try:
+            reach(self._socket, self._address)
+        except EndpointError as error:
+            self._warn("no connection to the draft service: %s", error)
 
 
 def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> None:

@@ -18,6 +18,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from specbranch.service.directory import DirectoryError, holds_sockets, own_directory
 from specbranch.service.wire import MAX_FRAME, MAX_REPLY
 
 _LINGER_MS = 0
@@ -45,8 +46,7 @@ class ClientKeys:
 
 def default_address() -> str:
     """A Unix socket that only this user can reach."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/specbranch-{os.getuid()}"
-    return f"ipc://{base}/specbranch-draft.sock"
+    return f"ipc://{own_directory()}/specbranch-draft.sock"
 
 
 def make_keys(directory: Path) -> list[Path]:
@@ -80,7 +80,7 @@ def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None 
 
 
 def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
-    """A DEALER socket that connects by itself, again and again, with back-off."""
+    """A DEALER socket that connects by itself, again and again, with back-off; see `reach`."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, _LINGER_MS)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
@@ -96,8 +96,18 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
         public, secret = _load(keys.secret)
         dealer.curve_publickey, dealer.curve_secretkey = public, secret
         dealer.curve_serverkey = zmq.auth.load_certificate(keys.service)[0]
-    dealer.connect(address)
+    reach(dealer, address)
     return dealer
+
+
+def reach(dealer: zmq.Socket[bytes], address: str) -> None:
+    """Connect, unless the directory of a Unix socket is not there: it could be made by anybody, and is looked at first.
+
+    Raises if somebody else could listen there.
+    """
+    path = _socket_path(address)
+    if path is None or _is_safe(path):
+        dealer.connect(address)
 
 
 def _socket_path(address: str) -> Path | None:
@@ -109,8 +119,17 @@ def _socket_path(address: str) -> Path | None:
     raise EndpointError(f"{address!r} is no address; give ipc://PATH, or tcp://HOST:PORT with keys")
 
 
+def _is_safe(path: Path) -> bool:
+    """Whether there is a directory for a socket; one that is not safe raises."""
+    try:
+        return holds_sockets(path)
+    except DirectoryError as error:
+        raise EndpointError(str(error)) from error
+
+
 def _bind_unix(router: zmq.Socket[bytes], address: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_safe(path):
+        path.parent.mkdir(parents=True, mode=0o700)
     if path.exists():
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise EndpointError(f"{path} exists and is no socket; choose another address")

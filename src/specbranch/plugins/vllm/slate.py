@@ -14,12 +14,13 @@ import os
 import secrets
 import stat
 import struct
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+
+from specbranch.service.directory import claim_own_directory, is_private, own_directory
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +90,7 @@ def open_slate(names: Callable[[], tuple[str, int]]) -> Slate | None:
         return None
     try:
         model, engine = names()
-        directory = _directory()
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Slate(directory / f"{_prefix(run)}{engine}", model, engine)
+        return Slate(claim_own_directory() / f"{_prefix(run)}{engine}", model, engine)
     except Exception:
         log.warning("the counters of the proposer cannot be shown on vLLM's metrics endpoint", exc_info=True)
         return None
@@ -99,7 +98,7 @@ def open_slate(names: Callable[[], tuple[str, int]]) -> Slate | None:
 
 def read_slates(run: str) -> Iterator[Shown]:
     """What the engines of a run show, by engine."""
-    for path in sorted(_directory().glob(f"{_prefix(run)}*")):
+    for path in sorted(_slates(run)):
         shown = _read(path)
         if shown is not None:
             yield shown
@@ -107,7 +106,7 @@ def read_slates(run: str) -> Iterator[Shown]:
 
 def remove_slates(run: str) -> None:
     """Take away what engines that were killed have left."""
-    for path in _directory().glob(f"{_prefix(run)}*"):
+    for path in _slates(run):
         path.unlink(missing_ok=True)
 
 
@@ -123,9 +122,9 @@ def _read(path: Path) -> Shown | None:
     return None
 
 
-def _directory() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) if base else Path(tempfile.gettempdir()) / f"specbranch-{os.getuid()}"
+def _slates(run: str) -> list[Path]:
+    directory = own_directory()
+    return list(directory.glob(f"{_prefix(run)}*")) if is_private(directory) else []
 
 
 def _prefix(run: str) -> str:
