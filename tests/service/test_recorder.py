@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -76,3 +77,24 @@ def test_a_full_file_says_so_once_and_stays_readable(tmp_path: Path, caplog: pyt
     assert len(caplog.records) == 1 and "limit" in caplog.records[0].message
     (answer,) = read_trace(path).answers
     assert 0 < len(answer.tokens) < 20 and answer.prompt == (7,)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_trace_can_be_read_by_its_owner_only_and_one_that_was_there_stays_as_it_was(
+    tmp_path: Path, umask: int
+) -> None:
+    """It holds what users wrote. Whoever opened an older one to others meant it."""
+    (tmp_path / "shared.jsonl").touch()
+    (tmp_path / "shared.jsonl").chmod(0o640)
+    before = os.umask(umask)
+    try:
+        for name in ("new.jsonl", "shared.jsonl"):
+            recorder = Recorder(tmp_path / name, "small")
+            recorder.note(Note(1, 0.0, [7], [3], [None], 0, False))
+            recorder.close()
+    finally:
+        os.umask(before)
+
+    assert (tmp_path / "new.jsonl").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "shared.jsonl").stat().st_mode & 0o777 == 0o640
+    assert len(read_trace(tmp_path / "shared.jsonl").answers) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
@@ -212,3 +213,20 @@ def test_a_service_writes_its_trace_when_it_is_told_to_end(tmp_path: Path) -> No
     assert 30 <= len(rounds) <= 40
     drafts = sorted((event["ts"], event["dur"]) for event in events if event.get("cat") == "draft")
     assert all(one[0] + one[1] <= other[0] + 0.01 for one, other in pairwise(drafts))
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_timeline_can_be_read_by_its_owner_only(tmp_path: Path, umask: int) -> None:
+    """Also where a run that was killed has left a part of one."""
+    path = tmp_path / "trace.json"
+    (tmp_path / "trace.json.part").touch()
+    (tmp_path / "trace.json.part").chmod(0o666)
+    before = os.umask(umask)
+    try:
+        Timeline().write(path)
+    finally:
+        os.umask(before)
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "trace.json.part").exists()
+    assert json.loads(path.read_text())["otherData"] == {"is_cut": False}

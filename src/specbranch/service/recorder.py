@@ -1,7 +1,7 @@
 """Records verdicts and the draft's laws along them as a trace, while the service runs.
 
 A verdict is noted with what is at hand and written once its answer has gone out, so no target waits for a file. What is
-written are token ids: whoever has the model's tokenizer can read the texts.
+written are token ids: whoever has the model's tokenizer can read the texts. So a new file is its owner's alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbranch.core.law import Law
+from specbranch.service.private import open_private
 from specbranch.trace import NO_LAW, Header, Record, encode_line, head_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Recorder:
         self._path = path
         self._first = time.time_ns() // 1000  # sessions of another run have other numbers
         held = _whole_len(path)
-        self._file = path.open("ab")
+        self._file = open_private(path, "ab")
         self._file.truncate(held)
         self._left = max_bytes - held
         self._notes: list[Note] = []

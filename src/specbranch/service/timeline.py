@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from specbranch.service.private import open_private
+
 log = logging.getLogger(__name__)
 
 Lane = tuple[bytes, bytes]  # client, namespace
@@ -95,10 +97,11 @@ class Timeline:
         self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
 
     def write(self, path: Path, **about: Any) -> None:
-        """Write the file, whole or not at all. `about` is kept beside the events."""
+        """Write the file, for its owner only, whole or not at all. `about` is kept beside the events."""
         encode = msgspec.json.encode
         part = path.with_name(f"{path.name}.part")
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)  # of a run that was killed
+        with open_private(part, "xb") as file:
             file.write(b'{"displayTimeUnit":"ms","otherData":' + encode({**about, "is_cut": self.is_full}))
             file.write(b',"traceEvents":[\n')
             for index, event in enumerate(self.trace_events()):
