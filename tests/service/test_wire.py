@@ -13,7 +13,9 @@ import pytest
 from specbranch.service.digest import Digest
 from specbranch.service.wire import (
     MAX_FRAME,
+    MAX_NEW,
     MAX_REPLY,
+    MAX_ROWS,
     MAX_TEXT,
     VERSION,
     Figures,
@@ -102,6 +104,22 @@ def test_a_reply_is_no_request() -> None:
 def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
     with pytest.raises(FrameError):
         decode_request(encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Proposals(1, [[-1]]),
+        Proposals(1, [[1 << 31]]),
+        Proposals(1, [[1] * (MAX_NEW + 1)]),
+        Proposals(1, [None] * (MAX_ROWS + 1)),
+        Welcome(VERSION, 7, "model", 0),
+    ],
+    ids=range(5),
+)
+def test_a_reply_out_of_bounds_is_refused(message: Reply) -> None:
+    with pytest.raises(FrameError):
+        decode_reply(encode(message))
 
 
 @pytest.mark.parametrize("text", [pack([1, 2])[:-1], pack([1, -1, 2])], ids=["part of a token", "negative"])
