@@ -22,7 +22,7 @@ from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.shelf import Draft
-from specbranch.service.wire import Figures, Open, Proposals, Refused, Report, Step, StepRow
+from specbranch.service.wire import Figures, Open, Proposals, Refused, Report, Step, StepRow, pack
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
 from tests.service.test_lookup import Bench, likely
@@ -156,9 +156,9 @@ def test_a_fault_in_one_held_back_answer_leaves_the_others(monkeypatch: pytest.M
     bench.open([1, 2, 3], [4, 5], planner="sps")
     for client, row in ((b"bad", row_of([4, 5], 6)), (b"good", row_of([1, 2, 3], 7))):
         bench.ask(Step(1, client, 50.0, [row]), client=client)
-        bench.ask(Open(client, "sps", {"gamma": 3}, "confidence", [[4, 5, 6] if client == b"bad" else [1, 2, 3, 7]]))
-        text, token = ([4, 5, 6], 8) if client == b"bad" else ([1, 2, 3, 7], 8)
-        assert bench.ask(Step(2, client, 50.0, [row_of(text, token)]), client=client) == []
+        text = [4, 5, 6] if client == b"bad" else [1, 2, 3, 7]
+        bench.ask(Open(client, "sps", {"gamma": 3}, "confidence", [pack(text)]))
+        assert bench.ask(Step(2, client, 50.0, [row_of(text, 8)]), client=client) == []
     tenant = bench.lookup._tenant
     monkeypatch.setattr(bench.lookup, "_tenant", lambda namespace: 1 / 0 if namespace == b"bad" else tenant(namespace))
     bench.now_s += 1
