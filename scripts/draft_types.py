@@ -102,7 +102,12 @@ def _teach(engines: dict[str, DraftEngine]) -> None:
     models: dict[str, Any] = {name: engine._model for name, engine in engines.items() if hasattr(engine, "_model")}
     heads = [model.lm_head for model in models.values() if isinstance(getattr(model, "lm_head", None), ScreenedHead)]
     reader, base = engines["int8"], models["int8"].base_model
-    hook = base.register_forward_hook(lambda _, __, out: [head.learn(out.last_hidden_state[0]) for head in heads[1:]])
+
+    def learn(_: Any, __: Any, out: Any) -> None:
+        for head in heads[1:]:  # the first is the reader's own
+            head.learn(out.last_hidden_state[0])
+
+    hook = base.register_forward_hook(learn)
     order = random.Random(0)
     for _ in range(LEARNED // _CONTEXT + 1):
         handle = reader.open()
