@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,19 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.engines.models import model_path
+from tests.vllm.pair import require_pair
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_program(name: str) -> Any:
-    """The JSON document that it prints; SmolLM2 is the target (dense) and the draft (packed, so that it errs)."""
-    for module in ("vllm", "llama_cpp"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
+    """The JSON document that it prints."""
+    target, draft = require_pair()
     command = [sys.executable, "-m", f"tests.vllm.run_{name}", "--target", str(target), "--draft", str(draft)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

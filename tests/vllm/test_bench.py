@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,12 +12,12 @@ import pytest
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import summarize
 from specbranch.trace import read_trace
-from tests.engines.models import model_path
+from tests.vllm.pair import DRAFT, TARGET, require_pair
 
 SCENARIO = """
 name = "tiny"
-target = "smollm2-135m-dense"
-draft = "smollm2-135m"
+target = "{target}"
+draft = "{draft}"
 max_tokens = 24
 {more}
 [[prompts]]
@@ -44,13 +43,10 @@ TEXTS = ("Say this again, word for word: one two three four five six seven eight
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for module in ("vllm", "llama_cpp"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
+    target, _ = require_pair()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     # Models are found by name, as on the hub.
-    monkeypatch.setenv("SPECBRANCH_MODELS", str(model_path("smollm2-135m-dense").parent))
-    model_path("smollm2-135m")
+    monkeypatch.setenv("SPECBRANCH_MODELS", str(target.parent))
     (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     return tmp_path
 
@@ -63,7 +59,7 @@ def specbranch(*words: str) -> str:
 
 def run(directory: Path, more: str = "", peers: str = "") -> Path:
     scenario, out = directory / "tiny.toml", directory / "tiny.jsonl"
-    scenario.write_text(SCENARIO.format(more=more, peers=peers))
+    scenario.write_text(SCENARIO.format(target=TARGET, draft=DRAFT, more=more, peers=peers))
     specbranch("bench", "run", str(scenario), "--data", str(directory), "--out", str(out))
     return out
 
@@ -104,9 +100,9 @@ def test_a_plan_is_made_from_what_is_measured(directory: Path) -> None:
     words = ["--prompts", str(directory / "own.jsonl"), "--field", "text", "--count", "2", "--answer", "24"]
     said = specbranch(
         "plan",
-        "smollm2-135m-dense",
+        TARGET,
         "--draft",
-        "smollm2-135m",
+        DRAFT,
         *words,
         "--concurrency",
         "1,4",

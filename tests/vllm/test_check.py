@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import model_path
+from tests.vllm.pair import require_pair
 
 
 def run_check(*options: str) -> tuple[int, dict[str, Any]]:
-    for module in ("vllm", "llama_cpp"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
+    target, draft = require_pair()
     command = [sys.executable, "-m", "specbranch", "check", str(target), "--draft", str(draft), "--quick", "--json"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr[-4000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import time
@@ -13,8 +12,8 @@ import pytest
 
 from specbranch.plugins.vllm.target import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
-from tests.engines.models import model_path
 from tests.results import record
+from tests.vllm.pair import require_pair
 from tests.vllm.served import Served, serving
 
 DRAFTING = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4})
@@ -42,10 +41,7 @@ def state(page: str) -> str:
 
 @pytest.mark.timeout(580)
 def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_path: Path) -> None:
-    for module in ("vllm", "llama_cpp"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
+    target, draft = require_pair()
     with DraftProcess(DraftOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
         section = {"address": service.address, "planner": "pearl", "deadline_ms": 60000, "is_gated": False}
         arguments = ("--speculative-config", DRAFTING, "--additional-config", json.dumps({"specbranch": section}))

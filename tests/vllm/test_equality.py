@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,18 +11,15 @@ from pathlib import Path
 import pytest
 
 from specbranch.core.planners import PLANNERS
-from tests.engines.models import model_path
+from tests.vllm.pair import require_pair
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(900)
 def test_greedy_output_equals_bare_vllm_for_every_planner() -> None:
-    """32 prompts, float32, SmolLM2 as target (dense) and as its own draft (packed, so that it errs at times)."""
-    for module in ("vllm", "llama_cpp"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
+    """32 prompts, float32, a model (dense) and itself as draft (packed, so that it errs at times)."""
+    target, draft = require_pair()
     command = [sys.executable, "-m", "tests.vllm.run_equality", "--target", str(target), "--draft", str(draft)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import model_path
+from tests.vllm.pair import require_pair
 
 QUESTION = ["--prompt", "Name three colours and say where they are found.", "--max-tokens", "40"]
 WAITING = ["--set", "waits=true", "--deadline-ms", "30000"]  # so that there are drafts on a machine that stands still
@@ -21,10 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def generate(*arguments: str, said: str = "", with_draft: bool = True) -> subprocess.CompletedProcess[str]:
-    for module in ("vllm", "llama_cpp"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    target, draft = model_path("smollm2-135m-dense"), model_path("smollm2-135m")
+    target, draft = require_pair()
     pair = [str(target), *(["--draft", str(draft)] if with_draft else ["--bare"])]
     command = [sys.executable, "-m", "specbranch", "generate", *pair, "--dtype", "float32", "--max-model-len", "256"]
     done = subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -17,12 +16,11 @@ from typing import Any
 import pytest
 
 from tests.engines.models import model_path
+from tests.vllm.pair import DRAFT, TARGET, require_pair
 from tests.vllm.serving import ROOT, Served, serving, started, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
-TARGET = "smollm2-135m-dense"
-DRAFT = "smollm2-135m"
 TOKENS = 32
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")
@@ -31,11 +29,7 @@ PROMPTS = [f"{start} {subject}" for subject in ("water", "the moon", "bread", "w
 
 @pytest.fixture(scope="module")
 def installed() -> None:
-    for module in ("vllm", "llama_cpp", "openai"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    for model in (TARGET, DRAFT):
-        model_path(model)
+    require_pair("openai")
 
 
 @pytest.fixture(scope="module")
