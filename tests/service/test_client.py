@@ -46,6 +46,21 @@ def test_no_token_outside_the_targets_vocabulary_leaves_the_client(
     assert caplog.text.count("which the target does not have") == 1
 
 
+def test_two_samples_of_one_text_that_part_are_two_texts_at_once(tmp_path: Path) -> None:
+    """One goes on with the session; the other was never sent, so it is not taken for one that was sent just now."""
+    opened = []
+    with (
+        scripted_service(tmp_path) as service,
+        contextlib.closing(DraftClient(ClientOptions(service.address, deadline_s=PATIENCE_S))) as client,
+    ):
+        assert client.hello(PATIENCE_S)
+        for texts in ([[1, 2, 3]] * 2, [[1, 2, 3, 4], [1, 2, 3, 5]], [[1, 2, 3, 4, 6], [1, 2, 3, 5, 6]]):
+            client.propose([Committed(text, 1) for text in texts])
+            opened.append(client.counts.opened)
+
+    assert opened == [1, 2, 2]
+
+
 def test_a_draft_with_a_larger_vocabulary_is_noticed_by_the_way_and_its_other_tokens_are_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

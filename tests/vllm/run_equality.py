@@ -27,8 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=24)
     args = parser.parse_args()
 
     from vllm import LLM, SamplingParams

@@ -12,7 +12,9 @@ import pytest
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import summarize
 from specbranch.trace import read_trace
-from tests.vllm.pair import DRAFT, TARGET, require_pair
+from tests.vllm.pair import PAIR, require_pair
+
+DRAFT, TARGET = PAIR, f"{PAIR}-dense"
 
 SCENARIO = """
 name = "tiny"
@@ -82,7 +84,8 @@ def test_methods_and_peers_are_measured_and_reported(directory: Path) -> None:
     assert "<svg" in (directory / "report" / "report.html").read_text()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_servers_are_measured_under_load(directory: Path) -> None:
     out = run(directory, "[served]\nrates = [4.0]\nrequests = 4")
     records = read_results(out).records

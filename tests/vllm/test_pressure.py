@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.vllm.pair import SHORT
 from tests.vllm.programs import run_program
 
 
 @pytest.mark.timeout(900)
 def test_preemption_and_chunked_prefill_leave_the_output_as_it_is() -> None:
     """Float32, greedy: every output equals that of bare vLLM with the same settings."""
-    results = run_program("pressure")
+    results = run_program("pressure", SHORT)
 
     assert {name: result["equal"] for name, result in results.items()} == {
         name: result["prompts"] for name, result in results.items()

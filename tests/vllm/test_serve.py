@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from tests.engines.models import model_path
-from tests.vllm.pair import DRAFT, TARGET, require_pair
+from tests.vllm.pair import PAIR, require_pair
 from tests.vllm.serving import ROOT, Served, serving, started, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
+DRAFT, TARGET = PAIR, f"{PAIR}-dense"
 TOKENS = 32
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")

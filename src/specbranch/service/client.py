@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -198,9 +197,16 @@ class DraftClient:
         return found
 
     def _sent_before(self, rows: Sequence[StepRow]) -> dict[bytes, float]:
-        """When the texts of these rows were sent, if not long ago; each has grown and has another name now."""
-        start_s = time.monotonic() - _AGAIN_S
-        return {row.after: self._sent[row.before] for row in rows if self._sent.get(row.before, -math.inf) > start_s}
+        """When the texts of these rows were sent, if not long ago; each has grown and has another name now.
+
+        Where two rows go on from one text, the first has its session, and the other is a text that was never sent.
+        """
+        sent: dict[bytes, float] = {}
+        for row in rows:
+            at_s = self._sent.pop(row.before, None)
+            if at_s is not None and time.monotonic() - at_s < _AGAIN_S:
+                sent[row.after] = at_s
+        return sent
 
     def _known_tokens(self, draft: list[int]) -> list[int]:
         """A draft up to the first token that the target does not have."""
