@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.plugins.vllm import SpecBranchProposer, compat
+from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.client import ClientOptions, Committed
 
@@ -106,6 +108,7 @@ def test_other_ranks_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with drafts give no more tokens than those without, so the gate closes after its trial."""
     proposer = proposer_with(monkeypatch, is_gated=True)
+    proposer._pace = Pace(partial(next, itertools.count()))  # every step takes a second
     num_with_drafts = 0
     for length in range(3, 9):
         lengths, table = tokens([1] * length)
