@@ -242,6 +242,8 @@ def test_a_device_of_llama_cpp_other_than_the_processor_is_out_of_reach() -> Non
 def test_the_processor_is_named_without_the_host() -> None:
     assert cpu_name("processor\t: 0\nmodel name\t: Some CPU: 2 GHz\nmodel name\t: Other") == "Some CPU: 2 GHz"
     assert cpu_name("") is None
+    machine = {"cpu", "instruction_sets", "onednn_max_cpu_isa", "num_cores", "cache_bytes"}
+    assert set(provenance()) == {"version", "commit", "numpy", *machine}
 
 
 def test_instruction_sets_are_those_that_the_cpu_names() -> None:
@@ -249,7 +251,6 @@ def test_instruction_sets_are_those_that_the_cpu_names() -> None:
 
     assert instruction_sets(cpuinfo) == ["avx2", "avx512f", "amx_int8"]
     assert instruction_sets("") == []
-    assert set(provenance()) == {"version", "commit", "cpu", "num_cores", "cache_bytes", "numpy"}
 
 
 @pytest.mark.parametrize("size", [1000, None])
