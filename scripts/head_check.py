@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specbranch.bench.profile import provenance
+from specbranch.engines.int8 import Int8Linear
 from specbranch.engines.options import local_model
 from specbranch.engines.screened import LEARNED, ScreenedHead
 from specbranch.trace import Answer
@@ -45,7 +46,7 @@ def main() -> None:
                 judged.setdefault(task, []).append(answer)
     shown = {token for answer in learned for token in (*answer.prompt, *answer.tokens)}
     model = AutoModelForCausalLM.from_pretrained(local_model(args.draft) or args.draft, dtype=torch.float32).eval()
-    head = ScreenedHead(model.get_output_embeddings())
+    head = ScreenedHead(model.get_output_embeddings(), Int8Linear)
     for answer in learned[:: max(1, len(learned) * 100 // LEARNED)]:
         head.learn(_hidden(model, answer))
     if not head.is_narrow:

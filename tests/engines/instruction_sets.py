@@ -7,8 +7,8 @@ from pathlib import Path
 from specbranch.bench.profile import instruction_sets
 
 ALL = "ALL"  # what oneDNN calls no limit
-# What a CPU must name for each limit to be worth a run of its own: below it, two limits mean the same.
-_NEEDS = {"AVX512_CORE_VNNI": "avx512_vnni", "AVX2_VNNI": "avx_vnni", "AVX2": "avx2"}
+# What a CPU must name for each limit to be one: without it, this limit and none mean the same.
+_NEEDS = {"AVX512_CORE_VNNI": "amx_int8", "AVX512_CORE": "avx512_vnni", "AVX2_VNNI": "avx_vnni", "AVX2": "avx2"}
 
 
 def limits() -> list[str]:

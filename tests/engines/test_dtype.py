@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="types of weights need torch")
 
 from specbranch.engines.dtype import ROWS, fastest_dtype  # noqa: E402
-from specbranch.engines.int8 import PACKED, Int8Linear, can_int8  # noqa: E402
+from specbranch.engines.int8 import PACKED, Int8Linear, can_int8, sums_overflow  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no products of 8 bits")
 
@@ -21,13 +21,13 @@ def model() -> Any:
 
 
 class Slow(Int8Linear):
-    """As if the library had no kernel for this CPU."""
+    """As if the library had no kernel for this CPU, only a loop over all weights."""
 
     num_products = 0
 
     def forward(self, rows: Any, onto: Any = None) -> Any:
         type(self).num_products += 1
-        time.sleep(0.25)
+        time.sleep(1.2e-6 * self.num_bytes)
         return super().forward(rows, onto)
 
 
@@ -49,6 +49,20 @@ def test_a_type_without_a_kernel_is_given_up_after_a_few_products(model: Any, mo
     assert choice.dtype in ("float32", "bfloat16")
     assert not {"int8", "w8a16"} & set(choice.seconds)
     assert Slow.num_products == 6
+
+
+def test_a_type_that_this_torch_only_names_is_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", fail)
+    sums_overflow.cache_clear()
+    try:
+        choice = fastest_dtype(model)
+    finally:
+        sums_overflow.cache_clear()
+
+    assert set(choice.seconds) == {"float32", "bfloat16", "w8a16"}
 
 
 def test_the_cost_of_a_few_layers_stands_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,14 @@ def test_it_is_the_plain_layer_within_eight_bits(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_rows_may_lie_anyhow_in_memory(kind: type[PackedLinear]) -> None:
+    linear = plain(64, 96)
+    rows = torch.randn(64, 3).T
+
+    assert apart(kind(linear)(rows), linear(rows)) < MOST_APART[kind.__name__]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[PackedLinear]) -> None:
     one, other = plain(64, 96), torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
     rows, onto = torch.randn(1, 3, 64), torch.randn(1, 3, 128)

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 from specbranch.core.law import Law  # noqa: E402
+from specbranch.engines.dtype import Choice  # noqa: E402
 from specbranch.engines.head import head_of  # noqa: E402
 from specbranch.engines.options import DTYPES, EngineOptions, open_engine  # noqa: E402
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
@@ -345,6 +346,19 @@ def test_auto_takes_a_type_by_measuring_and_says_so(llama_path: str, caplog: pyt
     assert engine.info.dtype in DTYPES
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(f"draft on the CPU in {engine.info.dtype}, ") and "float32 " in line
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_positions_keep_their_32_bits_in_every_type(
+    llama_path: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded frequencies would put tokens of a long text at wrong distances."""
+    monkeypatch.setattr("specbranch.engines.torch.fastest_dtype", lambda model: Choice("bfloat16", {}))
+    engine = TorchEngine(EngineOptions(llama_path, dtype=dtype))
+
+    assert engine.info.dtype == "bfloat16"
+    assert {weight.dtype for weight in engine._model.parameters()} == {torch.bfloat16}
+    assert engine._model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_an_engine_is_opened_by_name_and_shut_down(llama_path: str) -> None:

@@ -6,6 +6,7 @@ for its instructions.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from specbranch.engines.int8 import PACKED, can_int8
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROWS = (1, 8)  # a step of a draft has about so many
-_SAMPLE = 32 << 20  # weights: more than a core's caches hold, and few enough to be timed within a second
+_SAMPLE = 32 << 20  # weights, few enough to be timed within a second
 _HOPELESS = 10.0  # a type that takes so many times as long as float32 for one layer is not looked at more closely,
-_HOPELESS_S = 0.05  # if it also takes this long: small layers are easily disturbed
+_HOPELESS_S = 1.0  # if the sample would take this long: the times of single layers are easily disturbed
 _SPAN_S = 0.1  # how long one type is timed for one number of rows
 _LEAST_RUNS = 3
 
@@ -53,17 +54,21 @@ def fastest_dtype(model: Any) -> Choice:
     scale = sum(_size(one) for one in linears) / max(sum(_size(one) for one in sample), 1)
     seconds: dict[str, tuple[float, ...]] = {}
     for dtype in ("float32", "bfloat16", *(PACKED if can_int8() else ())) if sample else ():
-        if dtype == "float32" or not _is_hopeless(dtype, min(sample, key=_size)):
-            products = [_product(dtype, one) for one in sample]
-            seconds[dtype] = tuple(scale * _seconds(products, sample, rows) for rows in ROWS)
+        with contextlib.suppress(RuntimeError):  # some builds of torch name products that they do not have
+            if dtype == "float32" or not _is_hopeless(dtype, sample):
+                products = [_product(dtype, one) for one in sample]
+                seconds[dtype] = tuple(scale * _seconds(products, sample, rows) for rows in ROWS)
     return Choice(min(seconds, key=lambda dtype: sum(seconds[dtype]), default="float32"), seconds)
 
 
-def _is_hopeless(dtype: str, linear: nn.Linear) -> bool:
-    """Whether a type is out of the question, by one layer: with a missing kernel all of them would take minutes."""
-    product = [_product(dtype, linear)]
-    least_s = min(_once(product, [linear], ROWS[0]) for _ in range(3))  # the first one may have to compile
-    return least_s > _HOPELESS_S and least_s > _HOPELESS * _seconds([_product("float32", linear)], [linear], ROWS[0])
+def _is_hopeless(dtype: str, sample: list[nn.Linear]) -> bool:
+    """Whether a type is out of the question, by its smallest layer: without a kernel, all of them take minutes."""
+    smallest = min(sample, key=_size)
+    product = [_product(dtype, smallest)]
+    least_s = min(_once(product, [smallest], ROWS[0]) for _ in range(3))  # the first one may have to compile
+    if least_s * sum(_size(one) for one in sample) < _HOPELESS_S * _size(smallest):
+        return False
+    return least_s > _HOPELESS * _seconds([_product("float32", smallest)], [smallest], ROWS[0])
 
 
 def _first(linears: list[nn.Linear]) -> Iterator[nn.Linear]:

@@ -94,7 +94,7 @@ class WeightOnlyLinear(PackedLinear):
         self._scales = self._scales.bfloat16()
 
     def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-        halves = rows.bfloat16()
+        halves = rows.bfloat16().contiguous()
         if self._extra:
             halves = pad(halves, (0, self._extra))
         out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(halves, self._weight, self._scales)

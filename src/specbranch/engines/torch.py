@@ -388,7 +388,10 @@ def _load(options: EngineOptions) -> tuple[Any, str]:
         if dtype in PACKED:
             kind = PACKED[dtype]
             return pack_linears(fuse(model.float(), _attended, kind), kind), dtype
-        return model.to(PLAIN.get(dtype, model.dtype)), str(model.dtype).removeprefix("torch.")
+        # Weights only: what a model keeps beside them, such as the frequencies of its positions, needs its 32 bits.
+        for weight in model.parameters():
+            weight.data = weight.data.to(PLAIN.get(dtype, weight.dtype))
+        return model, str(model.dtype).removeprefix("torch.")
     except EngineError:
         raise
     except Exception as error:

@@ -1,6 +1,7 @@
 """Directories for sockets and small files. Whoever can write into one can take a service's place and read all texts.
 
-The default one is this user's alone. One that was chosen by name may be seen by others, but not changed by them.
+The default one is this user's alone. One that was chosen by name may be seen by others, but changed only by its owner
+and its group.
 """
 
 from __future__ import annotations

@@ -227,20 +227,20 @@ class Lookup:
         self.counts.steps += 1
         pulse = self._pulse(client)
         pulse.steps += 1
-        pending = _Pending(client, step, [], [], now_s, now_s + step.wait_ms / 1000)
+        pending = self._pending[client] = _Pending(client, step, [], [], now_s, now_s + step.wait_ms / 1000)
         for index, row in enumerate(step.rows):
             draft = self._draft_of(step.namespace, row)
             proposal = self.faults.contain(draft, self._propose, draft) if draft else None
-            if draft and proposal is None and not draft.is_forgotten:
-                pending.waiting.add(index)
-                draft.is_awaited = True
+            if draft and proposal is None:
+                draft.is_awaited = True  # before the look: the compute thread tells of what it forgets from now on
+                if not draft.is_forgotten:
+                    pending.waiting.add(index)
             pending.drafts.append(draft)
             pending.proposals.append(proposal)
             if draft:
                 draft.hear(pulse)
                 self._compute.tell(draft)
         pending.num_held = len(pending.waiting)
-        self._pending[client] = pending
         if self._timeline is not None:
             verdicts = [_row_verdict(row, draft) for row, draft in zip(step.rows, pending.drafts, strict=True)]
             self._timeline.arrive((client, step.namespace), now_s, verdicts)
