@@ -19,21 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specbranch.bench.profile import measure, provenance
+from specbranch.bench.profile import measure, onednn_limits, provenance
 from specbranch.engines.options import EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import DraftEngine, Row
 
 ROOT = Path(__file__).parents[1]
 ROWS = (1, 4, 8, 16)
 DTYPES = ("int8", "w8a16", "bfloat16", "float32")
-# ONEDNN_MAX_CPU_ISA, and what the CPU must name for it to be a limit of its own.
-LIMITS = {
-    "ALL": "",
-    "AVX512_CORE_VNNI": "avx512_vnni",
-    "AVX512_CORE": "avx512f",
-    "AVX2_VNNI": "avx_vnni",
-    "AVX2": "avx2",
-}
 _CONTEXT = 256
 
 
@@ -43,7 +35,7 @@ def main() -> None:
     parser.add_argument("gguf", help="the same model for llama.cpp")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--core", type=int, default=1)
-    parser.add_argument("--limit", choices=[*LIMITS], help="measure in this process, and print")
+    parser.add_argument("--limit", help="measure in this process, and print")
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.core})
     if args.limit:
@@ -52,14 +44,13 @@ def main() -> None:
     where = provenance()
     named = where["instruction_sets"]
     by_limit = []
-    for limit, needed in LIMITS.items():
-        if not needed or (needed in named and needed != named[-1]):
-            command = [sys.executable, __file__, args.dense, args.gguf, "--turns", str(args.turns)]
-            command += ["--core", str(args.core), "--limit", limit]
-            environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            by_limit.append(json.loads(done.stdout.splitlines()[-1]))
-            print(json.dumps(by_limit[-1]), flush=True)
+    for limit in onednn_limits(named):
+        command = [sys.executable, __file__, args.dense, args.gguf, "--turns", str(args.turns)]
+        command += ["--core", str(args.core), "--limit", limit]
+        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        by_limit.append(json.loads(done.stdout.splitlines()[-1]))
+        print(json.dumps(by_limit[-1]), flush=True)
     out = ROOT / "results" / f"draft_types-{named[-1]}.json"
     out.write_text(
         json.dumps({"model": Path(args.dense).name, "limits": by_limit, "provenance": where}, indent=1) + "\n"

@@ -16,6 +16,7 @@ from specbranch.bench.profile import (
     fit_line,
     instruction_sets,
     measure,
+    onednn_limits,
     provenance,
     read_bandwidth,
     rows_limit,
@@ -251,6 +252,19 @@ def test_instruction_sets_are_those_that_the_cpu_names() -> None:
 
     assert instruction_sets(cpuinfo) == ["avx2", "avx512f", "amx_int8"]
     assert instruction_sets("") == []
+
+
+@pytest.mark.parametrize(
+    ("named", "limits"),
+    [
+        (["avx2", "avx512f", "avx512_vnni", "amx_int8"], ["ALL", "AVX512_CORE_VNNI", "AVX512_CORE", "AVX2"]),
+        (["avx2", "avx512f", "avx512_vnni"], ["ALL", "AVX512_CORE", "AVX2"]),
+        (["avx2", "avx512f"], ["ALL", "AVX2"]),
+        ([], ["ALL"]),
+    ],
+)
+def test_onednn_is_held_only_to_what_the_cpu_has_more_of(named: list[str], limits: list[str]) -> None:
+    assert onednn_limits(named) == limits
 
 
 @pytest.mark.parametrize("size", [1000, None])

@@ -18,12 +18,13 @@ import pytest
 pytest.importorskip("torch", reason="the torch engine needs torch")
 pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
-from tests.engines.instruction_sets import ALL, limits
+from specbranch.bench.profile import onednn_limits, provenance
 from tests.engines.models import model_path
 from tests.results import record
 from tests.service.harness import PATIENCE_S, Service, running
 
 ROOT = Path(__file__).parents[2]
+LIMITS = onednn_limits(provenance()["instruction_sets"])
 STEPS = """
 import json, sys, time
 from specbranch.engines.options import EngineOptions, open_engine
@@ -50,7 +51,7 @@ def environment(limit: str) -> dict[str, str]:
     return {**os.environ, "ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("limit", [limit for limit in limits() if limit != ALL])
+@pytest.mark.parametrize("limit", LIMITS[1:])
 def test_eight_bits_are_right_with_fewer_instructions(limit: str) -> None:
     """What other modules test without a limit: conformance, nearness to the whole model, no sum that is lost."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engines/test_int8.py"]
@@ -61,7 +62,7 @@ def test_eight_bits_are_right_with_fewer_instructions(limit: str) -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("limit", limits())
+@pytest.mark.parametrize("limit", LIMITS)
 def test_what_is_chosen_is_not_slower_than_plain_weights(limit: str) -> None:
     command = [sys.executable, "-c", STEPS, str(model_path("smollm2-135m-dense"))]
     done = subprocess.run(command, env=environment(limit), capture_output=True, text=True, check=True)
@@ -74,7 +75,7 @@ def test_what_is_chosen_is_not_slower_than_plain_weights(limit: str) -> None:
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("limit", limits())
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("model", ["smollm2-135m-dense", "qwen-coder-0.5b-dense"])
 def test_a_draft_answers_within_a_minute_on_one_core(
     model: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,8 @@ LOUD = 2.0  # p90 over p10 from which on a verdict is worth little
 _CACHE_REACH = 0.9  # a step this far below its bound has not read all weights from memory
 _BLOCK_BYTES = 512 << 20
 _INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+# What a CPU must name for each limit of oneDNN to be one: without it, this limit and none mean the same.
+_LIMITS = {"AVX512_CORE_VNNI": "amx_int8", "AVX512_CORE": "avx512_vnni", "AVX2_VNNI": "avx_vnni", "AVX2": "avx2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,11 +326,12 @@ def cache_bytes() -> int | None:
 
 def provenance() -> dict[str, Any]:
     """Where the figures come from, without the name of the host."""
+    cpuinfo = _read(Path("/proc/cpuinfo"))
     return {
         "version": __version__,
         "commit": commit(Path(__file__).parent),
-        "cpu": cpu_name(_read(Path("/proc/cpuinfo"))),
-        "instruction_sets": instruction_sets(_read(Path("/proc/cpuinfo"))),
+        "cpu": cpu_name(cpuinfo),
+        "instruction_sets": instruction_sets(cpuinfo),
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "num_cores": os.cpu_count(),
         "cache_bytes": cache_bytes(),
@@ -356,6 +359,11 @@ def instruction_sets(cpuinfo: str) -> list[str]:
     """Of the instruction sets that decide how fast a model runs, those in the text of /proc/cpuinfo."""
     lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("flags")]
     return [name for name in _INSTRUCTION_SETS if lines and name in lines[0]]
+
+
+def onednn_limits(named: Sequence[str]) -> list[str]:
+    """Values of ONEDNN_MAX_CPU_ISA that make a CPU with these instruction sets behave like others; ALL is no limit."""
+    return ["ALL", *(limit for limit, needed in _LIMITS.items() if needed in named)]
 
 
 def _read(path: Path) -> str:
