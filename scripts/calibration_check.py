@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specbranch.core.calibration import Calibration
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ _EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 
 
 
 class _Own(Calibration):
-    def observe(self, law: Law, token: int) -> None:
+    def observe(self, distribution: Distribution, token: int) -> None:
         pass
 
 
@@ -34,14 +34,14 @@ class _Shares(Calibration):
         super().__init__()
         self._seen, self._right = [0.0] * (len(_EDGES) + 1), [0.0] * (len(_EDGES) + 1)
 
-    def first_chance(self, law: Law) -> float:
-        place = bisect_right(_EDGES, float(law.confidence))
-        return (self._right[place] + 4 * float(law.confidence)) / (self._seen[place] + 4)
+    def first_chance(self, distribution: Distribution) -> float:
+        place = bisect_right(_EDGES, float(distribution.confidence))
+        return (self._right[place] + 4 * float(distribution.confidence)) / (self._seen[place] + 4)
 
-    def observe(self, law: Law, token: int) -> None:
-        place = bisect_right(_EDGES, float(law.confidence))
+    def observe(self, distribution: Distribution, token: int) -> None:
+        place = bisect_right(_EDGES, float(distribution.confidence))
         self._seen[place] = self._seen[place] * self._keep + 1
-        self._right[place] = self._right[place] * self._keep + (law.ids[0] == token)
+        self._right[place] = self._right[place] * self._keep + (distribution.ids[0] == token)
 
 
 KINDS: dict[str, Callable[[], Calibration]] = {"draft": _Own, "shares": _Shares, "line": Calibration}
@@ -51,11 +51,11 @@ def log_loss(trace: Trace, calibration: Calibration) -> float:
     """The mean over all tokens, each foretold before it is learned from."""
     losses = []
     for answer in trace.answers:
-        for token, law in zip(answer.tokens, answer.laws, strict=True):
-            if law.ids:
-                chance = min(max(calibration.first_chance(law), 1e-4), 1 - 1e-4)
-                losses.append(-math.log(chance if law.ids[0] == token else 1 - chance))
-                calibration.observe(law, token)
+        for token, distribution in zip(answer.tokens, answer.distributions, strict=True):
+            if distribution.ids:
+                chance = min(max(calibration.first_chance(distribution), 1e-4), 1 - 1e-4)
+                losses.append(-math.log(chance if distribution.ids[0] == token else 1 - chance))
+                calibration.observe(distribution, token)
     return sum(losses) / len(losses)
 
 

@@ -2,7 +2,7 @@
 """How well drafts agree with a target on answers that were collected, what their rows cost, and what both are worth.
 
 Agreement is how often the draft's first choice is the target's token, and, if the target is named, the overlap of both
-laws (1 - TV, of their heads) too. Rows are timed in turns, so that the machine's noise hits all drafts alike. The worth
+distributions (1 - TV, of their heads) too. Rows are timed in turns, so that the machine's noise hits all drafts alike. The worth
 is the simulated speed of `budget` on these answers. Answers come from `specbranch train collect`. Writes
 results/draft_agreement.json, or results/draft_rows.json where only rows are timed.
 """
@@ -18,8 +18,8 @@ from statistics import mean, median
 
 from specbranch.bench.profile import measure, provenance
 from specbranch.bench.simulate import Layout, Method, simulate
-from specbranch.bench.survey import record_laws
-from specbranch.core.law import Law
+from specbranch.bench.survey import record_distributions
+from specbranch.core.distribution import Distribution
 from specbranch.engines.options import EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import DraftEngine, Row
 from specbranch.trace import Trace
@@ -58,14 +58,14 @@ def main() -> None:
     truth: dict[str, Trace] = {}
     if args.target and by_task:
         engine = _opened(args.target)
-        truth = {task: record_laws(engine, pairs) for task, pairs in by_task.items()}
+        truth = {task: record_distributions(engine, pairs) for task, pairs in by_task.items()}
         engine.shutdown()
     engines = {draft: _opened(draft) for draft in args.drafts}
     traces: dict[str, dict[str, Trace]] = {}
     for draft, engine in engines.items():
         if engine_for(draft.partition("@")[0]) == "torch":
             _read(engine, texts[:: max(1, len(texts) // args.texts)])
-        traces[draft] = {task: record_laws(engine, pairs) for task, pairs in by_task.items()}
+        traces[draft] = {task: record_distributions(engine, pairs) for task, pairs in by_task.items()}
     row_ms = _timed(engines, args.turns)
     rows = []
     for draft, by_rows in row_ms.items():
@@ -105,15 +105,15 @@ def _timed(engines: dict[str, DraftEngine], num_turns: int) -> dict[str, dict[in
 
 
 def _overlap(draft: Trace, target: Trace) -> float:
-    pairs = zip(_laws(draft), _laws(target), strict=True)
+    pairs = zip(_distributions(draft), _distributions(target), strict=True)
     return mean(_shared(one, other) for one, other in pairs)
 
 
-def _laws(trace: Trace) -> Sequence[Law]:
-    return [law for answer in trace.answers for law in answer.laws]
+def _distributions(trace: Trace) -> Sequence[Distribution]:
+    return [distribution for answer in trace.answers for distribution in answer.distributions]
 
 
-def _shared(one: Law, other: Law) -> float:
+def _shared(one: Distribution, other: Distribution) -> float:
     other_probs = dict(zip(other.ids, other.probs, strict=True))
     return sum(
         min(float(prob), float(other_probs.get(token, 0.0))) for token, prob in zip(one.ids, one.probs, strict=True)

@@ -94,7 +94,7 @@ def _same_prompts(trace: Trace, results: Results, task: str, records: list[Recor
     answers, limit = trace.answers, results.scenario.max_tokens
     if count == len(answers):
         answers = tuple(answers[place] for place in sorted({record["prompt"] for record in records}))
-    cut = (replace(one, tokens=one.tokens[:limit], laws=one.laws[:limit]) for one in answers)
+    cut = (replace(one, tokens=one.tokens[:limit], distributions=one.distributions[:limit]) for one in answers)
     return replace(trace, answers=tuple(cut))
 
 

@@ -2,7 +2,7 @@
 """A smaller draft: a model without some of its layers, trained for a while to be what it was.
 
 The layers that change their input least are left out. The rest learns, on answers of `specbranch train collect` to
-training prompts, the whole model's last hidden states everywhere and, where the target speaks, a law half of the whole
+training prompts, the whole model's last hidden states everywhere and, where the target speaks, a distribution half of the whole
 model's and half of the target's token. Writes the model to a directory and how its agreement grew to
 results/heal_layers.json.
 """
@@ -150,9 +150,9 @@ def _learn(model: Any, whole: Any, optimiser: Any, texts: list[Text]) -> float:
     head = whole.get_output_embeddings()
     with torch.no_grad():
         wanted = whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        law = head(wanted[is_asked]).float().softmax(-1).div_(2)
+        distribution = head(wanted[is_asked]).float().softmax(-1).div_(2)
         said = ids.roll(-1, 1)[is_asked].unsqueeze(1)
-        law.scatter_add_(1, said, torch.full_like(said, 0.5, dtype=law.dtype))
+        distribution.scatter_add_(1, said, torch.full_like(said, 0.5, dtype=distribution.dtype))
     model.train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -160,7 +160,7 @@ def _learn(model: Any, whole: Any, optimiser: Any, texts: list[Text]) -> float:
     apart = (hidden[is_text].float() - wanted[is_text].float()).square().sum(-1)
     loss = (apart / wanted[is_text].float().square().sum(-1)).mean()
     if len(logits):
-        loss = loss + functional.cross_entropy(logits.float(), law)
+        loss = loss + functional.cross_entropy(logits.float(), distribution)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()

@@ -65,7 +65,7 @@ def known_stop(trace: Trace, rows: int) -> float:
 
 
 def _rank(answer: Any, place: int) -> int | None:
-    ids = answer.laws[place].ids
+    ids = answer.distributions[place].ids
     return ids.index(answer.tokens[place]) if answer.tokens[place] in ids else None
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What H-RAD knows of a draft token once the draft's law at its place is known.
+"""What H-RAD knows of a draft token once the draft's distribution at its place is known.
 
-For each token of a window: log loss of whether it stands, by a logistic line over the law's log-odds, over H-RAD's, and
+For each token of a window: log loss of whether it stands, by a logistic line over the distribution's log-odds, over H-RAD's, and
 over both. H-RAD learned from the training prompts, the lines from the held-out ones, and the test prompts judge. From
 collections of `specbranch train collect` and a predictor of `specbranch train fit`. Writes results/hrad_adds.json.
 """
@@ -31,18 +31,22 @@ def main() -> None:
     args = parser.parse_args()
     examples = read_examples(args.collections)
     foreseen = _foreseen(examples, read_hrad(args.hrad))
-    said = _log_odds(examples.laws[:, 0])
+    said = _log_odds(examples.distributions[:, 0])
     split = {name: split_of(int(name)) for name in np.unique(examples.prompts)}
     splits = np.array([split[name] for name in examples.prompts])
     rows = []
     for ahead in range(foreseen.shape[1]):
         is_reached = (examples.runs >= ahead) & (examples.left > ahead)
-        places = np.flatnonzero(is_reached)  # the law of the token so far ahead is so many places further
+        places = np.flatnonzero(is_reached)  # the distribution of the token so far ahead is so many places further
         stands = examples.runs[places] > ahead
-        seen = {"law": said[places + ahead], "hrad": foreseen[places, ahead]}
+        seen = {"distribution": said[places + ahead], "hrad": foreseen[places, ahead]}
         learned, judged = (splits[places] == name for name in ("held-out", "test"))
         row = {"ahead": ahead, "places": int(judged.sum())}
-        for name, columns in (("law", ["law"]), ("hrad", ["hrad"]), ("both", ["law", "hrad"])):
+        for name, columns in (
+            ("distribution", ["distribution"]),
+            ("hrad", ["hrad"]),
+            ("both", ["distribution", "hrad"]),
+        ):
             inputs = np.stack([seen[column] for column in columns], axis=-1)
             row[name] = round(_loss(inputs[learned], stands[learned], inputs[judged], stands[judged]), 4)
         rows.append(row)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbranch.plugins.vllm.compat import FeatureTap
+from specbranch.plugins.vllm.compat import FeatureHook
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.predictor.hrad import read_hrad, write_hrad
 
@@ -59,7 +59,7 @@ def _times(hrad: Any, args: argparse.Namespace, num_rows: int) -> dict[str, list
     per_row = args.submitted + 1
     table = torch.randn(1000, args.hidden_len, dtype=torch.bfloat16)
     plain, target = Target(args.layers), Target(args.layers)
-    foresight = Foresight(hrad, FeatureTap(target, args.layers, lambda tokens: table[torch.tensor(tokens)]))
+    foresight = Foresight(hrad, FeatureHook(target, args.layers, lambda tokens: table[torch.tensor(tokens)]))
     names = [str(row) for row in range(num_rows)]
     scheduled = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(names, per_row),
@@ -77,9 +77,9 @@ def _times(hrad: Any, args: argparse.Namespace, num_rows: int) -> dict[str, list
     for _ in range(args.repeats):
         bare_s = _run(plain, hidden)
         start_s = time.perf_counter()
-        foresight.tap.begin(runner, scheduled)
+        foresight.feature_hook.begin(runner, scheduled)
         _run(target, hidden)
-        foresight.tap.end(runner)
+        foresight.feature_hook.end(runner)
         middle_s = time.perf_counter()
         found = foresight.outlooks(sampled, range(num_rows))
         assert len(found) == num_rows

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Record a trace: what the target said, and the draft's law before each of those tokens.
+"""Record a trace: what the target said, and the draft's distribution before each of those tokens.
 
-The target answers a batch of prompts; the draft is then teacher-forced over the answers, so every law stands on the
+The target answers a batch of prompts; the draft is then teacher-forced over the answers, so every distribution stands on the
 true text. Needs torch and transformers. The output is the format that `specbranch simulate --trace` reads.
 """
 
@@ -49,15 +49,17 @@ def answers(
 
 
 @torch.inference_mode()
-def heads(model: Any, prompt: list[int], answer: list[int], head_len: int) -> tuple[list[Any], list[float]]:
-    """The draft's law before each answer token: its head as [ids, probabilities], and its entropy in nats."""
+def heads(model: Any, prompt: list[int], answer: list[int], top_k: int) -> tuple[list[Any], list[float]]:
+    """The draft's distribution before each answer token: its head as [ids, probabilities], and its entropy in nats."""
     logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
     logs = torch.log_softmax(logits.float(), dim=-1)  # [answer, vocab]
     probs = logs.exp()
-    top = probs.topk(head_len, dim=-1)
+    top = probs.topk(top_k, dim=-1)
     entropy = -(probs * logs).sum(dim=-1)
-    laws = [[ids, [round(p, 5) for p in ps]] for ids, ps in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-    return laws, [round(h, 4) for h in entropy.tolist()]
+    distributions = [
+        [ids, [round(p, 5) for p in ps]] for ids, ps in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+    return distributions, [round(h, 4) for h in entropy.tolist()]
 
 
 def main() -> None:
@@ -96,8 +98,8 @@ def main() -> None:
     with args.out.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as sink:
         sink.write(json.dumps(header).encode() + b"\n")
         for prompt, answer in pairs:
-            laws, entropy = heads(draft, prompt, answer, args.head_len)
-            record = {"prompt_len": len(prompt), "tokens": answer, "heads": laws, "entropy": entropy}
+            distributions, entropy = heads(draft, prompt, answer, args.top_k)
+            record = {"prompt_len": len(prompt), "tokens": answer, "heads": distributions, "entropy": entropy}
             sink.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 

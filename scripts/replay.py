@@ -18,7 +18,7 @@ from typing import Any
 from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.core.calibration import Calibration
 from specbranch.core.costs import Costs
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ METHODS: dict[str, Method] = {
 class _OwnWord(Calibration):
     """The draft's own probabilities, whatever the target says."""
 
-    def observe(self, law: Law, token: int) -> None:
+    def observe(self, distribution: Distribution, token: int) -> None:
         pass
 
 

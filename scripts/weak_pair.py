@@ -156,7 +156,7 @@ def draw(weak: dict[str, Any], sweep: dict[str, Any]) -> None:
     curves.axhline(
         weak["pearl"]["rolled_back"]["rejected"], color="#264653", ls=":", lw=1, label="pearl's rejected tokens"
     )
-    curves.set_xlabel("confidence under which a law is doubtful")
+    curves.set_xlabel("confidence under which a distribution is doubtful")
     curves.set_title("Speed; rejected tokens per emitted token (dotted)", loc="left", fontweight="bold")
     curves.grid(alpha=0.25)
     curves.legend(frameon=False, fontsize=8, loc="center right")

@@ -1,4 +1,4 @@
-"""Chance replaced by enumeration: the exact law of anything random, in rational numbers."""
+"""Chance replaced by enumeration: the exact distribution of anything random, in rational numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 from specbranch.core.chance import Chance
-from specbranch.core.law import Prob
+from specbranch.core.distribution import Prob
 
 T = TypeVar("T", bound=Hashable)
 
@@ -31,18 +31,18 @@ class _Path:
         return index
 
 
-def exact_law(run: Callable[[Chance], T], most: int = 300_000) -> dict[T, Fraction]:
-    """The law of what `run` returns, over every way that chance can go."""
-    law: dict[T, Fraction] = {}
+def exact_distribution(run: Callable[[Chance], T], most: int = 300_000) -> dict[T, Fraction]:
+    """The distribution of what `run` returns, over every way that chance can go."""
+    distribution: dict[T, Fraction] = {}
     given: list[int] = []
     for _ in range(most):
         path = _Path(given)
         result = run(path)
-        law[result] = law.get(result, Fraction(0)) + path.weight
+        distribution[result] = distribution.get(result, Fraction(0)) + path.weight
         following = _following(path)
         if following is None:
-            assert sum(law.values()) == 1
-            return law
+            assert sum(distribution.values()) == 1
+            return distribution
         given = following
     raise AssertionError(f"more than {most} ways; make the case smaller")
 

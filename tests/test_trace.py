@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.bench.presets import PAIRS, make_trace
-from specbranch.trace import NO_LAW, Trace, TraceError, read_trace, write_trace
+from specbranch.trace import NO_DISTRIBUTION, Trace, TraceError, read_trace, write_trace
 
 TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.gz"))
 
@@ -33,9 +33,14 @@ def test_the_same_trace_gives_the_same_bytes(trace: Trace, tmp_path: Path) -> No
     assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
 
 
-def test_a_place_without_a_law_stays_without_one(trace: Trace, tmp_path: Path) -> None:
+def test_a_place_without_a_distribution_stays_without_one(trace: Trace, tmp_path: Path) -> None:
     first = trace.answers[0]
-    gap = replace(first, laws=(NO_LAW, *first.laws[1:]), prompt=(3, 4), foreseen=(1,) * len(first.tokens))
+    gap = replace(
+        first,
+        distributions=(NO_DISTRIBUTION, *first.distributions[1:]),
+        prompt=(3, 4),
+        foreseen=(1,) * len(first.tokens),
+    )
     write_trace(tmp_path / "a.jsonl", replace(trace, answers=(gap,)))
 
     assert read_trace(tmp_path / "a.jsonl").answers == (gap,)

@@ -1,4 +1,4 @@
-"""Small models with laws in rational numbers or pseudo-random floats, and one way to decode with them."""
+"""Small models with distributions in rational numbers or pseudo-random floats, and one way to decode with them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from specbranch.core.chance import Chance, RandomChance
 from specbranch.core.costs import Costs, StepCost
+from specbranch.core.distribution import Distribution, Prob, distribution_of
 from specbranch.core.draw import Draw, SampledDraw, TopDraw
-from specbranch.core.law import Law, Prob, law_of
 from specbranch.core.loop import Loop
 from specbranch.core.planners import make_planner
 from specbranch.core.planners.protocol import Planner, Predictor
@@ -23,12 +23,13 @@ from specbranch.predictor.fixed import ConstantPredictor
 SOME = ConstantPredictor(Signal.SOME)
 
 
-def thirds(*parts: int) -> Law:
-    """A rational law from whole-number weights."""
-    return law_of([Fraction(part, sum(parts)) for part in parts])
+def thirds(*parts: int) -> Distribution:
+    """A rational distribution from whole-number weights."""
+    return distribution_of([Fraction(part, sum(parts)) for part in parts])
 
 
-# Laws that depend on the last token and on the parity of the length; some tokens are impossible for one of the models.
+# Distributions that depend on the last token and on the parity of the length; some tokens are impossible for one of the
+# models.
 _TARGET = {(0, 0): (3, 1), (0, 1): (1, 4), (1, 0): (2, 3), (1, 1): (1, 0)}
 _DRAFT = {(0, 0): (1, 1), (0, 1): (2, 3), (1, 0): (4, 1), (1, 1): (1, 2)}
 _TARGET3 = {0: (3, 1, 2), 1: (0, 1, 1), 2: (5, 1, 0)}
@@ -59,39 +60,39 @@ def misaligned_pair() -> tuple[TextScript, TextScript]:
 def random_script(
     seed: int, vocab_len: int, like: TextScript | None = None, share: float = 0.0, sharpness: int = 3
 ) -> TextScript:
-    """Pseudo-random laws, a pure function of the text; with `like`, its law is mixed in with that share."""
+    """Pseudo-random distributions, a pure function of the text; with `like`, that one is mixed in with that share."""
 
-    def law(text: tuple[int, ...]) -> Law:
+    def distribution(text: tuple[int, ...]) -> Distribution:
         rng = random.Random(f"{seed}:{text}")
         weights = [rng.random() ** sharpness + 1e-6 for _ in range(vocab_len)]
         probs: list[Prob] = [weight / sum(weights) for weight in weights]
         if like is not None:
-            other = like.law(text)
+            other = like.distribution(text)
             by_token = dict(zip(other.ids, other.probs, strict=True))
             probs = [(1 - share) * prob + share * float(by_token.get(i, 0)) for i, prob in enumerate(probs)]
-        return law_of(probs)
+        return distribution_of(probs)
 
-    return TextScript(vocab_len, law)
+    return TextScript(vocab_len, distribution)
 
 
 def greedy(script: TextScript) -> TextScript:
     """The same model at temperature 0."""
-    return TextScript(script.vocab_len, lambda text: Law(script.law(text).ids[:1], (1.0,), 0.0))
+    return TextScript(script.vocab_len, lambda text: Distribution(script.distribution(text).ids[:1], (1.0,), 0.0))
 
 
 class CheckedLane(EngineLane):
-    """A draft lane that holds every law against a fresh reading of the whole text."""
+    """A draft lane that holds every distribution against a fresh reading of the whole text."""
 
     def __init__(self, script: TextScript, cost: StepCost) -> None:
         self.engine = ScriptedEngine(script)
         super().__init__(self.engine, cost)
         self._script = script
 
-    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Law], float]:
-        laws, step_s = super().run(rows)
-        for (session, node), law in zip(rows, laws, strict=True):
-            assert law == self._script.law(text_to(session, node))
-        return laws, step_s
+    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
+        distributions, step_s = super().run(rows)
+        for (session, node), distribution in zip(rows, distributions, strict=True):
+            assert distribution == self._script.distribution(text_to(session, node))
+        return distributions, step_s
 
 
 def text_to(session: Session, node: Node) -> tuple[int, ...]:
@@ -136,8 +137,8 @@ def plain(target: TextScript, chance: Chance, prompt: Sequence[int], ending: End
     """The target alone, token by token: what every method must reproduce."""
     tokens = list(prompt)
     while True:
-        law = target.law(tuple(tokens))
-        token = law.ids[chance.pick(law.probs)]
+        distribution = target.distribution(tuple(tokens))
+        token = distribution.ids[chance.pick(distribution.probs)]
         emitted, is_finished = ending.trim([token], len(tokens) - len(prompt))
         tokens += emitted
         if is_finished:

@@ -1,9 +1,9 @@
-"""Traces: what a target said, the draft's law before each of those tokens, and what was submitted when.
+"""Traces: what a target said, the draft's distribution before each of those tokens, and what was submitted when.
 
 JSON lines, gzipped if the name ends in `.gz`: a header, then records. A record holds tokens and, for every token, the
-head of the draft law [ids, probabilities] (null where the draft had none in time) and its entropy in nats. A record
-that names no session is a whole answer; records of one session, each a verdict, follow one another in time and make up
-one answer. So a file that is recorded while a service runs is whole after every line.
+top-k of the draft distribution [ids, probabilities] (null where the draft had none in time) and its entropy in nats. A
+record that names no session is a whole answer; records of one session, each a verdict, follow one another in time and
+make up one answer. So a file that is recorded while a service runs is whole after every line.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TypeVar
 
 import msgspec
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 
 FORMAT = "specbranch-trace"
 VERSION = 1
-NO_LAW = Law((), (), 0.0)
+NO_DISTRIBUTION = Distribution((), (), 0.0)
 
 T = TypeVar("T")
-_Head = tuple[list[int], list[float]]
+_TopK = tuple[list[int], list[float]]
 
 
 class TraceError(ValueError):
@@ -45,7 +45,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line after the header: a whole answer, or one verdict of a session and when it came, in seconds."""
 
     tokens: list[int]
-    heads: list[_Head | None]
+    heads: list[_TopK | None]  # top-k before each token
     entropy: list[float]
     prompt: list[int] = []
     foreseen: list[int] = []  # H-RAD's signal behind each token
@@ -67,29 +67,29 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the target; `laws[i]` is the draft's law before `tokens[i]`, `NO_LAW` where it is not known.
+    """One answer of the target; `distributions[i]` is the draft's before `tokens[i]`, or `NO_DISTRIBUTION`.
 
     `foreseen[i]` is H-RAD's signal for the window behind that token, if one was asked. An answer recorded by a service
     has its moments.
     """
 
     tokens: tuple[int, ...]
-    laws: tuple[Law, ...]
+    distributions: tuple[Distribution, ...]
     prompt: tuple[int, ...] = ()
     foreseen: tuple[int, ...] = ()
     moments: tuple[Moment, ...] = ()
 
     def runs(self) -> list[int]:
-        """For every place, and for the end, how many of the draft's first choices in a row are right from there on."""
+        """For every position, and for the end, how many of the draft's first choices are right in a row."""
         runs = [0]
-        for token, law in zip(reversed(self.tokens), reversed(self.laws), strict=True):
-            runs.append(runs[-1] + 1 if law.ids[:1] == (token,) else 0)
+        for token, distribution in zip(reversed(self.tokens), reversed(self.distributions), strict=True):
+            runs.append(runs[-1] + 1 if distribution.ids[:1] == (token,) else 0)
         return runs[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Answers with the draft's laws along them."""
+    """Answers with the draft's distributions along them."""
 
     header: Header
     answers: tuple[Answer, ...]
@@ -100,12 +100,12 @@ class Trace:
         return sum(len(answer.tokens) for answer in self.answers)
 
     def match_share(self, rank: int = 1) -> float:
-        """Share of tokens with a law that are among its `rank` most likely: greedy agreement for rank 1."""
+        """Share of tokens with a distribution that are among its `rank` most likely: greedy agreement for rank 1."""
         found = [
-            token in law.ids[:rank]
+            token in distribution.ids[:rank]
             for answer in self.answers
-            for token, law in zip(answer.tokens, answer.laws, strict=True)
-            if law.ids
+            for token, distribution in zip(answer.tokens, answer.distributions, strict=True)
+            if distribution.ids
         ]
         return sum(found) / len(found) if found else 0.0
 
@@ -137,8 +137,8 @@ def write_trace(path: Path, trace: Trace) -> None:
     records = [
         Record(
             list(a.tokens),
-            [head_of(law) for law in a.laws],
-            [law.entropy for law in a.laws],
+            [top_k_of(distribution) for distribution in a.distributions],
+            [distribution.entropy for distribution in a.distributions],
             list(a.prompt),
             list(a.foreseen),
         )
@@ -153,14 +153,18 @@ def encode_line(line: Header | Record) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def head_of(law: Law, longest: int | None = None) -> _Head | None:
-    """A law's head as a record holds it."""
-    return (list(law.ids[:longest]), [float(prob) for prob in law.probs[:longest]]) if law.ids else None
+def top_k_of(distribution: Distribution, longest: int | None = None) -> _TopK | None:
+    """The top-k of a distribution as a record holds it."""
+    return (
+        (list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]])
+        if distribution.ids
+        else None
+    )
 
 
 def _answer(path: Path, records: Sequence[tuple[int, Record]]) -> Answer:
     tokens: list[int] = []
-    laws: list[Law] = []
+    distributions: list[Distribution] = []
     foreseen: list[int] = []
     moments: list[Moment] = []
     for number, record in records:
@@ -169,20 +173,22 @@ def _answer(path: Path, records: Sequence[tuple[int, Record]]) -> Answer:
         if record.foreseen and len(record.foreseen) != len(record.tokens):
             raise TraceError(f"{path}:{number}: signals must be as many as tokens, or none")
         tokens += record.tokens
-        laws += [_law(path, number, head, h) for head, h in zip(record.heads, record.entropy, strict=True)]
+        distributions += [
+            _distribution(path, number, top, h) for top, h in zip(record.heads, record.entropy, strict=True)
+        ]
         foreseen += record.foreseen
         if record.session is not None:
             moments.append(Moment(record.at_s, len(record.tokens), record.submitted, record.is_hit))
-    return Answer(tuple(tokens), tuple(laws), tuple(records[0][1].prompt), tuple(foreseen), tuple(moments))
+    return Answer(tuple(tokens), tuple(distributions), tuple(records[0][1].prompt), tuple(foreseen), tuple(moments))
 
 
-def _law(path: Path, number: int, head: _Head | None, entropy: float) -> Law:
-    if head is None:
-        return NO_LAW
-    ids, probs = head
+def _distribution(path: Path, number: int, top: _TopK | None, entropy: float) -> Distribution:
+    if top is None:
+        return NO_DISTRIBUTION
+    ids, probs = top
     if not len(ids) == len(probs) > 0:
-        raise TraceError(f"{path}:{number}: a head needs as many ids as probabilities, and at least one")
-    return Law(tuple(ids), tuple(probs), entropy)
+        raise TraceError(f"{path}:{number}: top-k needs as many ids as probabilities, and at least one")
+    return Distribution(tuple(ids), tuple(probs), entropy)
 
 
 def _decode(path: Path, number: int, line: bytes, kind: type[T]) -> T:

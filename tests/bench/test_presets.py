@@ -23,7 +23,7 @@ def test_a_preset_reproduces_the_published_speed_of_pearl_by_its_chain(name: str
     assert str(PUBLISHED[name]) in pair.source
 
 
-def test_the_shape_of_made_laws_is_that_of_the_recorded_chat() -> None:
+def test_the_shape_of_made_distributions_is_that_of_the_recorded_chat() -> None:
     shape = fit_shape(read_trace(CHAT))
 
     assert shape.concentration == pytest.approx(CONCENTRATION, abs=0.05)
@@ -43,12 +43,16 @@ def test_a_made_trace_has_the_acceptance_and_the_shape_of_its_pair(name: str) ->
 
 
 def test_a_made_draft_is_calibrated() -> None:
-    """Among laws of one confidence, the target agrees as often as the confidence says."""
+    """Among distributions of one confidence, the target agrees as often as the confidence says."""
     trace = make_trace(PAIRS["vicuna-68m-13b"], 40, 500, random.Random(4))
-    pairs = [(law, token) for a in trace.answers for law, token in zip(a.laws, a.tokens, strict=True)]
+    pairs = [
+        (distribution, token)
+        for a in trace.answers
+        for distribution, token in zip(a.distributions, a.tokens, strict=True)
+    ]
     for low, high in ((0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.0)):
-        chosen = [(law, token) for law, token in pairs if low <= law.confidence < high]
-        said = sum(float(law.confidence) for law, _ in chosen) / len(chosen)
-        seen = sum(law.ids[0] == token for law, token in chosen) / len(chosen)
+        chosen = [(distribution, token) for distribution, token in pairs if low <= distribution.confidence < high]
+        said = sum(float(distribution.confidence) for distribution, _ in chosen) / len(chosen)
+        seen = sum(distribution.ids[0] == token for distribution, token in chosen) / len(chosen)
 
         assert seen == pytest.approx(said, abs=5 * (0.25 / len(chosen)) ** 0.5)

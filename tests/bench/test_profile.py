@@ -26,7 +26,7 @@ from specbranch.bench.profile import (
 )
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.core.costs import StepCost
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import EngineFull, EngineInfo, Row
 from specbranch.engines.scripted import ScriptedEngine
 from tests.toys import random_script
@@ -53,7 +53,7 @@ class ClockedEngine(ScriptedEngine):
         self.now_s += FORK_S
         return super().fork(handle, length)
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         self.now_s += self._cost.at(len(rows)) + (len(self.steps) in self._hiccups)
         self.steps.append((len(rows), self.num_tokens))
         return super().run(rows)

@@ -95,11 +95,11 @@ def test_a_text_that_has_left_the_answer_never_comes_back(weak_trace: Trace) -> 
     off_path = draft.advance(draft.advance(draft.start(), 1), first + 1)
 
     assert on_path == (1, 1)
-    assert draft.law(on_path) is weak_trace.answers[1].laws[1]
-    assert target.law(on_path).ids == (weak_trace.answers[1].tokens[1],)
+    assert draft.distribution(on_path) is weak_trace.answers[1].distributions[1]
+    assert target.distribution(on_path).ids == (weak_trace.answers[1].tokens[1],)
     assert not isinstance(draft.advance(off_path, first), tuple)
-    assert draft.law(off_path).ids
-    assert target.law((1, 250)).ids == (0,)
+    assert draft.distribution(off_path).ids
+    assert target.distribution((1, 250)).ids == (0,)
 
 
 def test_methods_take_what_their_planner_knows() -> None:
@@ -120,14 +120,14 @@ def test_tokens_of_a_target_step_and_other_targets_of_a_draft_cost_what_is_said(
     assert Layout(8.0, 0.1, sharing=0.5).draft.at(3) == pytest.approx(1 + 0.1)
 
 
-def test_dear_verification_and_a_shared_draft_make_slower() -> None:
+def test_expensive_verification_and_a_shared_draft_make_slower() -> None:
     trace = make_iid_trace(0.8, 8, 60, random.Random(0))
     method = Method("pearl", {"gamma": 6})
-    free, dear, shared = (
+    free, expensive, shared = (
         simulate(trace, method, Layout(8.0, 0.1, 4, token_cost, sharing)).speedup
         for token_cost, sharing in ((0.0, 1), (1.0, 1), (0.0, 8))
     )
 
-    assert free > dear > 1
+    assert free > expensive > 1
     assert free > shared
     assert simulate(trace, Method("none"), Layout(8.0, 0.1, 4, 1.0)).speedup == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""A survey with a target and a draft that are scripted: costs by size, and the draft's laws on the true text."""
+"""A survey with a target and a draft that are scripted: costs by size, and the draft's distributions on answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.survey import MESSAGES, record_laws, take_survey
+from specbranch.bench.survey import MESSAGES, record_distributions, take_survey
 from specbranch.bench.worker import Worker
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.scripted import ScriptedEngine, TextScript
 
 
@@ -32,10 +32,12 @@ class FakeWorker(Worker):
 
 def engine() -> ScriptedEngine:
     """Says the token after the last one, and 9 after a 4."""
-    return ScriptedEngine(TextScript(10, lambda text: Law((9 if text[-1] == 4 else text[-1] + 1, 0), (0.8, 0.2), 0.5)))
+    return ScriptedEngine(
+        TextScript(10, lambda text: Distribution((9 if text[-1] == 4 else text[-1] + 1, 0), (0.8, 0.2), 0.5))
+    )
 
 
-def test_costs_are_measured_by_size_and_laws_on_the_answers() -> None:
+def test_costs_are_measured_by_size_and_distributions_on_the_answers() -> None:
     worker, stages = FakeWorker(), list[str]()
     survey = take_survey(worker, engine(), MESSAGES[:5], (1, 2, 4), (1, 2), 12, stages.append)
 
@@ -53,8 +55,8 @@ def test_costs_are_measured_by_size_and_laws_on_the_answers() -> None:
 def test_answers_of_unequal_length_and_long_prompts_are_read_whole() -> None:
     draft = engine()
     pairs = [([5] * 700, [6, 7, 8]), ([1], [2]), ([2], [3, 4])]
-    trace = record_laws(draft, pairs * 4)
+    trace = record_distributions(draft, pairs * 4)
 
-    assert [len(answer.laws) for answer in trace.answers] == [3, 1, 2] * 4
+    assert [len(answer.distributions) for answer in trace.answers] == [3, 1, 2] * 4
     assert trace.match_share() == 1.0
     assert draft.num_handles == 0

@@ -16,7 +16,7 @@ app.command()(check)
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "advice"),
     [
         (["--planner", "none"], "nothing would be checked; choose another"),
         (["--planner", "perl"], "pearl"),
@@ -27,11 +27,11 @@ app.command()(check)
         (["--draft-cores", "one"], "give whole numbers"),
     ],
 )
-def test_wrong_options_name_their_mend(options: list[str], mend: str) -> None:
+def test_wrong_options_name_their_advice(options: list[str], advice: str) -> None:
     result = runner.invoke(app, ["target", "--draft", "draft", *options])
 
     assert result.exit_code == 2
-    assert mend in result.stderr
+    assert advice in result.stderr
 
 
 def test_a_draft_that_does_not_start_is_named() -> None:

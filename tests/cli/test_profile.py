@@ -134,7 +134,7 @@ def test_the_plot_is_drawn(opened: Opened, tmp_path: Path) -> None:
         (["--threads", "0"], "at least 1"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_mend(arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_with_its_advice(arguments: list[str], message: str) -> None:
     cores = os.sched_getaffinity(0)
     result = runner.invoke(app, ["--model", "absent.gguf", *arguments])
 

@@ -107,7 +107,7 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
         (["--gamma", "0"], "from 1 to 64"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_mend(arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_with_its_advice(arguments: list[str], message: str) -> None:
     result = runner.invoke(app, ["simulate", "--tokens", "50", *arguments])
 
     assert result.exit_code == 2

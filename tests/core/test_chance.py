@@ -1,4 +1,4 @@
-"""Random choices, draws and laws."""
+"""Random choices, draws and distributions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from fractions import Fraction
 
 from specbranch.core.chance import RandomChance
+from specbranch.core.distribution import Distribution, distribution_of
 from specbranch.core.draw import SampledDraw, TopDraw
-from specbranch.core.law import Law, law_of
 
 
 class Fixed(random.Random):
@@ -36,24 +36,24 @@ def test_rounding_never_chooses_what_has_no_weight() -> None:
 
 
 def test_the_top_draw_takes_the_most_likely_token_left() -> None:
-    law = Law((7, 3), (0.6, 0.4), 0.67)
+    distribution = Distribution((7, 3), (0.6, 0.4), 0.67)
 
-    assert TopDraw().draw(law, ()) == 7
-    assert TopDraw().draw(law, (7,)) == 3
-    assert TopDraw().draw(law, (7, 3)) is None
+    assert TopDraw().draw(distribution, ()) == 7
+    assert TopDraw().draw(distribution, (7,)) == 3
+    assert TopDraw().draw(distribution, (7, 3)) is None
 
 
 def test_the_sampled_draw_never_takes_a_token_twice() -> None:
-    law = Law((7, 3), (0.6, 0.4), 0.67)
+    distribution = Distribution((7, 3), (0.6, 0.4), 0.67)
     draw = SampledDraw(RandomChance(random.Random(0)))
 
-    assert {draw.draw(law, (7,)) for _ in range(20)} == {3}
-    assert draw.draw(law, (3, 7)) is None
+    assert {draw.draw(distribution, (7,)) for _ in range(20)} == {3}
+    assert draw.draw(distribution, (3, 7)) is None
 
 
-def test_a_law_of_weights_is_ordered_and_leaves_impossible_tokens_out() -> None:
-    law = law_of([Fraction(1, 4), Fraction(0), Fraction(1, 2), Fraction(1, 4)])
+def test_a_distribution_of_weights_is_ordered_and_leaves_impossible_tokens_out() -> None:
+    distribution = distribution_of([Fraction(1, 4), Fraction(0), Fraction(1, 2), Fraction(1, 4)])
 
-    assert law.ids == (2, 0, 3)
-    assert law.confidence == Fraction(1, 2)
-    assert list(law.dense(4)) == [Fraction(1, 4), 0, Fraction(1, 2), Fraction(1, 4)]
+    assert distribution.ids == (2, 0, 3)
+    assert distribution.confidence == Fraction(1, 2)
+    assert list(distribution.dense(4)) == [Fraction(1, 4), 0, Fraction(1, 2), Fraction(1, 4)]

@@ -1,4 +1,4 @@
-"""The output law of every method equals the target's, with no tolerance; and breaking a rule is noticed."""
+"""The output distribution of every method equals the target's, with no tolerance; and breaking a rule is noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specbranch.core.session import Ending
 from specbranch.core.tree import Node
 from specbranch.engines.scripted import Rule, TextScript
 from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
-from tests.enumeration import exact_law
+from tests.enumeration import exact_distribution
 from tests.toys import (
     assert_every_drafted_token_is_accounted_for,
     decode,
@@ -70,59 +70,65 @@ METHODS = list(_methods())
 PAPER = {"max_branches": 6, "waits": True, "is_thrifty": False}
 
 
-def emitted_law(pair: Pair, make: Make, rule: Rule, ending: Ending) -> dict[tuple[int, ...], Fraction]:
+def emitted_distribution(pair: Pair, make: Make, rule: Rule, ending: Ending) -> dict[tuple[int, ...], Fraction]:
     target, draft = pair
     # Rule B draws every drafted token by chance; a shorter overlap keeps the number of ways in bounds.
     c = 2.0 if rule == "match" else 1.0
-    return exact_law(
+    return exact_distribution(
         lambda chance: tuple(decode(target, draft, make(chance), chance, rule=rule, c=c, ending=ending).output)
     )
 
 
-def target_law(pair: Pair, ending: Ending) -> dict[tuple[int, ...], Fraction]:
-    return exact_law(lambda chance: tuple(plain(pair[0], chance, (0,), ending)))
+def target_distribution(pair: Pair, ending: Ending) -> dict[tuple[int, ...], Fraction]:
+    return exact_distribution(lambda chance: tuple(plain(pair[0], chance, (0,), ending)))
 
 
 @pytest.mark.parametrize("make", METHODS)
 @pytest.mark.parametrize("rule", ["match", "reject"])
-def test_emitted_sequences_follow_the_target_law_exactly(make: Make, rule: Rule) -> None:
+def test_emitted_sequences_follow_the_target_distribution_exactly(make: Make, rule: Rule) -> None:
     """Two tokens, three of them emitted: every way that chance can go, in rational numbers."""
     ending = Ending(max_new_tokens=3)
 
-    assert emitted_law(two_token_pair(), make, rule, ending) == target_law(two_token_pair(), ending)
+    assert emitted_distribution(two_token_pair(), make, rule, ending) == target_distribution(two_token_pair(), ending)
 
 
 @pytest.mark.parametrize("make", METHODS)
-def test_the_law_is_exact_for_rule_a_on_three_tokens_with_an_end_token(make: Make) -> None:
+def test_the_distribution_is_exact_for_rule_a_on_three_tokens_with_an_end_token(make: Make) -> None:
     """The end token may be submitted, may be a root, and may follow a cut; what stands behind it is never emitted."""
     ending = Ending(max_new_tokens=5, eos_ids=frozenset({2}))
 
-    assert emitted_law(three_token_pair(), make, "match", ending) == target_law(three_token_pair(), ending)
+    assert emitted_distribution(three_token_pair(), make, "match", ending) == target_distribution(
+        three_token_pair(), ending
+    )
 
 
-def test_what_the_text_itself_proposes_leaves_the_law_exact() -> None:
-    """Two tokens repeat themselves at once: after the second most submissions hold some that no law proposed."""
+def test_what_the_text_itself_proposes_leaves_the_distribution_exact() -> None:
+    """Two tokens repeat themselves at once: after the second most submissions hold some that no draft proposed."""
     ending = Ending(max_new_tokens=6)
     planted: list[int] = []
 
     class Noting(BudgetPlanner):
         def submit(self, round: Round) -> Sequence[Node]:
             chain = super().submit(round)
-            planted.append(sum(node.parent is not None and node.parent.law is None for node in chain))
+            planted.append(sum(node.parent is not None and node.parent.distribution is None for node in chain))
             return chain
 
     def make(chance: Chance) -> Planner:
         return Noting(BudgetSettings(gamma=3, max_rows=2))
 
-    assert emitted_law(two_token_pair(), make, "match", ending) == target_law(two_token_pair(), ending)
+    assert emitted_distribution(two_token_pair(), make, "match", ending) == target_distribution(
+        two_token_pair(), ending
+    )
     assert sum(planted) > len(planted) / 4
 
 
 @pytest.mark.parametrize("make", [m for m in METHODS if "random" not in str(m.id) and "ssd" not in str(m.id)])
-def test_the_law_is_exact_for_rule_b_on_three_tokens_with_an_end_token(make: Make) -> None:
+def test_the_distribution_is_exact_for_rule_b_on_three_tokens_with_an_end_token(make: Make) -> None:
     ending = Ending(max_new_tokens=2, eos_ids=frozenset({2}))
 
-    assert emitted_law(three_token_pair(), make, "reject", ending) == target_law(three_token_pair(), ending)
+    assert emitted_distribution(three_token_pair(), make, "reject", ending) == target_distribution(
+        three_token_pair(), ending
+    )
 
 
 class TokenStop(SpecbranchPlanner):
@@ -132,10 +138,10 @@ class TokenStop(SpecbranchPlanner):
         chain: list[Node] = []
         node = round.tree.root
         while len(chain) < 2:
-            if node.law is None:
+            if node.distribution is None:
                 return chain if round.is_hit else None
             (child,) = round.tree.children(node, 1)
-            if dict(zip(node.law.ids, node.law.probs, strict=True))[child.token] < Fraction(1, 2):
+            if dict(zip(node.distribution.ids, node.distribution.probs, strict=True))[child.token] < Fraction(1, 2):
                 node.children.clear()
                 break
             chain.append(child)
@@ -151,45 +157,51 @@ def _token_stop(chance: Chance) -> Planner:
     return TokenStop(SpecbranchSettings(gamma=2), ConstantPredictor(Signal.SOME))
 
 
-def test_stopping_on_the_token_instead_of_the_law_is_noticed_under_rule_b() -> None:
+def test_stopping_on_the_token_instead_of_the_distribution_is_noticed_under_rule_b() -> None:
     ending = Ending(max_new_tokens=3)
 
-    assert emitted_law(two_token_pair(), _token_stop, "reject", ending) != target_law(two_token_pair(), ending)
+    assert emitted_distribution(two_token_pair(), _token_stop, "reject", ending) != target_distribution(
+        two_token_pair(), ending
+    )
 
 
 def test_rule_a_is_immune_to_stopping_on_the_token() -> None:
     ending = Ending(max_new_tokens=3)
 
-    assert emitted_law(two_token_pair(), _token_stop, "match", ending) == target_law(two_token_pair(), ending)
+    assert emitted_distribution(two_token_pair(), _token_stop, "match", ending) == target_distribution(
+        two_token_pair(), ending
+    )
 
 
 _MUTATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "accepts everything": ("keep_chance", lambda p, q, token: Fraction(1)),
     "ratio upside down": ("keep_chance", lambda p, q, token: min(Fraction(1), q[token] / p[token] if p[token] else 1)),
     "keeps by p alone": ("keep_chance", lambda p, q, token: p[token]),
-    "recovers from p": ("recovery_law", lambda p, q: p),
-    "recovers from q": ("recovery_law", lambda p, q: q),
+    "recovers from p": ("recovery_distribution", lambda p, q: p),
+    "recovers from q": ("recovery_distribution", lambda p, q: q),
     "puts drawn roots back": ("without", lambda q, token: q),
 }
 
 
 @pytest.mark.parametrize("name", _MUTATIONS)
 def test_a_broken_rule_b_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exactness test above can fail: each of these one-line mistakes changes the enumerated law."""
+    """The exactness test above can fail: each of these one-line mistakes changes the enumerated distribution."""
     attribute, broken = _MUTATIONS[name]
     monkeypatch.setattr(verify, attribute, broken)
     pair = misaligned_pair()
     ending = Ending(max_new_tokens=2)
     make = lambda chance: planner_of("specbranch", {**PAPER, "gamma": 1, "confidence": 0.7})  # noqa: E731
 
-    assert emitted_law(pair, make, "reject", ending) != target_law(pair, ending)
+    assert emitted_distribution(pair, make, "reject", ending) != target_distribution(pair, ending)
 
 
-def test_the_law_of_the_pair_that_shows_mutations_is_exact_without_them() -> None:
+def test_the_distribution_of_the_pair_that_shows_mutations_is_exact_without_them() -> None:
     ending = Ending(max_new_tokens=2)
     make = lambda chance: planner_of("specbranch", {**PAPER, "gamma": 1, "confidence": 0.7})  # noqa: E731
 
-    assert emitted_law(misaligned_pair(), make, "reject", ending) == target_law(misaligned_pair(), ending)
+    assert emitted_distribution(misaligned_pair(), make, "reject", ending) == target_distribution(
+        misaligned_pair(), ending
+    )
 
 
 def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +212,9 @@ def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = Ending(max_new_tokens=3)
     make = lambda chance: planner_of("sps", {"gamma": 2})  # noqa: E731
 
-    assert emitted_law(two_token_pair(), make, "match", ending) != target_law(two_token_pair(), ending)
+    assert emitted_distribution(two_token_pair(), make, "match", ending) != target_distribution(
+        two_token_pair(), ending
+    )
 
 
 @st.composite

@@ -7,16 +7,16 @@ import math
 import pytest
 
 from specbranch.core.costs import Costs, StepCost
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.law import Law
 from specbranch.core.loop import DraftStep, Loop, Step, TargetStep
 from specbranch.core.session import Ending, Session
 from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget, TextScript
 from tests.toys import planner_of, stream
 
-ALWAYS_ONE = TextScript(3, lambda text: Law((1, 2), (0.9, 0.1), 0.3))
-AGREES = TextScript(3, lambda text: Law((1,), (1.0,), 0.0))
-DISAGREES = TextScript(3, lambda text: Law((0,), (1.0,), 0.0))
+ALWAYS_ONE = TextScript(3, lambda text: Distribution((1, 2), (0.9, 0.1), 0.3))
+AGREES = TextScript(3, lambda text: Distribution((1,), (1.0,), 0.0))
+DISAGREES = TextScript(3, lambda text: Distribution((0,), (1.0,), 0.0))
 
 
 def play(
@@ -66,7 +66,7 @@ def test_a_draft_step_under_way_when_the_verdict_arrives_runs_to_its_end() -> No
     assert drafts == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_the_law_of_a_step_under_way_cannot_be_submitted_early() -> None:
+def test_the_distribution_of_a_step_under_way_cannot_be_submitted_early() -> None:
     """The verdict at 1.5 finds one drafted token; the second is still being computed."""
     _, steps, _ = play("pearl", AGREES, c=1.5, limit=3, gamma=4)
 
@@ -84,7 +84,7 @@ def test_the_deadline_ends_a_wait_and_the_round_goes_without_a_draft() -> None:
 
 
 def test_a_planner_that_can_draft_nothing_more_does_not_hang_the_target() -> None:
-    silent = TextScript(3, lambda text: Law((), (), 0.0))
+    silent = TextScript(3, lambda text: Distribution((), (), 0.0))
 
     group, _, _ = play("sps", AGREES, c=2, limit=3, gamma=2, draft=silent)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specbranch.core.costs import Costs, StepCost
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.law import Law
 from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
 from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
 from specbranch.core.planners.ssd import fan_out
@@ -20,8 +20,8 @@ from specbranch.core.verify import Verdict
 from specbranch.predictor.fixed import ConstantPredictor
 from tests.toys import SOME
 
-SURE = Law((1, 2, 3, 4, 5, 6), (0.9, 0.04, 0.03, 0.01, 0.01, 0.01), 0.5)
-DOUBTFUL = Law((1, 2, 3, 4, 5, 6), (0.2, 0.2, 0.2, 0.2, 0.1, 0.1), 1.7)
+SURE = Distribution((1, 2, 3, 4, 5, 6), (0.9, 0.04, 0.03, 0.01, 0.01, 0.01), 0.5)
+DOUBTFUL = Distribution((1, 2, 3, 4, 5, 6), (0.2, 0.2, 0.2, 0.2, 0.1, 0.1), 1.7)
 
 
 def session_of(
@@ -39,11 +39,11 @@ def paper_specbranch(signal: Signal = Signal.SOME, costs: Costs | None = None, *
     return session_of("specbranch", signal, costs, waits=True, is_thrifty=False, **settings)
 
 
-def run(session: Session, law: Law = SURE, steps: int = 1) -> None:
-    """Draft steps in which every row gets the same law."""
+def run(session: Session, distribution: Distribution = SURE, steps: int = 1) -> None:
+    """Draft steps in which every row gets the same distribution."""
     for _ in range(steps):
         for node in session.rows():
-            session.grow(node, law)
+            session.grow(node, distribution)
 
 
 def depths(rows: Sequence[Node]) -> list[int]:
@@ -78,11 +78,11 @@ def test_adaedl_submits_up_to_and_with_the_first_doubtful_token() -> None:
     assert session.rows() == ()
 
 
-def test_adaedl_stops_at_gamma_and_at_an_exhausted_law() -> None:
+def test_adaedl_stops_at_gamma_and_at_an_exhausted_distribution() -> None:
     session = session_of("adaedl", gamma=2)
     run(session, SURE, 2)
     empty = session_of("adaedl", gamma=2)
-    run(empty, Law((), (), 0.0))
+    run(empty, Distribution((), (), 0.0))
 
     assert session.propose() == [1, 1]
     assert empty.propose() == []
@@ -174,7 +174,7 @@ def test_fan_out_spends_the_whole_budget_and_falls_with_the_stop_point() -> None
     assert fan_out(5, 0, 0.8, 1.0) == (5,)
 
 
-def test_specbranch_drafts_to_the_first_doubtful_law_and_branches_there() -> None:
+def test_specbranch_drafts_to_the_first_doubtful_distribution_and_branches_there() -> None:
     session = paper_specbranch(gamma=8, confidence=0.3, max_branches=5)
     run(session, SURE, 2)
     assert session.propose() is None
@@ -203,7 +203,7 @@ def test_specbranch_with_full_hope_drafts_a_whole_window_through_doubt() -> None
     assert session.propose() == [1, 1, 1]
 
 
-def test_a_sure_law_gets_one_branch() -> None:
+def test_a_sure_distribution_gets_one_branch() -> None:
     session = paper_specbranch(Signal.NONE, gamma=4)
     session.propose()
     run(session, SURE)
@@ -247,9 +247,9 @@ def test_branches_are_no_longer_than_the_targets_step_leaves_time_for() -> None:
     assert session.tree.num_drafted == 2
 
 
-def test_specbranch_stops_where_the_law_is_exhausted() -> None:
+def test_specbranch_stops_where_the_distribution_is_exhausted() -> None:
     session = paper_specbranch(Signal.ALL)
-    run(session, Law((), (), 0.0))
+    run(session, Distribution((), (), 0.0))
 
     assert session.propose() == []
 
@@ -273,7 +273,7 @@ def test_every_planner_is_made_by_name_with_its_defaults(name: str) -> None:
         ("ssd", {"acceptance": 1.0}, "between 0 and 1"),
     ],
 )
-def test_bad_names_and_values_raise_with_a_mend(name: str, settings: dict[str, Any], message: str) -> None:
+def test_bad_names_and_values_raise_with_a_advice(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         make_planner(name, settings, SOME)
 
@@ -298,10 +298,10 @@ def test_a_thrifty_specbranch_runs_the_rows_that_give_the_most_chance_for_their_
     costs = Costs()
     for rows in (1, 2, 4):
         costs.draft.observe(rows, StepCost(1.0, 0.5).at(rows))
-    for law, expected in ((SURE, [1]), (DOUBTFUL, [1, 2, 3, 4])):
+    for distribution, expected in ((SURE, [1]), (DOUBTFUL, [1, 2, 3, 4])):
         session = session_of("specbranch", Signal.NONE, costs, gamma=4, max_branches=4)
         session.propose()
-        run(session, law)
+        run(session, distribution)
 
         assert [node.token for node in session.rows()] == expected
 
@@ -335,18 +335,18 @@ def test_budget_prepares_for_refusals_half_way_where_they_are_likely() -> None:
     session = session_of("budget", costs=costs, gamma=2, max_rows=3)
     session.stand_aside()
     session.commit(Verdict(0, 0), 0)
-    even = Law((1, 2, 3), (0.5, 0.4, 0.1), 0.9)
+    even = Distribution((1, 2, 3), (0.5, 0.4, 0.1), 0.9)
     session.grow(session.tree.root, even)
     session.propose()
     assert session.submitted == [1]
     run(session, SURE)
 
     # The submitted token was run, and with it 2, which stands where 1 may be refused.
-    assert [child.law is not None for child in session.tree.root.children[:2]] == [True, True]
+    assert [child.distribution is not None for child in session.tree.root.children[:2]] == [True, True]
     assert depths(session.rows())[0] == session.tree.root.position + 2
 
 
-def test_with_dear_rows_budget_is_one_chain() -> None:
+def test_with_expensive_rows_budget_is_one_chain() -> None:
     costs = Costs()
     for rows in (1, 2, 4):
         costs.draft.observe(rows, 2.0 * rows - 1)
@@ -375,7 +375,7 @@ def test_budget_learns_that_a_text_does_not_repeat_itself() -> None:
     assert session.propose() == []
 
 
-def test_what_was_planted_is_ranked_by_the_law_that_comes_later() -> None:
+def test_what_was_planted_is_ranked_by_the_distribution_that_comes_later() -> None:
     """The text says 8, the draft is sure of 1: the chain turns to 1, and 8 stays as a rival."""
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], gamma=3)
     assert session.propose() == [8, 9, 5]
@@ -389,7 +389,7 @@ def test_what_was_planted_is_ranked_by_the_law_that_comes_later() -> None:
     assert tree.submitted is not None and [node.token for node in tree.submitted] == [8, 9, 5]
 
 
-def test_a_law_that_agrees_with_the_text_makes_it_likelier() -> None:
+def test_a_distribution_that_agrees_with_the_text_makes_it_likelier() -> None:
     session = session_of("budget", prompt=[5, 6, 1, 8, 9, 5, 6], gamma=3)
     session.propose()
     assert session.submitted[:1] == [1]

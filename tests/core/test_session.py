@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from specbranch.core.costs import Costs
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.law import Law
 from specbranch.core.round import Outlook, Signal
 from specbranch.core.session import Ending, Session
 from specbranch.core.stats import Stats
 from specbranch.core.verify import Verdict
 from tests.toys import planner_of
 
-SURE = Law((1, 2), (0.9, 0.1), 0.3)
+SURE = Distribution((1, 2), (0.9, 0.1), 0.3)
 
 
 def submitted_session(ending: Ending | None = None) -> Session:
@@ -144,7 +144,7 @@ def test_standing_aside_submits_nothing_and_only_while_the_target_waits() -> Non
     assert other.submitted == [1, 1, 1]
 
 
-def test_a_law_that_lands_after_a_rollback_does_no_harm() -> None:
+def test_a_distribution_that_lands_after_a_rollback_does_no_harm() -> None:
     session = Session([0], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
     session.propose()
     session.grow(session.rows()[0], SURE)

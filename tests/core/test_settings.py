@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbranch.core.costs import Costs
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.law import Law
 from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
 from specbranch.core.round import Signal
 from specbranch.core.session import Session
 from specbranch.predictor.fixed import ConstantPredictor
 
-LAWS = [
-    Law((1, 2, 3, 4), (0.9, 0.05, 0.04, 0.01), 0.4),
-    Law((2, 1, 3, 4), (0.3, 0.3, 0.2, 0.2), 1.37),
-    Law((), (), 0.0),
+DISTRIBUTIONS = [
+    Distribution((1, 2, 3, 4), (0.9, 0.05, 0.04, 0.01), 0.4),
+    Distribution((2, 1, 3, 4), (0.3, 0.3, 0.2, 0.2), 1.37),
+    Distribution((), (), 0.0),
 ]
 ALL = [(planner, name) for planner in PLANNERS for name in setting_names(planner)]
 SWITCHES = {"waits", "is_thrifty", "uses_text"}
@@ -30,8 +30,8 @@ NO_NUMBERS: list[Any] = ["", "x", "4", "0.5", b"4", None, [], [1], {}, (1,), 1j,
 FAR_OFF: list[Any] = [-1, -0.5, -(2**40), 2**40, 2**2000, 1e300]
 
 
-def law_for(seed: int) -> Law:
-    return LAWS[seed % len(LAWS)]
+def distribution_for(seed: int) -> Distribution:
+    return DISTRIBUTIONS[seed % len(DISTRIBUTIONS)]
 
 
 def run_rounds(session: Session, num_rounds: int = 3) -> None:
@@ -40,10 +40,10 @@ def run_rounds(session: Session, num_rounds: int = 3) -> None:
         for _ in range(3):
             session.propose()
             for node in session.rows():
-                session.grow(node, law_for(node.position + node.token + number))
+                session.grow(node, distribution_for(node.position + node.token + number))
         session.stand_aside()
         for node in session.rows():
-            session.grow(node, law_for(node.position))
+            session.grow(node, distribution_for(node.position))
         accepted = session.submitted[: (0, 1, None)[number % 3]]
         session.follow([*accepted, 1 + number], len(session.submitted))
 

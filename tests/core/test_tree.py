@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.law import Law
 from specbranch.core.tree import Fate, Node, Settled, Tree
 
 
-def law(*ids: int) -> Law:
-    return Law(ids, tuple(1 / (2 + rank) for rank in range(len(ids))), 1.0)
+def distribution(*ids: int) -> Distribution:
+    return Distribution(ids, tuple(1 / (2 + rank) for rank in range(len(ids))), 1.0)
 
 
 def grown(tree: Tree, start: Node, *ids: tuple[int, ...]) -> None:
-    """Give laws along the principal chain below `start`."""
+    """Give distributions along the principal chain below `start`."""
     node = start
     for head in ids:
-        node.law = law(*head)
+        node.distribution = distribution(*head)
         (node,) = tree.walk(node, 1)
 
 
@@ -43,7 +43,7 @@ def test_a_tree_needs_a_committed_token() -> None:
         Tree([], TopDraw())
 
 
-def test_children_are_drawn_in_order_and_no_more_than_the_law_holds(tree: Tree) -> None:
+def test_children_are_drawn_in_order_and_no_more_than_the_distribution_holds(tree: Tree) -> None:
     one = tree.root.children[0]
 
     assert [child.token for child in tree.children(one, 5)] == [2, 7]
@@ -58,9 +58,9 @@ def test_the_walk_follows_first_children_and_names_the_node_to_run(tree: Tree) -
     assert tree.unrun(tree.root, 3) is None
 
 
-def test_a_chain_whose_law_is_exhausted_has_nothing_to_run() -> None:
+def test_a_chain_whose_distribution_is_exhausted_has_nothing_to_run() -> None:
     tree = Tree([0], TopDraw())
-    tree.root.law = Law((), (), 0.0)
+    tree.root.distribution = Distribution((), (), 0.0)
 
     assert tree.unrun(tree.root, 2) is None
 
@@ -108,14 +108,14 @@ def test_a_verdict_must_commit_something(tree: Tree) -> None:
         tree.commit([])
 
 
-def test_a_hit_keeps_the_branch_below_the_new_root_with_its_laws(tree: Tree) -> None:
+def test_a_hit_keeps_the_branch_below_the_new_root_with_its_distributions(tree: Tree) -> None:
     tree.submit(tree.walk(tree.root, 1))
     seven = tree.find([1, 7])
 
     settled = settle(tree, 1, 7)
 
     assert tree.root is seven
-    assert tree.root.law == law(8)
+    assert tree.root.distribution == distribution(8)
     assert [node.token for node in tree.nodes()] == [8]
     assert (settled.used, settled.rejected, settled.unused, settled.cut, settled.losing) == (2, 0, 0, 2, 0)
 
@@ -147,7 +147,7 @@ def test_a_miss_starts_a_new_tree_at_the_targets_token(tree: Tree) -> None:
 
     settled = settle(tree, 1, 4)
 
-    assert (tree.root.token, tree.root.position, tree.root.law) == (4, 3, None)
+    assert (tree.root.token, tree.root.position, tree.root.distribution) == (4, 3, None)
     assert list(tree.nodes()) == []
     assert (settled.used, settled.rejected, settled.unused, settled.cut) == (1, 1, 2, 1)
     assert settled.losing == 2
@@ -156,7 +156,7 @@ def test_a_miss_starts_a_new_tree_at_the_targets_token(tree: Tree) -> None:
 def test_tokens_drafted_during_the_verification_are_unused_not_cut(tree: Tree) -> None:
     chain = tree.walk(tree.root, 3)
     tree.submit(chain)
-    chain[-1].law = law(6)
+    chain[-1].distribution = distribution(6)
     tree.walk(chain[-1], 1)
 
     settled = settle(tree, 4)
@@ -192,7 +192,7 @@ def test_every_drafted_token_is_settled_once_or_still_alive(data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 6), "rounds")):
         for _ in range(data.draw(st.integers(0, 5), "steps")):
             node = data.draw(st.sampled_from([tree.root, *tree.nodes()]), "node")
-            node.law = node.law or law(1, 2, 3)
+            node.distribution = node.distribution or distribution(1, 2, 3)
             tree.children(node, data.draw(st.integers(1, 4), "count"))
         chain = tree.walk(tree.root, data.draw(st.integers(0, 3), "submitted"))
         tree.submit(chain)
@@ -221,7 +221,7 @@ def test_the_frontier_holds_the_likeliest_nodes_that_were_not_run(tree: Tree) ->
 
 def test_the_frontier_draws_no_child_that_cannot_be_likely_enough() -> None:
     tree = Tree([9], TopDraw())
-    tree.root.law = Law((1, 2, 3), (0.7, 0.2, 0.1), 1.0)
+    tree.root.distribution = Distribution((1, 2, 3), (0.7, 0.2, 0.1), 1.0)
 
     assert [node.token for node, _ in tree.frontier(tree.root, 1, 5, 0.25)] == [1]
     assert tree.num_drafted == 2  # 0.3 is left after the first, so the second might have been likely enough

@@ -9,41 +9,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbranch.core.distribution import Dense, distribution_of
 from specbranch.core.draw import SampledDraw
-from specbranch.core.law import Dense, law_of
-from specbranch.core.verify import Offer, Verdict, choose, keep_chance, match, recovery_law, reject, without
-from tests.enumeration import exact_law
+from specbranch.core.verify import Offer, Verdict, choose, keep_chance, match, recovery_distribution, reject, without
+from tests.enumeration import exact_distribution
 
 
 @st.composite
-def laws(draw: st.DrawFn, size: int = 3) -> Dense:
+def distributions(draw: st.DrawFn, size: int = 3) -> Dense:
     parts = draw(st.lists(st.integers(0, 6), min_size=size, max_size=size).filter(any))
     return np.array([Fraction(part, sum(parts)) for part in parts], dtype=object)
 
 
-@given(p=laws(), q=laws())
-def test_kept_mass_and_recovered_mass_make_the_target_law(p: Dense, q: Dense) -> None:
+@given(p=distributions(), q=distributions())
+def test_kept_mass_and_recovered_mass_make_the_target_distribution(p: Dense, q: Dense) -> None:
     kept = np.array([q[i] * keep_chance(p, q, i) if q[i] else Fraction(0) for i in range(3)], dtype=object)
     rejected = 1 - kept.sum()
 
-    assert (kept + rejected * recovery_law(p, q) == p).all()
+    assert (kept + rejected * recovery_distribution(p, q) == p).all()
 
 
-@given(p=laws(), q=laws(), count=st.integers(0, 3))
-def test_a_root_drawn_without_replacement_and_chosen_by_rule_b_follows_the_target_law(
+@given(p=distributions(), q=distributions(), count=st.integers(0, 3))
+def test_a_root_drawn_without_replacement_and_chosen_by_rule_b_follows_the_target_distribution(
     p: Dense, q: Dense, count: int
 ) -> None:
-    law = law_of(list(q))
+    distribution = distribution_of(list(q))
 
     def run(chance: object) -> int:
         tokens: list[int] = []
         for _ in range(count):
-            drawn = SampledDraw(chance).draw(law, tokens)  # type: ignore[arg-type]
+            drawn = SampledDraw(chance).draw(distribution, tokens)  # type: ignore[arg-type]
             if drawn is not None:
                 tokens.append(drawn)
         return choose(p, Offer(q, tuple(tokens)), chance)  # type: ignore[arg-type]
 
-    found = exact_law(run)
+    found = exact_distribution(run)
     assert [found.get(i, Fraction(0)) for i in range(3)] == list(p)
 
 
@@ -62,9 +62,9 @@ def test_rule_b_needs_an_offer_for_the_branch_point() -> None:
         reject([], [], chance=None)  # type: ignore[arg-type]
 
 
-def test_equal_laws_recover_to_themselves_and_an_exhausted_law_stays_empty() -> None:
+def test_equal_distributions_recover_to_themselves_and_an_exhausted_distribution_stays_empty() -> None:
     """Only rounding can ask for these; they must not divide by zero."""
     p = np.array([0.5, 0.5])
 
-    assert (recovery_law(p, p) == p).all()
+    assert (recovery_distribution(p, p) == p).all()
     assert (without(np.array([1.0, 0.0]), 0) == 0).all()

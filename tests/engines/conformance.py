@@ -12,18 +12,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import DraftEngine, Row
 
-Close = Callable[[Law, Law], bool]
+Close = Callable[[Distribution, Distribution], bool]
 
 
-def fresh_law(engine: DraftEngine, tokens: Sequence[int]) -> Law:
-    """The law after a text, by a handle that has seen nothing else."""
+def fresh_distribution(engine: DraftEngine, tokens: Sequence[int]) -> Distribution:
+    """The distribution after a text, by a handle that has seen nothing else."""
     handle = engine.open()
-    (law,) = engine.run([Row(handle, tuple(tokens))])
+    (distribution,) = engine.run([Row(handle, tuple(tokens))])
     engine.close(handle)
-    return law
+    return distribution
 
 
 class EngineConformance:
@@ -43,64 +43,70 @@ class EngineConformance:
         assert info.model and info.device
         assert info.vocab_len > 4 and info.row_limit >= 1
 
-    def test_a_law_is_a_head_with_falling_probabilities(self, engine: DraftEngine) -> None:
-        law = fresh_law(engine, [1, 2, 3])
+    def test_a_distribution_is_a_head_with_falling_probabilities(self, engine: DraftEngine) -> None:
+        distribution = fresh_distribution(engine, [1, 2, 3])
 
-        assert len(law.ids) == len(law.probs) == len(set(law.ids))
-        assert list(law.probs) == sorted(law.probs, reverse=True)
-        assert 0 < sum(law.probs) <= 1 + 1e-6
-        assert law.entropy >= 0
+        assert len(distribution.ids) == len(distribution.probs) == len(set(distribution.ids))
+        assert list(distribution.probs) == sorted(distribution.probs, reverse=True)
+        assert 0 < sum(distribution.probs) <= 1 + 1e-6
+        assert distribution.entropy >= 0
 
     def test_feeding_piece_by_piece_equals_feeding_at_once(self, engine: DraftEngine, is_close: Close) -> None:
         handle = engine.open()
         for piece in ((1, 2), (3,), (4, 1, 2)):
-            (law,) = engine.run([Row(handle, piece)])
+            (distribution,) = engine.run([Row(handle, piece)])
         engine.close(handle)
 
-        assert is_close(law, fresh_law(engine, [1, 2, 3, 4, 1, 2]))
+        assert is_close(distribution, fresh_distribution(engine, [1, 2, 3, 4, 1, 2]))
 
     def test_forks_go_their_own_ways_in_one_step(self, engine: DraftEngine, is_close: Close) -> None:
         trunk = engine.open()
         engine.run([Row(trunk, (1, 2, 3))])
         forks = [engine.fork(trunk, length) for length in (3, 2, 3)]
-        laws = engine.run([Row(trunk, (4,)), Row(forks[0], (1,)), Row(forks[1], (2,)), Row(forks[2], (3, 3))])
+        distributions = engine.run([Row(trunk, (4,)), Row(forks[0], (1,)), Row(forks[1], (2,)), Row(forks[2], (3, 3))])
         for handle in (trunk, *forks):
             engine.close(handle)
 
         texts = ([1, 2, 3, 4], [1, 2, 3, 1], [1, 2, 2], [1, 2, 3, 3, 3])
-        assert all(is_close(law, fresh_law(engine, text)) for law, text in zip(laws, texts, strict=True))
+        assert all(
+            is_close(distribution, fresh_distribution(engine, text))
+            for distribution, text in zip(distributions, texts, strict=True)
+        )
 
     def test_a_fork_outlives_its_origin(self, engine: DraftEngine, is_close: Close) -> None:
         trunk = engine.open()
         engine.run([Row(trunk, (1, 2, 3))])
         fork = engine.fork(trunk, 3)
         engine.close(trunk)
-        (law,) = engine.run([Row(fork, (4,))])
+        (distribution,) = engine.run([Row(fork, (4,))])
         engine.close(fork)
 
-        assert is_close(law, fresh_law(engine, [1, 2, 3, 4]))
+        assert is_close(distribution, fresh_distribution(engine, [1, 2, 3, 4]))
 
     def test_truncating_forgets_and_leaves_forks_alone(self, engine: DraftEngine, is_close: Close) -> None:
         trunk = engine.open()
         engine.run([Row(trunk, (1, 2, 3, 4))])
         fork = engine.fork(trunk, 4)
         engine.truncate(trunk, 1)
-        laws = engine.run([Row(trunk, (3,)), Row(fork, (1,))])
+        distributions = engine.run([Row(trunk, (3,)), Row(fork, (1,))])
         engine.close(trunk)
         engine.close(fork)
 
-        assert is_close(laws[0], fresh_law(engine, [1, 3]))
-        assert is_close(laws[1], fresh_law(engine, [1, 2, 3, 4, 1]))
+        assert is_close(distributions[0], fresh_distribution(engine, [1, 3]))
+        assert is_close(distributions[1], fresh_distribution(engine, [1, 2, 3, 4, 1]))
 
     def test_the_order_of_rows_does_not_matter(self, engine: DraftEngine, is_close: Close) -> None:
         handles = [engine.open() for _ in range(3)]
         texts = [(1, 2), (3,), (2, 2, 4)]
         rows = [Row(handle, text) for handle, text in zip(handles, texts, strict=True)]
-        laws = engine.run(rows[::-1])[::-1]
+        distributions = engine.run(rows[::-1])[::-1]
         for handle in handles:
             engine.close(handle)
 
-        assert all(is_close(law, fresh_law(engine, text)) for law, text in zip(laws, texts, strict=True))
+        assert all(
+            is_close(distribution, fresh_distribution(engine, text))
+            for distribution, text in zip(distributions, texts, strict=True)
+        )
 
     def test_two_rows_for_one_handle_are_refused(self, engine: DraftEngine) -> None:
         handle = engine.open()
@@ -138,7 +144,7 @@ class EngineConformance:
 
 
 def machine_for(engine: DraftEngine, is_close: Close, most_handles: int = 12) -> type[RuleBasedStateMachine]:
-    """Random opens, runs, forks, truncations and closes: never a wrong law, and no cell left at the end."""
+    """Random opens, runs, forks, truncations and closes: never a wrong distribution, and no cell left at the end."""
 
     class EngineMachine(RuleBasedStateMachine):
         handles = Bundle("handles")
@@ -182,10 +188,10 @@ def machine_for(engine: DraftEngine, is_close: Close, most_handles: int = 12) ->
                 return
             chosen = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, max_size=4, unique=True))
             pieces = [data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) for _ in chosen]
-            laws = engine.run([Row(h, tuple(piece)) for h, piece in zip(chosen, pieces, strict=True)])
-            for handle, piece, law in zip(chosen, pieces, laws, strict=True):
+            distributions = engine.run([Row(h, tuple(piece)) for h, piece in zip(chosen, pieces, strict=True)])
+            for handle, piece, distribution in zip(chosen, pieces, distributions, strict=True):
                 self.texts[handle] += piece
-                assert is_close(law, fresh_law(engine, self.texts[handle])), self.texts[handle]
+                assert is_close(distribution, fresh_distribution(engine, self.texts[handle])), self.texts[handle]
 
         @invariant()
         def cells_hold_no_more_than_the_texts(self) -> None:

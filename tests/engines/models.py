@@ -10,10 +10,10 @@ import pytest
 
 def model_path(name: str) -> Path:
     """The path of a model below $SPECBRANCH_MODELS; skips the test if there is none."""
-    shelf = os.environ.get("SPECBRANCH_MODELS")
-    if not shelf:
+    store = os.environ.get("SPECBRANCH_MODELS")
+    if not store:
         pytest.skip("SPECBRANCH_MODELS is not set; it names the directory of test models")
-    path = Path(shelf) / name
+    path = Path(store) / name
     if not path.exists():
         pytest.skip(f"{name} is not in SPECBRANCH_MODELS")
     return path

@@ -1,4 +1,4 @@
-"""The head of a law from logits."""
+"""The head of a distribution from logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbranch.engines.head import head_of
+from specbranch.engines.top_k import top_k_of
 
 
 @given(
@@ -20,23 +20,23 @@ def test_the_head_equals_a_plain_softmax(seed: int, scale: float, vocab_len: int
     exact = np.exp(logits.astype(np.float64) - logits.max())
     exact /= exact.sum()
 
-    law = head_of(logits, 8)
+    distribution = top_k_of(logits, 8)
 
-    assert list(law.probs) == pytest.approx(sorted(exact, reverse=True)[:8], rel=1e-4, abs=1e-9)
-    assert [exact[i] for i in law.ids] == pytest.approx(list(law.probs), rel=1e-4, abs=1e-9)
+    assert list(distribution.probs) == pytest.approx(sorted(exact, reverse=True)[:8], rel=1e-4, abs=1e-9)
+    assert [exact[i] for i in distribution.ids] == pytest.approx(list(distribution.probs), rel=1e-4, abs=1e-9)
     positive = exact[exact > 0]
-    assert law.entropy == pytest.approx(-(positive * np.log(positive)).sum(), abs=1e-3)
+    assert distribution.entropy == pytest.approx(-(positive * np.log(positive)).sum(), abs=1e-3)
 
 
 def test_the_best_tokens_may_all_stand_in_one_block() -> None:
     logits = np.zeros(6400, dtype=np.float32)
     logits[130:142] = np.arange(12)
 
-    assert head_of(logits, 8).ids == tuple(range(141, 133, -1))
+    assert top_k_of(logits, 8).ids == tuple(range(141, 133, -1))
 
 
 def test_the_best_token_may_stand_behind_the_last_whole_block() -> None:
     logits = np.zeros(6401, dtype=np.float32)
     logits[-1] = 5.0
 
-    assert head_of(logits, 4).ids == (6400, 0, 1, 2)
+    assert top_k_of(logits, 4).ids == (6400, 0, 1, 2)

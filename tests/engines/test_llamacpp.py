@@ -14,24 +14,24 @@ from hypothesis.stateful import run_state_machine_as_test
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path
 from specbranch.engines.options import EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
-from tests.engines.closeness import close_laws
-from tests.engines.conformance import Close, EngineConformance, fresh_law, machine_for
+from tests.engines.closeness import close_distributions
+from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
 from tests.engines.models import model_path
 from tests.results import record
 
 
-def is_close(a: Law, b: Law) -> bool:
+def is_close(a: Distribution, b: Distribution) -> bool:
     """With weights and cache in 32 bits only the order of summation changes from cell to cell."""
-    return close_laws(a, b, 1e-4)
+    return close_distributions(a, b, 1e-4)
 
 
-def is_roughly_close(a: Law, b: Law) -> bool:
-    """With packed weights activations are rounded to eight bits: a last digit can tip one over, and the law with it."""
-    return close_laws(a, b, 0.1)
+def is_roughly_close(a: Distribution, b: Distribution) -> bool:
+    """With packed weights activations are rounded to 8 bits: a last digit can change one, and the result."""
+    return close_distributions(a, b, 0.1)
 
 
 def engine_of(path: Path, dtype: str = "auto", max_tokens: int = 1024, max_handles: int = 64) -> LlamaCppEngine:
@@ -105,7 +105,7 @@ class TestQwenDraft(EngineConformance):
 
 
 @pytest.mark.timeout(300)
-def test_random_histories_never_give_a_wrong_law_or_leave_a_cell(dense: LlamaCppEngine) -> None:
+def test_random_histories_never_give_a_wrong_distribution_or_leave_a_cell(dense: LlamaCppEngine) -> None:
     hundreds = settings(max_examples=200, stateful_step_count=10, deadline=None)
     run_state_machine_as_test(machine_for(dense, is_close), settings=hundreds)
 
@@ -122,7 +122,7 @@ def test_after_all_handles_are_closed_the_whole_cache_can_be_filled(dense: Llama
     dense.close(handle)
 
     assert dense.num_tokens == 0
-    assert fresh_law(dense, [1, 2, 3]).ids
+    assert fresh_distribution(dense, [1, 2, 3]).ids
 
 
 def test_a_fork_of_four_thousand_tokens_takes_no_time_and_no_cell(
@@ -154,20 +154,20 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_llamacpp_and_torch_give_the_same_laws_for_the_same_weights(dense: LlamaCppEngine) -> None:
+def test_llamacpp_and_torch_give_the_same_distributions_for_the_same_weights(dense: LlamaCppEngine) -> None:
     """The same GGUF, its weights unpacked to 32 bits on both sides."""
     pytest.importorskip("torch", reason="torch is not installed")
     from specbranch.engines.torch import TorchEngine
 
     other = TorchEngine(EngineOptions(str(model_path("smollm2-135m")), dtype="float32", threads=1))
     texts = [[504, 2365, 6354, 16438], [28, 253, 1165, 30, 100, 2000], list(range(300, 340))]
-    pairs = [(fresh_law(dense, text), fresh_law(other, text)) for text in texts]
+    pairs = [(fresh_distribution(dense, text), fresh_distribution(other, text)) for text in texts]
     other.shutdown()
 
-    assert all(close_laws(a, b, 1e-3) for a, b in pairs)
+    assert all(close_distributions(a, b, 1e-3) for a, b in pairs)
 
 
-def test_a_missing_or_broken_model_is_refused_with_a_mend(tmp_path: Path) -> None:
+def test_a_missing_or_broken_model_is_refused_with_a_advice(tmp_path: Path) -> None:
     broken, empty = tmp_path / "broken.gguf", tmp_path / "empty"
     broken.write_bytes(b"not a model")
     empty.mkdir()

@@ -46,7 +46,7 @@ def test_it_says_the_same_as_the_whole_layer_of_tokens_that_matter(linear: Any) 
     assert (logits.softmax(-1) - whole.softmax(-1)).abs().sum(-1).max() < 0.02
 
 
-def test_a_flat_law_has_its_first_tokens_whole_and_no_more_of_them(linear: Any) -> None:
+def test_a_flat_distribution_has_its_first_tokens_whole_and_no_more_of_them(linear: Any) -> None:
     """Every candidate is a row of the matrix to read, and here are thousands of about the same chance."""
     row = states(LEARNED + 1, seed=1)[LEARNED:] / 4
     with torch.no_grad():

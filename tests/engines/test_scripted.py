@@ -26,7 +26,7 @@ class TestScriptedEngine(EngineConformance):
         return ScriptedEngine(random_script(0, 6))
 
 
-def test_random_histories_never_give_a_wrong_law_or_leave_a_handle() -> None:
+def test_random_histories_never_give_a_wrong_distribution_or_leave_a_handle() -> None:
     engine = ScriptedEngine(random_script(0, 6))
 
     run_state_machine_as_test(machine_for(engine, lambda a, b: a == b), settings=STATEFUL)
@@ -37,7 +37,7 @@ def test_random_histories_never_give_a_wrong_law_or_leave_a_handle() -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(["sps", "pearl", "ssd", "specbranch"]), c=st.floats(0.5, 6))
 def test_handles_follow_the_trees_of_several_sessions_and_all_are_given_back(seed: int, name: str, c: float) -> None:
-    """`CheckedLane` holds every law against a fresh reading of the text, so a wrong handle cannot hide."""
+    """`CheckedLane` holds every distribution against a fresh reading of the text, so a wrong handle cannot hide."""
     base = random_script(seed, 5)
     costs = Costs()
     sessions = [
@@ -68,7 +68,7 @@ def test_a_tree_on_one_chain_needs_one_handle() -> None:
     assert binding.num_handles == engine.num_handles == 1
 
 
-def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_law() -> None:
+def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_distribution() -> None:
     engine = ScriptedEngine(random_script(0, 5))
     binding = Binding(engine)
     session = Session([0, 1, 2, 3, 4], planner_of("pearl"), TopDraw(), Costs())
@@ -114,9 +114,9 @@ def test_rows_that_find_no_handle_are_left_out() -> None:
     for _ in range(2):
         nodes = session.rows()
         feeds = binding.feeds(session.tokens, session.tree, nodes)
-        for feed, law in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
+        for feed, distribution in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
             assert feed.node is not None
-            session.grow(feed.node, law)
+            session.grow(feed.node, distribution)
 
     assert len(nodes) == 3
     assert len(feeds) == 1
@@ -150,13 +150,13 @@ def draft_step(engine: Legible, binding: Binding, session: Session, piece_len: i
     """Run what the planner wants, whether verdicts are settled or not, and look at what every handle then holds."""
     nodes = session._planner.prepare(session.round)
     feeds = binding.feeds(session.tokens, session.tree, nodes, piece_len)
-    for feed, law in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
+    for feed, distribution in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
         text = engine.text(feed.row.handle)
         if feed.node is None:
             assert text == tuple(session.tokens[: len(text)])
         else:
             assert text == text_to(session, feed.node)
-            session.grow(feed.node, law)
+            session.grow(feed.node, distribution)
 
 
 @dataclass(frozen=True)

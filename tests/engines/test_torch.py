@@ -18,14 +18,14 @@ from hypothesis.stateful import run_state_machine_as_test
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
-from specbranch.core.law import Law  # noqa: E402
+from specbranch.core.distribution import Distribution  # noqa: E402
 from specbranch.engines.dtype import Choice  # noqa: E402
-from specbranch.engines.head import head_of  # noqa: E402
 from specbranch.engines.options import DTYPES, EngineOptions, open_engine  # noqa: E402
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
+from specbranch.engines.top_k import top_k_of  # noqa: E402
 from specbranch.engines.torch import TorchEngine  # noqa: E402
-from tests.engines.closeness import close_laws  # noqa: E402
-from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_law, machine_for  # noqa: E402
+from tests.engines.closeness import close_distributions  # noqa: E402
+from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
 from tests.engines.models import model_path  # noqa: E402
 from tests.results import record  # noqa: E402
 
@@ -37,7 +37,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
-    "initializer_range": 0.3,  # at the usual 0.02 all laws are flat and all texts alike
+    "initializer_range": 0.3,  # at the usual 0.02 all distributions are flat and all texts alike
 }
 
 Save = Callable[..., str]
@@ -102,7 +102,7 @@ def qwen_draft() -> TorchEngine:
 class _Close:
     @pytest.fixture
     def is_close(self) -> Close:
-        return close_laws
+        return close_distributions
 
 
 class TestTinyLlama(_Close, EngineConformance):
@@ -130,11 +130,11 @@ class TestTinyWeightOnly(EngineConformance):
 
     @pytest.fixture
     def is_close(self) -> Close:
-        return partial(close_laws, tolerance=0.02)
+        return partial(close_distributions, tolerance=0.02)
 
 
 class TestSmolLM2Int8(EngineConformance):
-    """A row has its own scale: any history and any neighbours give the same law, as nearly as 32 bits do."""
+    """A row has its own scale: any history and any neighbours give the same distribution, as nearly as 32 bits do."""
 
     @pytest.fixture
     def engine(self, smollm2_int8: TorchEngine) -> DraftEngine:
@@ -142,7 +142,7 @@ class TestSmolLM2Int8(EngineConformance):
 
     @pytest.fixture
     def is_close(self) -> Close:
-        return partial(close_laws, tolerance=0.02)
+        return partial(close_distributions, tolerance=0.02)
 
 
 @pytest.mark.parametrize(("name", "most_apart"), [("smollm2_int8", 0.12), ("smollm2_weight_only", 0.04)])
@@ -153,7 +153,7 @@ def test_eight_bits_say_nearly_what_the_whole_model_says(
     text = (504, 2, 314, 253, 1743, 282, 260, 1230, 28, 284, 260, 6334, 314, 260, 905, 282, 260, 2466)
     apart = []
     for length in range(2, len(text) + 1):
-        whole, packed = (fresh_law(engine, text[:length]) for engine in (smollm2, in_8_bits))
+        whole, packed = (fresh_distribution(engine, text[:length]) for engine in (smollm2, in_8_bits))
         mine = dict(zip(packed.ids, packed.probs, strict=True))
         gaps = [
             abs(float(prob) - float(mine.get(token, 0.0))) for token, prob in zip(whole.ids, whole.probs, strict=True)
@@ -180,7 +180,7 @@ def test_fused_layers_say_what_the_layers_one_by_one_say(
     assert {"_Layer", "_Attention", "_Perceptron", "_Norm"} <= kinds[0]
     assert not {"_Layer", "_Attention", "_Perceptron", "_Norm"} & kinds[1]
     for text in ([1, 2, 3, 4], [5] * 30, list(range(60))):
-        assert close_laws(fresh_law(fused, text), fresh_law(plain, text), tolerance=2e-3)
+        assert close_distributions(fresh_distribution(fused, text), fresh_distribution(plain, text), tolerance=2e-3)
 
 
 def test_a_family_that_is_not_known_is_left_as_it_is(save: Save) -> None:
@@ -190,45 +190,47 @@ def test_a_family_that_is_not_known_is_left_as_it_is(save: Save) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_random_histories_never_give_a_wrong_law_or_leave_a_slot(name: str, request: pytest.FixtureRequest) -> None:
+def test_random_histories_never_give_a_wrong_distribution_or_leave_a_slot(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     engine = request.getfixturevalue(name)
 
-    run_state_machine_as_test(machine_for(engine, close_laws), settings=STATEFUL)
+    run_state_machine_as_test(machine_for(engine, close_distributions), settings=STATEFUL)
 
     assert (engine.num_tokens, engine.num_bytes) == (0, 0)
 
 
-def test_random_histories_of_a_real_model_never_give_a_wrong_law(smollm2: TorchEngine) -> None:
+def test_random_histories_of_a_real_model_never_give_a_wrong_distribution(smollm2: TorchEngine) -> None:
     few = settings(max_examples=25, stateful_step_count=12, deadline=None)
 
-    run_state_machine_as_test(machine_for(smollm2, close_laws), settings=few)
+    run_state_machine_as_test(machine_for(smollm2, close_distributions), settings=few)
 
     assert (smollm2.num_tokens, smollm2.num_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_the_laws_of_a_tiny_model_tell_texts_apart(name: str, request: pytest.FixtureRequest) -> None:
+def test_the_distributions_of_a_tiny_model_tell_texts_apart(name: str, request: pytest.FixtureRequest) -> None:
     """Else the suite above would pass whatever a token sees."""
     engine = request.getfixturevalue(name)
-    law = fresh_law(engine, [1, 2, 3, 4])
+    distribution = fresh_distribution(engine, [1, 2, 3, 4])
 
     for other in ([1, 2, 4], [2, 1, 3, 4], [1, 1, 2, 3, 4], [3, 2, 3, 4], [1, 2, 3, 4, 4], [2, 3, 4]):
-        assert not close_laws(law, fresh_law(engine, other), tolerance=1e-3)
+        assert not close_distributions(distribution, fresh_distribution(engine, other), tolerance=1e-3)
 
 
-def test_a_law_is_that_of_the_plain_model(llama: TorchEngine, llama_path: str) -> None:
+def test_a_distribution_is_that_of_the_plain_model(llama: TorchEngine, llama_path: str) -> None:
     plain = transformers.AutoModelForCausalLM.from_pretrained(llama_path, attn_implementation="eager")
     text = [(7 * place + place * place) % 64 for place in range(150)]
     trunk = llama.open()
     llama.run([Row(trunk, tuple(text[:100]))])
     other, fork = llama.fork(trunk, 90), llama.fork(trunk, 80)
     llama.run([Row(other, (1, 2, 3)), Row(fork, tuple(text[80:120]))])
-    laws = llama.run([Row(fork, tuple(text[120:])), Row(other, (4,))])
+    distributions = llama.run([Row(fork, tuple(text[120:])), Row(other, (4,))])
     for handle in (trunk, other, fork):
         llama.close(handle)
 
-    for law, whole in zip(laws, (text, [*text[:90], 1, 2, 3, 4]), strict=True):
-        assert close_laws(law, _plain_law(plain, whole))
+    for distribution, whole in zip(distributions, (text, [*text[:90], 1, 2, 3, 4]), strict=True):
+        assert close_distributions(distribution, _plain_distribution(plain, whole))
 
 
 class TestQwenDraft(_Close, EngineConformance):
@@ -237,20 +239,20 @@ class TestQwenDraft(_Close, EngineConformance):
         return qwen_draft
 
 
-def test_a_law_of_a_real_model_is_that_of_the_plain_model(smollm2: TorchEngine) -> None:
+def test_a_distribution_of_a_real_model_is_that_of_the_plain_model(smollm2: TorchEngine) -> None:
     path = model_path("smollm2-135m-dense")
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="eager")
     text = list(range(500, 540))
 
-    assert close_laws(fresh_law(smollm2, text), _plain_law(plain, text))
+    assert close_distributions(fresh_distribution(smollm2, text), _plain_distribution(plain, text))
 
 
-def test_a_gguf_file_gives_the_laws_of_its_dense_weights() -> None:
+def test_a_gguf_file_gives_the_distributions_of_its_dense_weights() -> None:
     paths = [model_path(name) for name in ("smollm2-135m/smollm2-135m.gguf", "smollm2-135m-dense")]
     engines = [TorchEngine(EngineOptions(str(path), dtype="bfloat16")) for path in paths]
-    law, dense_law = (fresh_law(engine, range(500, 520)) for engine in engines)
+    distribution, dense_distribution = (fresh_distribution(engine, range(500, 520)) for engine in engines)
 
-    assert close_laws(law, dense_law)
+    assert close_distributions(distribution, dense_distribution)
 
 
 def test_a_full_cache_refuses_all_rows_of_a_step_and_changes_nothing(llama_path: str) -> None:
@@ -266,10 +268,10 @@ def test_a_full_cache_refuses_all_rows_of_a_step_and_changes_nothing(llama_path:
     with pytest.raises(EngineFull, match="all 2 handles"):
         engine.open()
     assert engine.num_tokens == 3
-    law, _ = engine.run([Row(a, (4, 5)), Row(b, (6,))])
+    distribution, _ = engine.run([Row(a, (4, 5)), Row(b, (6,))])
     engine.close(a)
     engine.close(b)
-    assert close_laws(law, fresh_law(engine, [1, 2, 3, 4, 5]))
+    assert close_distributions(distribution, fresh_distribution(engine, [1, 2, 3, 4, 5]))
 
 
 @pytest.mark.parametrize(
@@ -288,9 +290,9 @@ def test_a_step_that_fails_changes_nothing(
         patch.setattr(llama, "_forward", fail)
         llama.run([Row(handle, (3,))])
     assert llama.num_tokens == 2
-    (law,) = llama.run([Row(handle, (4,))])
+    (distribution,) = llama.run([Row(handle, (4,))])
     llama.close(handle)
-    assert close_laws(law, fresh_law(llama, [1, 2, 4]))
+    assert close_distributions(distribution, fresh_distribution(llama, [1, 2, 4]))
 
 
 def test_a_step_without_rows_does_nothing(llama: TorchEngine) -> None:
@@ -362,11 +364,11 @@ def test_positions_keep_their_32_bits_in_every_type(
 
 
 def test_an_engine_is_opened_by_name_and_shut_down(llama_path: str) -> None:
-    engine = open_engine("torch", EngineOptions(llama_path, threads=torch.get_num_threads(), head_len=100))
-    law = fresh_law(engine, [1])
+    engine = open_engine("torch", EngineOptions(llama_path, threads=torch.get_num_threads(), top_k=100))
+    distribution = fresh_distribution(engine, [1])
     engine.shutdown()
 
-    assert len(law.ids) == engine.info.vocab_len == 64
+    assert len(distribution.ids) == engine.info.vocab_len == 64
     assert engine.num_tokens == 0
 
 
@@ -412,7 +414,7 @@ def test_a_model_without_full_attention_is_refused(save: Save, name: str, more: 
 def test_a_sliding_window_that_no_text_can_leave_is_no_reason_to_refuse(save: Save) -> None:
     engine = TorchEngine(EngineOptions(save("mistral", sliding_window=16), max_tokens=16))
 
-    assert fresh_law(engine, range(16)).ids
+    assert fresh_distribution(engine, range(16)).ids
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,16 +425,16 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
         import_module("specbranch.engines.torch")
 
 
-def test_laws_are_close_if_only_a_near_tie_swaps() -> None:
-    law = Law((1, 2, 3), (0.5, 0.2, 0.1), 1.0)
+def test_distributions_are_close_if_only_a_near_tie_swaps() -> None:
+    distribution = Distribution((1, 2, 3), (0.5, 0.2, 0.1), 1.0)
 
-    assert close_laws(law, Law((1, 2, 4), (0.5, 0.2, 0.10001), 1.0))
-    assert not close_laws(law, Law((1, 3, 2), (0.5, 0.2, 0.1), 1.0))
-    assert not close_laws(law, Law((1, 2, 4), (0.5, 0.2, 0.15), 1.0))
-    assert not close_laws(law, Law((1, 2, 3), (0.5, 0.2, 0.1), 1.01))
+    assert close_distributions(distribution, Distribution((1, 2, 4), (0.5, 0.2, 0.10001), 1.0))
+    assert not close_distributions(distribution, Distribution((1, 3, 2), (0.5, 0.2, 0.1), 1.0))
+    assert not close_distributions(distribution, Distribution((1, 2, 4), (0.5, 0.2, 0.15), 1.0))
+    assert not close_distributions(distribution, Distribution((1, 2, 3), (0.5, 0.2, 0.1), 1.01))
 
 
-def _plain_law(model: Any, text: list[int]) -> Law:
+def _plain_distribution(model: Any, text: list[int]) -> Distribution:
     with torch.inference_mode():
         logits = model(torch.tensor([text])).logits[0, -1].float().numpy()
-    return head_of(logits, 32)
+    return top_k_of(logits, 32)

@@ -16,7 +16,7 @@ from specbranch.plugins.vllm.exactness.findings import (
     has_all_logprobs,
     is_json,
     logprob_agreement,
-    same_law,
+    same_distribution,
     seeds_repeat,
 )
 from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done
@@ -32,10 +32,10 @@ def answer(*tokens: int, logprobs: list[dict[int, float]] | None = None, text: s
     return Answer(list(tokens), text, "length", logprobs or [])
 
 
-def sampled(law: list[float], size: int, seed: int) -> list[Answer]:
-    """Samples of two tokens, each from the law, with their log-probabilities."""
+def sampled(distribution: list[float], size: int, seed: int) -> list[Answer]:
+    """Samples of two tokens, each from the distribution, with their log-probabilities."""
     rng = np.random.default_rng(seed)
-    drawn = rng.choice(len(law), p=law, size=(size, 2))
+    drawn = rng.choice(len(distribution), p=distribution, size=(size, 2))
     base = [0.7, 0.2, 0.1]
     return [answer(*row, logprobs=[{token: float(np.log(base[token]))} for token in row]) for row in drawn.tolist()]
 
@@ -69,10 +69,10 @@ def test_an_output_that_ends_early_is_a_difference() -> None:
 
 
 def test_without_accepted_drafts_nothing_was_checked() -> None:
-    same, law = done(answer(1), answer(2), accepted=0), done(*sampled([0.7, 0.2, 0.1], 50, 0), accepted=0)
+    same, distribution = done(answer(1), answer(2), accepted=0), done(*sampled([0.7, 0.2, 0.1], 50, 0), accepted=0)
     findings = [
         greedy_equality("greedy", ASKS, same, same),
-        *same_law([("plain", law, law)], 1e-3, np.random.default_rng(0)),
+        *same_distribution([("plain", distribution, distribution)], 1e-3, np.random.default_rng(0)),
         always("any", "all", same, lambda _: True),
     ]
 
@@ -89,13 +89,16 @@ def test_logprobs_must_agree_and_be_there() -> None:
     assert [logprob_agreement(bare, other).result for other in (near, far, missing)] == [HOLDS, FAILED, FAILED]
 
 
-def test_one_law_holds_and_another_is_caught() -> None:
-    """The same law sampled twice; then one with a fifth of each token's mass elsewhere. The seeds are fixed."""
-    law, wrong = [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]
-    bare = done(*sampled(law, 400, 1))
+def test_one_distribution_holds_and_another_is_caught() -> None:
+    """The same distribution sampled twice; then one with a fifth of each token's mass elsewhere.
+
+    The seeds are fixed.
+    """
+    distribution, wrong = [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]
+    bare = done(*sampled(distribution, 400, 1))
     right, caught = (
-        same_law([("plain", bare, done(*sampled(other, 400, 2)))], 1e-3, np.random.default_rng(0))
-        for other in (law, wrong)
+        same_distribution([("plain", bare, done(*sampled(other, 400, 2)))], 1e-3, np.random.default_rng(0))
+        for other in (distribution, wrong)
     )
 
     assert [finding.result for finding in right] == [HOLDS, HOLDS]
@@ -105,8 +108,8 @@ def test_one_law_holds_and_another_is_caught() -> None:
 
 def test_p_values_are_adjusted_for_all_features_together() -> None:
     bare, other = (done(*sampled([0.7, 0.2, 0.1], 60, seed)) for seed in (1, 2))
-    alone = same_law([("plain", bare, other)], 1e-2, np.random.default_rng(0))
-    among = same_law([("plain", bare, other)] * 4, 1e-2, np.random.default_rng(0))
+    alone = same_distribution([("plain", bare, other)], 1e-2, np.random.default_rng(0))
+    among = same_distribution([("plain", bare, other)] * 4, 1e-2, np.random.default_rng(0))
 
     assert len(among) == 4 * len(alone)
     assert all(finding.p_value is not None and finding.p_value >= finding.figures["raw_p_value"] for finding in among)

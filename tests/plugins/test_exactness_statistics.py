@@ -51,14 +51,16 @@ def test_tables_are_all_the_ways_to_share_out_the_pooled_values() -> None:
 
 
 @pytest.mark.parametrize("level", [Fraction(1, 100), Fraction(1, 20), Fraction(1, 4)])
-def test_the_false_alarm_rate_is_at_most_the_level_whatever_the_law(level: Fraction) -> None:
-    """Enumeration, no sampling: all pairs of samples of four from a law of three values, in rational arithmetic."""
+def test_the_false_alarm_rate_is_at_most_the_level_whatever_the_distribution(level: Fraction) -> None:
+    """Enumeration, no sampling: all pairs of samples of four from three values, in rational arithmetic."""
     rng = np.random.default_rng(0)
-    law = (Fraction(1, 2), Fraction(3, 10), Fraction(1, 5))
+    distribution = (Fraction(1, 2), Fraction(3, 10), Fraction(1, 5))
     samples: dict[tuple[int, ...], Fraction] = {}
     for drawn in itertools.product(range(3), repeat=4):
         table = tuple(drawn.count(value) for value in range(3))
-        samples[table] = samples.get(table, Fraction(0)) + math.prod((law[value] for value in drawn), start=Fraction(1))
+        samples[table] = samples.get(table, Fraction(0)) + math.prod(
+            (distribution[value] for value in drawn), start=Fraction(1)
+        )
     alarms = sum(
         chance * other_chance
         for (one, chance), (other, other_chance) in itertools.product(samples.items(), repeat=2)
@@ -123,26 +125,26 @@ def test_holm_of_a_known_case() -> None:
 
 
 @pytest.mark.parametrize("distance", [0.0, 0.1, 0.4])
-def test_a_shifted_law_is_that_far_away(distance: float) -> None:
-    law = np.array([0.3, 0.3, 0.2, 0.1, 0.1])
-    other = shifted(law, distance)
+def test_a_shifted_distribution_is_that_far_away(distance: float) -> None:
+    distribution = np.array([0.3, 0.3, 0.2, 0.1, 0.1])
+    other = shifted(distribution, distance)
 
     assert math.isclose(other.sum(), 1)
-    assert math.isclose(np.abs(other - law).sum() / 2, distance, abs_tol=1e-12)
+    assert math.isclose(np.abs(other - distribution).sum() / 2, distance, abs_tol=1e-12)
 
 
 def test_the_shift_that_is_noticed_shrinks_with_more_samples_and_is_noticed() -> None:
     """The stated power is checked with the test itself: 200 shifted samples; under 160 alarms once in 10^5."""
     rng = np.random.default_rng(0)
-    law, level = np.array([0.4, 0.3, 0.2, 0.1]), 1e-2
+    distribution, level = np.array([0.4, 0.3, 0.2, 0.1]), 1e-2
     shifts = []
     for size in (100, 400):
-        even = (law * size).astype(np.int64)
+        even = (distribution * size).astype(np.int64)
         critical = compare_counts(even, even, level, rng).critical
         shifts.append(noticed_shift(even, even, critical, rng))
-    other = shifted(law, shifts[1])
+    other = shifted(distribution, shifts[1])
     alarms = sum(
-        compare_counts(rng.multinomial(400, law), rng.multinomial(400, other), level, rng).p_value <= level
+        compare_counts(rng.multinomial(400, distribution), rng.multinomial(400, other), level, rng).p_value <= level
         for _ in range(200)
     )
 
@@ -150,7 +152,7 @@ def test_the_shift_that_is_noticed_shrinks_with_more_samples_and_is_noticed() ->
     assert alarms >= 160
 
 
-def test_a_law_of_one_value_cannot_show_a_shift() -> None:
+def test_a_distribution_of_one_value_cannot_show_a_shift() -> None:
     rng = np.random.default_rng(0)
     test = compare_counts(counts(50), counts(50), 1e-3, rng)
 
@@ -158,12 +160,12 @@ def test_a_law_of_one_value_cannot_show_a_shift() -> None:
     assert noticed_shift(counts(50), counts(50), test.critical, rng) == 1
 
 
-def test_a_law_moved_as_far_as_it_goes_is_still_a_law() -> None:
+def test_a_distribution_moved_as_far_as_it_goes_is_still_a_distribution() -> None:
     """With few samples the search tries the whole distance, where the last digit fell outside of 0 to 1."""
     rng = np.random.default_rng(0)
     for few in range(1, 12):
-        law = np.array([few, 12 - few]) / 12
-        moved = shifted(law, 1.0)
+        distribution = np.array([few, 12 - few]) / 12
+        moved = shifted(distribution, 1.0)
 
         assert ((moved >= 0) & (moved <= 1)).all()
         rng.multinomial(6, moved)

@@ -11,7 +11,7 @@ from specbranch.plugins.vllm.exactness import worker
 from specbranch.plugins.vllm.exactness.runs import Ask, Done, Run
 from specbranch.plugins.vllm.target import Piece, Request
 
-RUN = Run("law", [Ask("a", {}), Ask("b", {}), Ask("c", {})], batch=2)
+RUN = Run("distribution", [Ask("a", {}), Ask("b", {}), Ask("c", {})], batch=2)
 
 
 class FakeTarget:

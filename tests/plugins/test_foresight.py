@@ -238,7 +238,7 @@ def test_only_the_layers_looked_at_are_hooked_and_other_settings_let_go_of_them(
     proposer.use({"predictor": str(tmp_path / "four")})
     assert hooked() == [1, 2, 3]
     proposer.use({"predictor": "confidence"})
-    assert hooked() == [] and proposer.tap is None
+    assert hooked() == [] and proposer.feature_hook is None
 
 
 def test_a_fault_in_a_step_is_counted_and_said_once_and_drafts_go_on(
@@ -260,9 +260,9 @@ def test_a_fault_in_a_step_is_counted_and_said_once_and_drafts_go_on(
     runner.execute_model(scheduled(a=[1, 2]))
     assert runner.sample_tokens([7]) == [[5, 6]]
 
-    assert proposer.tap is not None
-    proposer.tap.begin(runner, scheduled(a=[1]))
-    proposer.tap.end(SimpleNamespace(execute_model_state=SimpleNamespace()))
+    assert proposer.feature_hook is not None
+    proposer.feature_hook.begin(runner, scheduled(a=[1]))
+    proposer.feature_hook.end(SimpleNamespace(execute_model_state=SimpleNamespace()))
     assert runner.sample_tokens([3]) == [[5, 6]]
     assert proposer._foresight is not None
     assert (proposer._foresight.counts.outlooks, proposer._foresight.counts.outlook_faults) == (0, 5)
@@ -275,12 +275,12 @@ def test_a_step_without_work_leaves_nothing_behind(
 ) -> None:
     proposer = foreseeing(monkeypatch, tmp_path, 1)
     runner = runner_class(proposer, Model())
-    assert proposer.tap is not None
-    proposer.tap.begin(runner, scheduled())
-    proposer.tap.end(runner)
-    proposer.tap.end(runner)
+    assert proposer.feature_hook is not None
+    proposer.feature_hook.begin(runner, scheduled())
+    proposer.feature_hook.end(runner)
+    proposer.feature_hook.end(runner)
 
-    assert proposer.tap._step is None
+    assert proposer.feature_hook._step is None
     assert proposer.propose([[]], *tokens([1, 2])) == [[]]
 
 
@@ -385,15 +385,15 @@ def test_ranks_share_their_embeddings_at_start_and_only_then(
     other.load_model(other_model)
     proposer.load_model(model)
     assert model.num_asked == other_model.num_asked == 1 + VOCAB
-    assert other.tap is None and proposer.tap is not None
+    assert other.feature_hook is None and proposer.feature_hook is not None
     model.has_started = True
 
-    proposer.tap.begin(None, None)
+    proposer.feature_hook.begin(None, None)
     state = SimpleNamespace(
         sample_hidden_states=torch.zeros(1, WIDTH), spec_decode_metadata=SimpleNamespace(num_draft_tokens=[0])
     )
-    proposer.tap.end(SimpleNamespace(execute_model_state=state))
-    features = proposer.tap.read([[7]], [0])
+    proposer.feature_hook.end(SimpleNamespace(execute_model_state=state))
+    features = proposer.feature_hook.read([[7]], [0])
     assert features.tolist() == [[0.0] * WIDTH + model.table[7].tolist()]
     with pytest.raises(FeatureError, match="chosen at start"):
         proposer.use({"predictor": directory, "deadline_ms": 7})

@@ -17,9 +17,16 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm import slate
+from specbranch.plugins.vllm import stats_file
 from specbranch.plugins.vllm.metrics import Collector
-from specbranch.plugins.vllm.slate import RUN, Shown, Slate, open_slate, read_slates, remove_slates
+from specbranch.plugins.vllm.stats_file import (
+    RUN,
+    Shown,
+    StatsFile,
+    open_stats_file,
+    read_stats_files,
+    remove_stats_files,
+)
 from specbranch.service.client import ClientOptions, DraftClient
 from tests.service.harness import PATIENCE_S, Walk, scripted_service
 
@@ -36,9 +43,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 HITS = "specbranch_hits_total", "3"
 
 
-def show(address: str, namespace: bytes = b"ours", engine: int = 0, **changes: Any) -> Slate:
+def show(address: str, namespace: bytes = b"ours", engine: int = 0, **changes: Any) -> StatsFile:
     shown = Shown("target", engine, address, None, namespace, False, False, COUNTS, [4, 0, 3, 2], {"lora": 6})
-    written = open_slate(lambda: ("target", engine))
+    written = open_stats_file(lambda: ("target", engine))
     assert written is not None
     written.show(Shown(**{name: changes.get(name, getattr(shown, name)) for name in Shown.__struct_fields__}))
     return written
@@ -75,7 +82,7 @@ def test_without_a_proposer_nothing_appears(collector: Collector) -> None:
 def test_a_process_that_no_endpoint_belongs_to_writes_no_file(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RUN)
 
-    assert open_slate(lambda: ("target", 0)) is None
+    assert open_stats_file(lambda: ("target", 0)) is None
 
 
 def test_what_the_proposer_counts_appears_also_without_a_service(collector: Collector) -> None:
@@ -183,7 +190,7 @@ def test_a_reader_never_sees_half_of_what_is_written(run: str) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        seen = [shown for _ in range(300) for shown in read_slates(run)]
+        seen = [shown for _ in range(300) for shown in read_stats_files(run)]
     finally:
         is_over.set()
         writer.join()
@@ -192,29 +199,29 @@ def test_a_reader_never_sees_half_of_what_is_written(run: str) -> None:
     assert all(len(set(shown.lens)) == 1 for shown in seen)
 
 
-def test_slates_can_be_read_by_their_owner_only_and_go_with_the_run(run: str, tmp_path: Path) -> None:
+def test_stats_files_can_be_read_by_their_owner_only_and_go_with_the_run(run: str, tmp_path: Path) -> None:
     show("ipc:///nowhere")
     (path,) = tmp_path.glob("specbranch-metrics-*")
     assert path.stat().st_mode & 0o777 == 0o600
-    remove_slates(run)
+    remove_stats_files(run)
 
-    assert list(read_slates(run)) == []
+    assert list(read_stats_files(run)) == []
 
 
 def test_what_is_too_long_to_show_is_not_shown(run: str) -> None:
     show("ipc:///nowhere", asides={str(number): number for number in range(5000)})
 
-    assert list(read_slates(run)) == []
+    assert list(read_stats_files(run)) == []
 
 
 def test_the_first_process_names_the_run_and_its_children_keep_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN, "inherited")
-    assert slate.begin_run() != "inherited"
+    assert stats_file.begin_run() != "inherited"
     monkeypatch.setenv(RUN, "inherited")
-    monkeypatch.setattr(slate, "is_first_process", lambda: False)
-    assert slate.begin_run() == "inherited"
+    monkeypatch.setattr(stats_file, "is_first_process", lambda: False)
+    assert stats_file.begin_run() == "inherited"
     monkeypatch.delenv(RUN)
-    assert slate.begin_run()
+    assert stats_file.begin_run()
 
 
 REGISTER = """
@@ -252,17 +259,17 @@ import multiprocessing, sys, time
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from specbranch.plugins.vllm.register import register
-from specbranch.plugins.vllm.slate import Shown, open_slate
+from specbranch.plugins.vllm.stats_file import Shown, open_stats_file
 
 multiprocessing.current_process().name = sys.argv[1]
 register()
-slate = open_slate(lambda: ("target", 0))
+stats_file = open_stats_file(lambda: ("target", 0))
 registry = CollectorRegistry()
 MultiProcessCollector(registry)
 last = 'specbranch_submitted_tokens_bucket{engine="0",le="0.0",model_name="target"} '  # is carried over last
 for calls, total in ((5, 5), (9, 9), (2, 11)):
     lens = [calls, 0, 3]
-    slate.show(Shown("target", 0, "ipc:///nowhere", None, b"n", False, False, {"calls": calls}, lens, {"lora": 4}))
+    stats_file.show(Shown("target", 0, "ipc:///nowhere", None, b"n", False, False, {"calls": calls}, lens, {"lora": 4}))
     time.sleep(1.6)
     end_s = time.monotonic() + 30 * sys.argv[1].endswith("0")
     while f"{last}{total}.0" not in generate_latest(registry).decode() and time.monotonic() < end_s:

@@ -164,7 +164,7 @@ def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
         ("ipc:///x", "give a table"),
     ],
 )
-def test_a_wrong_setting_is_refused_at_start_with_its_mend(section: Any, message: str) -> None:
+def test_a_wrong_setting_is_refused_at_start_with_its_advice(section: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         read_settings(section).client_options(gamma=4)
 

@@ -92,7 +92,7 @@ def test_additional_config_is_merged_whole_and_dotted() -> None:
         (["-tp", "many"], "--tensor-parallel-size is 'many'"),
     ],
 )
-def test_flags_that_clash_with_ours_are_refused_with_their_mend(words: list[str], message: str) -> None:
+def test_flags_that_clash_with_ours_are_refused_with_their_advice(words: list[str], message: str) -> None:
     with pytest.raises(FlagError, match=message):
         options(*words).arguments()
 

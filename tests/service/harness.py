@@ -26,8 +26,8 @@ _RECENT = 6  # the scripts look at so many tokens only, which keeps them fast on
 
 
 def _recent(script: TextScript) -> TextScript:
-    law = lru_cache(maxsize=100_000)(script.law)
-    return TextScript(VOCAB, lambda text: law(text[-_RECENT:]))
+    distribution = lru_cache(maxsize=100_000)(script.distribution)
+    return TextScript(VOCAB, lambda text: distribution(text[-_RECENT:]))
 
 
 _BASE = random_script(11, VOCAB, sharpness=80)
@@ -118,13 +118,13 @@ class Walk:
     def assert_text_is_the_targets(self) -> None:
         text = list(self.prompt)
         while len(text) < len(self.tokens):
-            text.append(self.target.law(tuple(text)).ids[0])
+            text.append(self.target.distribution(tuple(text)).ids[0])
         assert self.tokens == text
 
     def _verify(self) -> None:
         base = tuple(self.tokens)
         proposal = self.proposal
-        verdict = match(proposal, lambda index: self.target.law((*base, *proposal[:index])).ids[0])
+        verdict = match(proposal, lambda index: self.target.distribution((*base, *proposal[:index])).ids[0])
         committed = verdict.committed(proposal)
         self.num_accepted += verdict.accepted
         self._num_new = len(committed)

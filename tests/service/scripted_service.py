@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.logs import set_up_logs
@@ -33,7 +33,7 @@ class SlowEngine(ScriptedEngine):
         self._step_s = step_s
         self._steps_left = fatal_step
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         time.sleep(self._step_s)
         if self._steps_left is not None:
             self._steps_left -= 1

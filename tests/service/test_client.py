@@ -16,7 +16,7 @@ import pytest
 
 from specbranch.core.round import MAX_WINDOW
 from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.wire import MAX_REPLY, MAX_ROWS, MAX_TEXT, Proposals, encode
+from specbranch.service.wire import MAX_REPLY, MAX_ROWS, MAX_SEQUENCE, Proposals, encode
 from tests.service.harness import PATIENCE_S, STALL_S, VOCAB, Walk, scripted_service
 from tests.service.rogue import FOREIGN, rogue
 
@@ -167,7 +167,7 @@ def test_a_forked_process_gets_nothing_at_once_and_leaves_its_parent_in_peace(tm
 
 def test_prompts_that_take_longer_to_send_than_there_is_time_are_left_for_later(tmp_path: Path) -> None:
     """Each is 4 MiB on the wire; all together would take ten times the deadline and more."""
-    prompts = [np.zeros(MAX_TEXT, dtype=np.int32)] * 64
+    prompts = [np.zeros(MAX_SEQUENCE, dtype=np.int32)] * 64
     with client_of_rogue(tmp_path, "unknown", deadline_s=0.01) as client:
         client.expect(prompts)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.core.planners.protocol import Planner
 from specbranch.core.round import Round
 from specbranch.core.tree import Node
@@ -21,7 +21,7 @@ from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.shelf import Draft
+from specbranch.service.sessions import DraftSession
 from specbranch.service.wire import Figures, Open, Proposals, Refused, Report, Step, StepRow, pack
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
@@ -55,14 +55,14 @@ class Faulty:
             raise TypeError(f"cannot {asked}")
 
 
-def draft_of(bench: Bench, text: list[int], namespace: bytes = b"ours") -> Draft:
-    draft = bench.shelf.find((namespace, Digest(text).name))
-    assert draft is not None
-    return draft
+def draft_of(bench: Bench, text: list[int], namespace: bytes = b"ours") -> DraftSession:
+    session = bench.store.find((namespace, Digest(text).name))
+    assert session is not None
+    return session
 
 
-def break_planner(draft: Draft, method: str) -> None:
-    draft.session._planner = Faulty(draft.session._planner, method)
+def break_planner(session: DraftSession, method: str) -> None:
+    session.core._planner = Faulty(session.core._planner, method)
 
 
 def row_of(text: list[int], *new: int) -> StepRow:
@@ -98,9 +98,9 @@ def test_a_planner_that_fails_costs_its_own_session_and_no_other_row_of_the_step
     bench.work()
 
     assert reply == Proposals(1, [None, healthy_proposal()])
-    assert broken.is_forgotten and bench.shelf.snapshot() == [draft_of(bench, [1, 2, 3, token])]
+    assert broken.is_forgotten and bench.store.snapshot() == [draft_of(bench, [1, 2, 3, token])]
     assert num_faults(bench) == 1
-    assert bench.shelf.num_tokens == 4
+    assert bench.store.num_tokens == 4
     assert broken.binding.num_handles == 0
 
 
@@ -140,7 +140,7 @@ def test_a_message_that_meets_a_fault_is_refused_and_the_next_one_is_served(
     bench = Bench()
     bench.open([1, 2, 3])
     with monkeypatch.context() as patch:
-        patch.setattr(bench.shelf, "stats_of", lambda namespace: 1 / 0)
+        patch.setattr(bench.store, "stats_of", lambda namespace: 1 / 0)
         for _ in range(3):
             (refusal,) = bench.ask(Report(1, b"ours"), client=b"other")
             assert isinstance(refusal, Refused) and "fault" in refusal.reason
@@ -175,18 +175,18 @@ class Poisoned(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(DRAFT)
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
-        laws = []
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
+        distributions = []
         for row in rows:
             text: Any = self._cells[row.handle].state
             if (*text, *row.tokens)[:2] == POISON:
                 raise EngineError("not this text")
-            laws += super().run([row])
-        return laws
+            distributions += super().run([row])
+        return distributions
 
 
 def test_a_row_that_the_engine_cannot_run_costs_its_own_session_only() -> None:
-    bench = Bench(Poisoned(), max_drafts=64)
+    bench = Bench(Poisoned(), max_sessions=64)
     innocents = [[number, number + 1] for number in range(1, 40)]
     bench.open(*innocents, namespace=b"innocent")
     bench.work(60)
@@ -196,7 +196,7 @@ def test_a_row_that_the_engine_cannot_run_costs_its_own_session_only() -> None:
     bench.open(list(POISON), namespace=b"poisoned")
     bench.work(10)
 
-    assert len(bench.shelf) == len(innocents)
+    assert len(bench.store) == len(innocents)
     assert num_faults(bench) == 1
     assert [draft_of(bench, text, b"innocent").binding.num_handles for text in innocents[5:]] == handles[5:]
     for text in innocents[:5]:  # they were in the step that failed, and go on from where they stood
@@ -210,18 +210,18 @@ def test_a_row_that_the_engine_cannot_run_costs_its_own_session_only() -> None:
 
 
 class Forgetful(ScriptedEngine):
-    """Loses the last law of a step."""
+    """Loses the last distribution of a step."""
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         return super().run(rows)[:-1]
 
 
-def test_an_engine_that_gives_too_few_laws_costs_the_sessions_of_that_step() -> None:
+def test_an_engine_that_gives_too_few_distributions_costs_the_sessions_of_that_step() -> None:
     bench = Bench(Forgetful(DRAFT))
     bench.open([1], [2])
     bench.work()
 
-    assert len(bench.shelf) == 0
+    assert len(bench.store) == 0
     assert num_faults(bench) == 2
 
 
@@ -241,8 +241,8 @@ def test_a_lender_that_fails_is_forgotten_and_the_borrower_reads_by_itself() -> 
     bench.work()
 
     borrower = draft_of(bench, [*text, 8, 9])
-    assert bench.shelf.snapshot() == [borrower]
-    assert borrower.session.tree.root.law is not None
+    assert bench.store.snapshot() == [borrower]
+    assert borrower.core.tree.root.distribution is not None
     assert bench.compute.counts.borrowed_tokens == 0
 
 
@@ -255,16 +255,16 @@ def test_a_verdict_that_leaves_nothing_to_run_evicts_nobody(monkeypatch: pytest.
     bench.step([4, 5], 6, wait_ms=1000)
     borrow = bench.compute._borrow
 
-    def give_up_first(draft: Draft) -> None:
+    def give_up_first(session: DraftSession) -> None:
         bench.now_s += 2
         bench.lookup.answer_overdue()
         bench.step([4, 5, 6], 7)
-        borrow(draft)
+        borrow(session)
 
     monkeypatch.setattr(bench.compute, "_borrow", give_up_first)
     bench.compute.work()
 
-    assert len(bench.shelf) == 2 and bench.shelf.num_evictions == 0
+    assert len(bench.store) == 2 and bench.store.num_evictions == 0
 
 
 def test_a_token_that_the_draft_does_not_know_never_enters_the_session_that_drafts() -> None:
@@ -274,9 +274,9 @@ def test_a_token_that_the_draft_does_not_know_never_enters_the_session_that_draf
     drafting = draft_of(bench, [4, 5])
     assert bench.step([4, 5], 6, VOCAB) == [Proposals(1, [[]])]
 
-    assert drafting.session.tokens == [4, 5] and drafting.is_forgotten
-    assert draft_of(bench, [4, 5, 6, VOCAB]).is_mute
-    assert len(bench.shelf) == 1 and bench.shelf.num_tokens == 4
+    assert drafting.core.tokens == [4, 5] and drafting.is_forgotten
+    assert draft_of(bench, [4, 5, 6, VOCAB]).is_undraftable
+    assert len(bench.store) == 1 and bench.store.num_tokens == 4
 
 
 def report(address: str, namespace: bytes) -> Figures:

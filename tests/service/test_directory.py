@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.engines.scripted import ScriptedEngine
-from specbranch.plugins.vllm.slate import RUN, Shown, open_slate, read_slates
+from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file, read_stats_files
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.endpoint import EndpointError, default_address
 from specbranch.service.server import Server, ServiceOptions
@@ -147,16 +147,16 @@ def test_a_directory_that_appears_later_is_looked_at_before_it_is_trusted(tmp_pa
             assert client.hello(PATIENCE_S)
 
 
-def test_slates_are_neither_written_to_nor_read_from_a_directory_that_others_can_reach(
+def test_stats_files_are_neither_written_to_nor_read_from_a_directory_that_others_can_reach(
     own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(RUN, "r1")
-    first = open_slate(lambda: ("target", 0))
+    first = open_stats_file(lambda: ("target", 0))
     assert first is not None
     first.show(Shown("target", 0, "ipc:///nowhere", None, b"ours", False, False, {}, [], {}))
-    assert [shown.model for shown in read_slates("r1")] == ["target"]
+    assert [shown.model for shown in read_stats_files("r1")] == ["target"]
     own.chmod(0o777)
 
-    assert list(read_slates("r1")) == []
-    assert open_slate(lambda: ("target", 0)) is None
+    assert list(read_stats_files("r1")) == []
+    assert open_stats_file(lambda: ("target", 0)) is None
     assert "can be reached by others" in caplog.text

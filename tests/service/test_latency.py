@@ -17,7 +17,7 @@ SESSIONS, LOOKUPS = 64, 2000
 
 
 def next_token(text: list[int]) -> int:
-    return TARGET.law(tuple(text)).ids[0]
+    return TARGET.distribution(tuple(text)).ids[0]
 
 
 def test_a_lookup_does_not_wait_for_the_step_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

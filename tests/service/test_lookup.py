@@ -12,7 +12,7 @@ from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.lookup import Lookup
-from specbranch.service.shelf import Shelf
+from specbranch.service.sessions import SessionStore
 from specbranch.service.timeline import Timeline
 from specbranch.service.wire import (
     VERSION,
@@ -36,13 +36,13 @@ class Bench:
     """A service on a table: a clock that is turned by hand."""
 
     def __init__(
-        self, engine: ScriptedEngine | None = None, max_drafts: int = 8, timeline: Timeline | None = None
+        self, engine: ScriptedEngine | None = None, max_sessions: int = 8, timeline: Timeline | None = None
     ) -> None:
         self.now_s = 100.0
         self.engine = engine or ScriptedEngine(DRAFT)
-        self.shelf = Shelf(max_drafts, 10_000)
-        self.compute = Compute(self.engine, self.shelf, clock=lambda: self.now_s, timeline=timeline, piece_len=4)
-        self.lookup = Lookup(self.engine, self.shelf, self.compute, clock=lambda: self.now_s, timeline=timeline)
+        self.store = SessionStore(max_sessions, 10_000)
+        self.compute = Compute(self.engine, self.store, clock=lambda: self.now_s, timeline=timeline, piece_len=4)
+        self.lookup = Lookup(self.engine, self.store, self.compute, clock=lambda: self.now_s, timeline=timeline)
 
     def ask(self, request: Request, client: bytes = b"me") -> list[Reply]:
         return [reply for _, reply in self.lookup.handle(client, [encode(request)])]
@@ -71,7 +71,7 @@ class Bench:
 
 
 def likely(text: list[int]) -> int:
-    return DRAFT.law(tuple(text)).ids[0]
+    return DRAFT.distribution(tuple(text)).ids[0]
 
 
 def test_an_unknown_text_is_asked_for_and_then_drafted() -> None:
@@ -102,7 +102,7 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
     assert isinstance(reply, Proposals) and reply.rows[0] is not None
     assert len(reply.rows[0]) == drafted
     assert bench.lookup.counts.outlooks == (signal is not None)
-    begun = bench.shelf.snapshot()[0].session.round
+    begun = bench.store.snapshot()[0].core.round
     assert begun.outlook == (None if signal is None else Outlook(signal))
 
 
@@ -121,7 +121,7 @@ def test_equal_requests_share_one_draft() -> None:
     second = bench.step([1, 2, 3], 4)
 
     assert first == second
-    assert len(bench.shelf) == 1
+    assert len(bench.store) == 1
     assert bench.lookup.counts.unknown == 0
 
 
@@ -129,10 +129,10 @@ def test_a_text_opened_twice_keeps_its_draft() -> None:
     bench = Bench()
     bench.open([1, 2, 3])
     bench.work()
-    draft = bench.shelf.snapshot()[0]
+    session = bench.store.snapshot()[0]
     bench.open([1, 2, 3])
 
-    assert bench.shelf.snapshot() == [draft]
+    assert bench.store.snapshot() == [session]
     assert bench.lookup.counts.opened == 1
 
 
@@ -194,22 +194,22 @@ def test_a_newer_step_takes_the_place_of_one_that_still_waits() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
     bench.step([1, 2, 3], 4, round=1, wait_ms=50)
-    draft = bench.shelf.snapshot()[0]
+    session = bench.store.snapshot()[0]
     bench.step([1, 2, 3, 4], 5, round=2, wait_ms=50)
     bench.work()
     answers = bench.lookup.answer_ready()
 
-    assert not draft.is_awaited
+    assert not session.is_awaited
     assert [reply.round for _, reply in answers if isinstance(reply, Proposals)] == [2]
 
 
 def test_the_oldest_session_is_forgotten_first_and_its_handles_are_closed() -> None:
-    bench = Bench(max_drafts=2)
+    bench = Bench(max_sessions=2)
     bench.open([1], [2], [3])
     bench.work()
 
-    assert len(bench.shelf) == 2
-    assert bench.shelf.num_evictions == 1
+    assert len(bench.store) == 2
+    assert bench.store.num_evictions == 1
     assert bench.engine.num_handles == 2
     assert bench.step([1], 5) == [Proposals(1, [None])]
 
@@ -225,7 +225,7 @@ def test_a_text_that_the_draft_model_cannot_read_is_remembered_and_left_alone() 
     assert bench.step([4, 5], VOCAB) == [Proposals(1, [[]])]
     bench.work()
 
-    assert bench.lookup.counts.muted == 2
+    assert bench.lookup.counts.undraftable == 2
     assert bench.engine.num_handles == 0
 
 
@@ -249,7 +249,7 @@ def test_hello_tells_model_and_version() -> None:
         (Open(b"n", "pearl", {}, "tarot", [pack([1])]), "no predictor is called"),
     ],
 )
-def test_a_bad_setting_is_refused_with_its_mend(request_: Request, reason: str) -> None:
+def test_a_bad_setting_is_refused_with_its_advice(request_: Request, reason: str) -> None:
     bench = Bench()
     (refusal,) = bench.ask(request_)
 
@@ -273,16 +273,16 @@ def test_the_row_limit_goes_first_to_awaited_and_then_to_likely_texts() -> None:
     bench.compute.work()
 
     assert bench.compute.counts.rows == 2
-    awaited = bench.shelf.find((b"ours", Digest([4, 5]).name))
-    assert awaited is not None and awaited.session.tree.root.law is not None
+    awaited = bench.store.find((b"ours", Digest([4, 5]).name))
+    assert awaited is not None and awaited.core.tree.root.distribution is not None
 
 
 def test_a_long_text_is_read_in_pieces_between_which_others_are_served() -> None:
     bench = Bench()
     bench.open(list(range(20)))
     turns = 0
-    draft = bench.shelf.snapshot()[0]
-    while draft.session.tree.root.law is None:
+    session = bench.store.snapshot()[0]
+    while session.core.tree.root.distribution is None:
         bench.compute.work()
         turns += 1
 
@@ -303,15 +303,15 @@ def test_texts_are_read_one_after_the_other_while_others_draft() -> None:
     # Beside the session that drafts only a quarter of a piece is read; once it rests, whole pieces.
     assert sizes[:2] == [1 + 1, 1 + 1]
     assert max(sizes) == 4
-    assert all(draft.session.tree.root.law is not None for draft in bench.shelf.snapshot())
+    assert all(session.core.tree.root.distribution is not None for session in bench.store.snapshot())
 
 
 def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
     bench = Bench()
     bench.open([1, 2])
     bench.work(2)
-    draft = bench.shelf.snapshot()[0]
-    wish = bench.compute._wish(draft)
+    session = bench.store.snapshot()[0]
+    wish = bench.compute._wish(session)
     assert wish is not None
     wish.chosen = list(wish.nodes)
     bench.step([1, 2], 49)
@@ -342,20 +342,20 @@ def test_a_full_engine_makes_room_by_forgetting_the_oldest_and_goes_on() -> None
     bench.work()
 
     assert bench.compute.counts.failed_steps == 1
-    assert len(bench.shelf) == 1
-    assert bench.shelf.snapshot()[0].session.tree.root.law is not None
+    assert len(bench.store) == 1
+    assert bench.store.snapshot()[0].core.tree.root.distribution is not None
 
 
 def test_a_session_whose_step_fails_otherwise_is_forgotten_and_starts_anew() -> None:
     bench = Bench(FullEngine(1, EngineError))
     bench.open([1])
     bench.compute.work()
-    assert len(bench.shelf) == 0
+    assert len(bench.store) == 0
     assert bench.compute.faults.count == 1
     bench.open([1])
     bench.work()
 
-    assert bench.shelf.snapshot()[0].session.tree.root.law is not None
+    assert bench.store.snapshot()[0].core.tree.root.distribution is not None
 
 
 def test_the_targets_step_time_is_learned_from_the_pauses_between_steps() -> None:
@@ -364,7 +364,7 @@ def test_the_targets_step_time_is_learned_from_the_pauses_between_steps() -> Non
     bench.step([1, 2], 3)
     bench.now_s += 0.25
     bench.step([1, 2, 3], 4)
-    cost = bench.shelf.snapshot()[0].session.round.costs.target.cost
+    cost = bench.store.snapshot()[0].core.round.costs.target.cost
 
     assert cost is not None and cost.at(1) == pytest.approx(0.25)
 
@@ -381,7 +381,7 @@ def test_a_session_whose_target_has_gone_on_without_it_leaves_the_cache_and_come
     bench.open([1, 2, 3, 4, 5, 6])
     bench.open([9, 8, 7])
     bench.work()
-    old = bench.shelf.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
+    old = bench.store.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
     assert old is not None
 
     def num_handles() -> int:
@@ -407,11 +407,11 @@ def test_a_session_whose_target_has_gone_on_without_it_leaves_the_cache_and_come
 
 
 def test_a_session_stays_while_another_target_works() -> None:
-    """Each target has its own pulse: one that is slow is not taken for one that has ended."""
+    """Each target has its own step counter: one that is slow is not taken for one that has ended."""
     bench = crowded_bench()
     bench.open([1, 2, 3, 4, 5, 6])
     bench.work()
-    old = bench.shelf.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
+    old = bench.store.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
     text = [9, 8, 7]
     bench.ask(Open(b"ours", "pearl", {"gamma": 3}, "confidence", [pack(text)]), client=b"other")
     for _ in range(40):

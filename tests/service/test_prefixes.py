@@ -37,32 +37,32 @@ def test_a_text_is_found_by_what_it_became_and_not_after_it_was_forgotten() -> N
 
 
 def read_in(bench: Bench, text: list[int]) -> int:
-    """Run until the text's law is known; how many tokens the cache grew by."""
+    """Run until the text's distribution is known; how many tokens the cache grew by."""
     before = bench.engine.num_tokens
-    draft = bench.shelf.find((b"ours", Digest(text).name))
-    assert draft is not None
-    while draft.session.tree.root.law is None:
+    session = bench.store.find((b"ours", Digest(text).name))
+    assert session is not None
+    while session.core.tree.root.distribution is None:
         assert bench.compute.work()
     return bench.engine.num_tokens - before
 
 
 def test_another_text_with_the_same_beginning_borrows_it() -> None:
-    bench = Bench(max_drafts=4)
+    bench = Bench(max_sessions=4)
     other = [*LONG[:35], 7, 8]
     bench.open(LONG)
     read_in(bench, LONG)
     bench.open(other)
     read_in(bench, other)
-    draft = bench.shelf.find((b"ours", Digest(other).name))
-    assert draft is not None
+    session = bench.store.find((b"ours", Digest(other).name))
+    assert session is not None
 
     assert bench.compute.counts.borrowed_tokens == 35
-    law = draft.session.tree.root.law
-    assert law is not None and law.ids == DRAFT.law(tuple(other)).ids
+    distribution = session.core.tree.root.distribution
+    assert distribution is not None and distribution.ids == DRAFT.distribution(tuple(other)).ids
 
 
 def test_texts_opened_together_wait_for_the_first_to_be_read() -> None:
-    bench = Bench(max_drafts=8)
+    bench = Bench(max_sessions=8)
     texts = [[*LONG[:33], end] for end in (1, 2, 3)]
     bench.open(*texts)
     for text in texts:
@@ -72,12 +72,12 @@ def test_texts_opened_together_wait_for_the_first_to_be_read() -> None:
 
 
 def test_what_was_forgotten_cannot_be_borrowed() -> None:
-    bench = Bench(max_drafts=4)
+    bench = Bench(max_sessions=4)
     bench.open(LONG)
     read_in(bench, LONG)
     other = [*LONG, 3]
     bench.open(other)
-    bench.shelf.forget(bench.shelf.snapshot()[0])
+    bench.store.forget(bench.store.snapshot()[0])
     read_in(bench, other)
 
     assert bench.compute.counts.borrowed_tokens == 0

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.llamacpp import LlamaCppEngine
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import Row
@@ -32,10 +32,10 @@ def answer() -> tuple[int, ...]:
     engine = LlamaCppEngine(EngineOptions(str(model_path("smollm2-135m")), threads=1, max_tokens=1024))
     handle = engine.open()
     tokens = list(PROMPT)
-    (law,) = engine.run([Row(handle, tuple(tokens))])
+    (distribution,) = engine.run([Row(handle, tuple(tokens))])
     for _ in range(ANSWER_LEN):
-        tokens.append(law.ids[0])
-        (law,) = engine.run([Row(handle, (tokens[-1],))])
+        tokens.append(distribution.ids[0])
+        (distribution,) = engine.run([Row(handle, (tokens[-1],))])
     engine.shutdown()
     return tuple(tokens)
 
@@ -53,7 +53,9 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def said(answer: tuple[int, ...]) -> TextScript:
     """A target that says the recorded answer, and zeros behind its end."""
-    return TextScript(49152, lambda text: Law((answer[len(text)] if len(text) < len(answer) else 0,), (1.0,), 0.0))
+    return TextScript(
+        49152, lambda text: Distribution((answer[len(text)] if len(text) < len(answer) else 0,), (1.0,), 0.0)
+    )
 
 
 @pytest.mark.parametrize("planner", ["pearl", "specbranch"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.recorder import Note, Recorder
 from specbranch.trace import read_trace
@@ -17,7 +17,7 @@ from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 
 
 def test_a_killed_service_leaves_a_whole_trace_of_what_it_drafted_for(tmp_path: Path) -> None:
-    """A real process; the texts, the laws and the submissions in its file are those of the run."""
+    """A real process; the texts, the distributions and the submissions in its file are those of the run."""
     path = tmp_path / "trace.jsonl"
     with scripted_service(tmp_path, "--record", str(path)) as service:
         with closing(DraftClient(ClientOptions(service.address, "sps", {"gamma": 3}, deadline_s=PATIENCE_S))) as client:
@@ -38,21 +38,21 @@ def test_a_killed_service_leaves_a_whole_trace_of_what_it_drafted_for(tmp_path: 
         assert len(answer.moments) == 39, "the first step opens the text"
         assert sum(moment.committed for moment in answer.moments) == len(answer.tokens)
         assert [moment.at_s for moment in answer.moments] == sorted(moment.at_s for moment in answer.moments)
-        known = [index for index, law in enumerate(answer.laws) if law.ids]
+        known = [index for index, distribution in enumerate(answer.distributions) if distribution.ids]
         assert len(known) > len(answer.tokens) / 2
         for index in known:
-            true = DRAFT.law(text[: len(answer.prompt) + index])
-            assert answer.laws[index].ids == true.ids[:10]
-            assert answer.laws[index].probs == pytest.approx([float(prob) for prob in true.probs[:10]])
+            true = DRAFT.distribution(text[: len(answer.prompt) + index])
+            assert answer.distributions[index].ids == true.ids[:10]
+            assert answer.distributions[index].probs == pytest.approx([float(prob) for prob in true.probs[:10]])
 
 
 def test_a_service_that_starts_again_goes_on_with_the_file(tmp_path: Path) -> None:
     """The first one was killed within a line; its sessions are not taken for those of the second."""
     path = tmp_path / "trace.jsonl"
-    law = Law((3, 4), (0.5, 0.25), 1.0)
+    distribution = Distribution((3, 4), (0.5, 0.25), 1.0)
     for _ in range(2):
         recorder = Recorder(path, "small")
-        recorder.note(Note(1, 0.0, [7], [3], [law], 0, False))
+        recorder.note(Note(1, 0.0, [7], [3], [distribution], 0, False))
         recorder.note(Note(1, 1.0, [], [5], [None], 1, False))
         recorder.close()
         with path.open("ab") as file:
@@ -69,7 +69,9 @@ def test_a_full_file_says_so_once_and_stays_readable(tmp_path: Path, caplog: pyt
     recorder = Recorder(path, "small", max_bytes=400)
     with caplog.at_level(logging.WARNING):
         for at_s in range(20):
-            recorder.note(Note(1, float(at_s), [7] if at_s == 0 else [], [3], [Law((3, 4), (0.5, 0.25), 1.0)], 1, True))
+            recorder.note(
+                Note(1, float(at_s), [7] if at_s == 0 else [], [3], [Distribution((3, 4), (0.5, 0.25), 1.0)], 1, True)
+            )
             recorder.flush()
     recorder.close()
 

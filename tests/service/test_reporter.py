@@ -97,7 +97,7 @@ def timed(reporter: Reporter, reach: Reach) -> float:
 
 
 def test_forgotten_sessions_stay_in_the_sums_of_their_namespace() -> None:
-    bench = Bench(max_drafts=1)
+    bench = Bench(max_sessions=1)
     for namespace in (b"ours", b"theirs", b"ours"):
         bench.open([1, 2], namespace=namespace)
         bench.step([1, 2], 3, namespace=namespace)
@@ -107,19 +107,19 @@ def test_forgotten_sessions_stay_in_the_sums_of_their_namespace() -> None:
     assert isinstance(ours, Figures) and isinstance(theirs, Figures)
     assert (ours.round, ours.sessions, ours.rounds) == (5, 1, 2)
     assert (theirs.round, theirs.sessions, theirs.rounds) == (6, 0, 1)
-    assert bench.shelf.stats().rounds == 3
+    assert bench.store.stats().rounds == 3
 
 
 def test_the_sums_of_more_namespaces_than_are_kept_apart_are_not_lost() -> None:
-    bench = Bench(max_drafts=1)
+    bench = Bench(max_sessions=1)
     names = [number.to_bytes(2, "big") for number in range(1030)]
     for name in names:
         bench.open([1, 2], namespace=name)
         bench.step([1, 2], 3, namespace=name)
 
-    assert bench.shelf.stats().rounds == len(names)
-    assert bench.shelf.stats_of(names[0])[1].rounds == 0
-    assert bench.shelf.stats_of(names[-1])[1].rounds == 1
+    assert bench.store.stats().rounds == len(names)
+    assert bench.store.stats_of(names[0])[1].rounds == 0
+    assert bench.store.stats_of(names[-1])[1].rounds == 1
 
 
 COLLECTED = """

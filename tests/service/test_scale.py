@@ -36,11 +36,11 @@ class Replica(threading.Thread):
     def _verify(self, text: list[int], proposal: list[int]) -> int:
         before = len(text)
         for token in proposal:
-            text.append(TARGET.law(tuple(text)).ids[0])
+            text.append(TARGET.distribution(tuple(text)).ids[0])
             if text[-1] != token:
                 return len(text) - before
             self.num_accepted += 1
-        text.append(TARGET.law(tuple(text)).ids[0])
+        text.append(TARGET.distribution(tuple(text)).ids[0])
         return len(text) - before
 
 

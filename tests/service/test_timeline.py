@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.client import ClientOptions, DraftClient
@@ -30,7 +30,7 @@ class TimedEngine(ScriptedEngine):
 
     bench: Bench
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         self.bench.now_s += 0.010
         return super().run(rows)
 
@@ -66,7 +66,7 @@ def test_a_verdict_that_was_prepared_is_a_hit_and_another_one_a_miss() -> None:
     bench.work()
     token = likely([1, 2, 3])
     bench.step([1, 2, 3], token)
-    unlikely = DRAFT.law((1, 2, 3, token)).ids[-1]
+    unlikely = DRAFT.distribution((1, 2, 3, token)).ids[-1]
     bench.step([1, 2, 3, token], unlikely)
 
     assert [event["cat"] for event in timeline.trace_events() if event["ph"] == "i"] == ["open", "hit", "miss"]

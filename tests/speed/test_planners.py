@@ -8,15 +8,15 @@ import time
 import pytest
 
 from specbranch.core.costs import Costs
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.law import Law
 from specbranch.core.planners import PLANNERS, make_planner, setting_names
 from specbranch.core.session import Session
 from specbranch.core.verify import Verdict
 from tests.toys import SOME
 
 BRANCHES, LENGTH = 24, 8
-FLAT = Law(tuple(range(1, 33)), (1 / 32,) * 32, 3.4)
+FLAT = Distribution(tuple(range(1, 33)), (1 / 32,) * 32, 3.4)
 
 
 def grown_session(name: str) -> Session:
@@ -33,7 +33,7 @@ def grown_session(name: str) -> Session:
     for branch in session.tree.children(session.tree.root, BRANCHES):
         node = branch
         for _ in range(LENGTH - 1):
-            node.law = FLAT
+            node.distribution = FLAT
             (node,) = session.tree.walk(node, 1)
     return session
 

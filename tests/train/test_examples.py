@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.trace import Answer
 from specbranch.train.examples import (
     SPLITS,
@@ -26,15 +26,15 @@ from specbranch.train.examples import (
 CARD = Card("big", "small", 2, 4, 0.0, ("code", "chat"))
 
 
-def law(first: int, confidence: float = 0.5) -> Law:
-    return Law((first, first + 1), (confidence, 0.25), 1.5)
+def distribution(first: int, confidence: float = 0.5) -> Distribution:
+    return Distribution((first, first + 1), (confidence, 0.25), 1.5)
 
 
 def arrays(runs: list[int], left: list[int], prompts: list[int]) -> dict[str, np.ndarray]:
     count = len(runs)
     return {
         "features": np.arange(count * 12, dtype=np.float16).reshape(count, 12),
-        "laws": np.full((count, 3), 0.5, dtype=np.float32),
+        "distributions": np.full((count, 3), 0.5, dtype=np.float32),
         "runs": np.array(runs, dtype=np.int32),
         "left": np.array(left, dtype=np.int32),
         "tasks": np.array([prompt % 2 for prompt in prompts], dtype=np.int32),
@@ -44,13 +44,15 @@ def arrays(runs: list[int], left: list[int], prompts: list[int]) -> dict[str, np
 
 def test_a_run_counts_first_choices_that_are_right_behind_the_place() -> None:
     """The target says 1 2 3 4 5; the draft would have said 1 2 9 4 5."""
-    answer = Answer((1, 2, 3, 4, 5), (law(1), law(2), law(9, 0.125), law(4), law(5)))
+    answer = Answer(
+        (1, 2, 3, 4, 5), (distribution(1), distribution(2), distribution(9, 0.125), distribution(4), distribution(5))
+    )
 
-    laws, runs, left = places(answer)
+    distributions, runs, left = places(answer)
 
     assert runs.tolist() == [1, 0, 2, 1]
     assert left.tolist() == [4, 3, 2, 1]
-    assert laws[1].tolist() == [0.125, 0.25, 1.5], "the law behind the second token"
+    assert distributions[1].tolist() == [0.125, 0.25, 1.5], "the distribution behind the second token"
 
 
 def test_places_whose_window_nobody_saw_are_left_out() -> None:

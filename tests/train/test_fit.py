@@ -27,11 +27,11 @@ def examples(count: int, seed: int, is_telling: bool) -> Examples:
     features = rng.normal(5, 40, (count, 24))
     if is_telling:
         features[:, 7] = 100 + 3 * runs + rng.normal(0, 0.3, count)
-    laws = np.stack([rng.uniform(0.1, 0.9, count), rng.uniform(0, 0.1, count), rng.uniform(0, 3, count)], -1)
+    distributions = np.stack([rng.uniform(0.1, 0.9, count), rng.uniform(0, 0.1, count), rng.uniform(0, 3, count)], -1)
     return Examples(
         CARD,
         features.astype(np.float16),
-        laws.astype(np.float32),
+        distributions.astype(np.float32),
         runs,
         np.full(count, 9, dtype=np.int32),
         np.zeros(count, dtype=np.int32),

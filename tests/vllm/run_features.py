@@ -130,17 +130,17 @@ def _refusal(common: dict[str, Any], ours: dict[str, Any]) -> str:
 def _watch(llm: Any, proposer: Any, seen: dict[tuple[int, ...], Any]) -> None:
     """Note the features of every text from now on."""
     batch = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.input_batch
-    tap = proposer.tap
-    read = type(tap).read
+    feature_hook = proposer.feature_hook
+    read = type(feature_hook).read
 
     def reading(sampled: Any, rows: Any) -> Any:
-        features = read(tap, sampled, rows)
+        features = read(feature_hook, sampled, rows)
         for row, one in zip(rows, features, strict=True):
             text = tuple(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist())
             seen.setdefault(text, []).append((one, len(sampled[row])))
         return features
 
-    tap.read = reading
+    feature_hook.read = reading
 
 
 def _errors(target: str, wholes: list[list[int]], seen: dict[tuple[int, ...], Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The whole of `specbranch check` on real vLLM: a right pair holds, and a law that is wrong on purpose is caught."""
+"""The whole of `specbranch check` on real vLLM: a right pair holds, and a wrong distribution is caught."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_a_right_pair_holds(tmp_path: Path) -> None:
     assert code == 0, json.dumps([one for one in document["findings"] if one["result"] == "FAILED"], indent=1)
     assert document["holds"] is True
     names = [finding["name"] for finding in document["findings"]]
-    assert sum(name.startswith("law: ") for name in names) == 9
+    assert sum(name.startswith("distribution: ") for name in names) == 9
     assert {"greedy in float32: specbranch", "logprobs agree", "JSON parses", "stop string absent"} <= set(names)
     assert "all checks hold" in report.read_text()
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_wrong_law_is_caught() -> None:
+def test_a_wrong_distribution_is_caught() -> None:
     """The second engine samples at temperature 2, not 1; greedy decoding is as it should be and still holds."""
     code, document = run_check("--prompts", "2", "--tokens", "8", "--samples", "32", "--wrong-temperature", "2")
     failed = [finding["name"] for finding in document["findings"] if finding["result"] == "FAILED"]
 
     assert code == 1
-    assert "law: logprobs: surprise" in failed
+    assert "distribution: logprobs: surprise" in failed
     assert not any(name.startswith("greedy") for name in failed)

@@ -1,4 +1,4 @@
-"""A forecast from a survey: the simulator with the measured costs and the recorded laws, for every planner."""
+"""A forecast from a survey: the simulator with the measured costs and the recorded distributions, for every planner."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The speed of a method over the target alone, while texts are decoded; reading prompts is not in it."""
+    """The speed of a method over the target alone, while sequences are decoded; reading prompts is not in it."""
 
     concurrency: int
     method: Method

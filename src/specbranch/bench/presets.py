@@ -1,7 +1,8 @@
 """Pairs of models as the simulator sees them, each figure with its source; and the making of a trace for a pair.
 
 A made trace assumes a calibrated draft: in a context where its confidence is u, the target agrees with its first token
-with probability u. Confidences follow a Beta law with the pair's acceptance as mean, independent from place to place.
+with probability u. Confidences follow a Beta distribution with the pair's acceptance as mean, independent from place to
+place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from specbranch.bench.theory import pearl_speed, solve_acceptance
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.trace import Answer, Header, Trace
 
 # Both read off traces/qwen-coder-chat.jsonl.gz, the flagship pair on chat, by `fit_shape`; a test holds them to it.
@@ -55,27 +56,28 @@ PAIRS = {
 }
 
 
-def make_trace(pair: Pair, num_answers: int, answer_len: int, rng: random.Random, head_len: int = 32) -> Trace:
+def make_trace(pair: Pair, num_answers: int, answer_len: int, rng: random.Random, top_k: int = 32) -> Trace:
     """A trace of a calibrated draft with the pair's acceptance. Token r is the draft's r-th choice, 0 is the tail."""
     answers = []
     for _ in range(num_answers):
-        laws = [_law(_confidence(pair.acceptance, rng), head_len) for _ in range(answer_len)]
-        answers.append(Answer(tuple(_draw(law, rng) for law in laws), tuple(laws)))
+        distributions = [_distribution(_confidence(pair.acceptance, rng), top_k) for _ in range(answer_len)]
+        answers.append(Answer(tuple(_draw(distribution, rng) for distribution in distributions), tuple(distributions)))
     return Trace(Header(target=pair.name, draft=pair.name, task="made"), tuple(answers))
 
 
 def make_iid_trace(acceptance: float, num_answers: int, answer_len: int, rng: random.Random) -> Trace:
     """A trace in which every token is accepted alike and independently, as the closed forms assume."""
-    law = _law(acceptance, head_len=2)
+    distribution = _distribution(acceptance, top_k=2)
     answers = [
-        Answer(tuple(_draw(law, rng) for _ in range(answer_len)), (law,) * answer_len) for _ in range(num_answers)
+        Answer(tuple(_draw(distribution, rng) for _ in range(answer_len)), (distribution,) * answer_len)
+        for _ in range(num_answers)
     ]
     return Trace(Header(task="iid"), tuple(answers))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a draft's laws look: the spread of its confidence, and how it ranks what it does not put first."""
+    """How a draft's distributions look: the spread of its confidence, and how it ranks what it does not put first."""
 
     mean: float
     concentration: float
@@ -85,13 +87,20 @@ class Shape:
 
 def fit_shape(trace: Trace) -> Shape:
     """The shape of a recorded draft, by moments."""
-    runs = [[float(law.confidence) for law in answer.laws] for answer in trace.answers]
+    runs = [[float(distribution.confidence) for distribution in answer.distributions] for answer in trace.answers]
     values = [value for run in runs for value in run]
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
-    # A law that is nearly certain says little about how the rest is spread.
-    doubtful = [law for answer in trace.answers for law in answer.laws if law.confidence < 0.95]
-    second = sum(float(law.probs[1]) / (1 - float(law.probs[0])) for law in doubtful) / len(doubtful)
+    # A distribution that is nearly certain says little about how the rest is spread.
+    doubtful = [
+        distribution
+        for answer in trace.answers
+        for distribution in answer.distributions
+        if distribution.confidence < 0.95
+    ]
+    second = sum(float(distribution.probs[1]) / (1 - float(distribution.probs[0])) for distribution in doubtful) / len(
+        doubtful
+    )
     products = [(a - mean) * (b - mean) for run in runs for a, b in pairwise(run)]
     return Shape(mean, mean * (1 - mean) / variance - 1, second, sum(products) / len(products) / variance)
 
@@ -101,19 +110,19 @@ def _confidence(acceptance: float, rng: random.Random) -> float:
     return min(max(drawn, 0.01), 1 - 1e-6)
 
 
-def _law(confidence: float, head_len: int) -> Law:
-    """A law with that confidence and a geometric rest, which never overtakes the first token."""
+def _distribution(confidence: float, top_k: int) -> Distribution:
+    """A distribution with that confidence and a geometric rest, which never overtakes the first token."""
     rest = 1 - confidence
     share = min(SECOND_SHARE, confidence / rest)
-    probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(head_len - 1)]
+    probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(top_k - 1)]
     spread = -(share * math.log(share) + (1 - share) * math.log(1 - share)) / share
     entropy = -confidence * math.log(confidence) - rest * math.log(rest) + rest * spread
-    return Law(tuple(range(1, head_len + 1)), tuple(probs), entropy)
+    return Distribution(tuple(range(1, top_k + 1)), tuple(probs), entropy)
 
 
-def _draw(law: Law, rng: random.Random) -> int:
+def _draw(distribution: Distribution, rng: random.Random) -> int:
     left = rng.random()
-    for token, prob in zip(law.ids, law.probs, strict=True):
+    for token, prob in zip(distribution.ids, distribution.probs, strict=True):
         left -= float(prob)
         if left < 0:
             return token

@@ -27,7 +27,7 @@ class Span:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether a text was read in; for a target it may have stood idle as well."""
+        """Whether a sequence was prefilled; for a target it may have stood idle as well."""
         return bool(self.args.get("is_prefill"))
 
 
@@ -57,7 +57,7 @@ class TargetLane:
 
     @property
     def rounds(self) -> list[Span]:
-        """Steps that verified or decoded; those with new texts only are left out."""
+        """Steps that verified or decoded; those with new sequences only are left out."""
         return [step for step in self.steps if not step.is_prefill]
 
 

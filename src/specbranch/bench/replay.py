@@ -1,9 +1,9 @@
-"""Scripts that replay a trace: a target that says what it said, and a draft with the laws that it had.
+"""Scripts that replay a trace: a target that says what it said, and a draft with the distributions that it had.
 
-The first token of a text names the answer; a session for answer i therefore has the prompt `(i,)`. A text that leaves
-the recorded answer can never come back to it; there, and where no law was recorded, the draft goes on with a recorded
-law from another place, picked by the text's hash, so that planners see laws of the usual kind also on branches that are
-bound to lose.
+The first token of a sequence names the answer; a session for answer i therefore has the prompt `(i,)`. A sequence that
+leaves the recorded answer can never come back to it; there, and where no distribution was recorded, the draft goes on
+with a recorded distribution from another place, picked by the sequence's hash, so that planners see distributions of
+the usual kind also on branches that are bound to lose.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.trace import Answer, Trace
 
 _Place = tuple[int, int]  # answer, number of its tokens read
@@ -20,13 +20,15 @@ _MODULUS = (1 << 61) - 1  # a Mersenne prime
 
 
 class _ReplayScript:
-    """States: `_START`, a place on a recorded answer, or the hash of a text that has left it."""
+    """States: `_START`, a place on a recorded answer, or the hash of a sequence that has left it."""
 
     def __init__(self, trace: Trace) -> None:
         self._answers = trace.answers
-        self._laws = [law for answer in trace.answers for law in answer.laws if law.ids]
+        self._distributions = [
+            distribution for answer in trace.answers for distribution in answer.distributions if distribution.ids
+        ]
         said = (token for answer in trace.answers for token in answer.tokens)
-        self.vocab_len = 1 + max(*said, *(max(law.ids) for law in self._laws))
+        self.vocab_len = 1 + max(*said, *(max(distribution.ids) for distribution in self._distributions))
 
     def start(self) -> int:
         return _START
@@ -53,19 +55,19 @@ class _ReplayScript:
 class ReplayDraft(_ReplayScript):
     """The draft of a trace."""
 
-    def law(self, state: Any) -> Law:
+    def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)
         if on_path:
             answer, length = on_path
-            if answer.laws[length].ids:
-                return answer.laws[length]
-        return self._laws[hash(state) % len(self._laws)]
+            if answer.distributions[length].ids:
+                return answer.distributions[length]
+        return self._distributions[hash(state) % len(self._distributions)]
 
 
 class ReplayTarget(_ReplayScript):
     """The target of a trace: certain of what it said."""
 
-    def law(self, state: Any) -> Law:
+    def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)
         if on_path:
             answer, length = on_path
@@ -74,8 +76,8 @@ class ReplayTarget(_ReplayScript):
 
 
 @lru_cache(maxsize=4096)
-def _certain(token: int) -> Law:
-    return Law((token,), (1.0,), 0.0)
+def _certain(token: int) -> Distribution:
+    return Distribution((token,), (1.0,), 0.0)
 
 
 def _mix(value: int, token: int) -> int:

@@ -1,4 +1,4 @@
-"""A survey of a pair on this machine: what steps cost, alone and side by side, and the draft's laws on real answers.
+"""A survey of a pair on this machine: the cost of steps, alone and together, and the draft's distributions on answers.
 
 Two devices are seldom quite apart: on one CPU they share memory, and each slows the other. So the target is timed both
 alone and while the draft works, and the draft only while the target works.
@@ -14,7 +14,7 @@ from typing import Any
 
 from specbranch.bench.profile import measure
 from specbranch.bench.worker import Worker, step_gaps_s
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import DraftEngine, Row
 from specbranch.trace import Answer, Header, Trace
 
@@ -94,33 +94,33 @@ def take_survey(
         requests = _ask(worker, group, answer_len, goes_on=False)
         pairs += [(request["prompt"], request["tokens"]) for request in requests]
     medians_s = {size: median(times_s) for size, times_s in alone_s.items()}
-    return Survey(medians_s, beside_s, draft_s, record_laws(engine, pairs, tell))
+    return Survey(medians_s, beside_s, draft_s, record_distributions(engine, pairs, tell))
 
 
-def record_laws(engine: DraftEngine, pairs: Sequence[_Pair], tell: Tell = lambda stage: None) -> Trace:
-    """The draft's law before every token of the answers, each on the true text."""
+def record_distributions(engine: DraftEngine, pairs: Sequence[_Pair], tell: Tell = lambda stage: None) -> Trace:
+    """The draft's distribution before every token of the answers, each on the true sequence."""
     answers = []
     for start in range(0, len(pairs), _AT_ONCE):
-        tell(f"the draft's laws, {start} of {len(pairs)} answers")
+        tell(f"the draft's distributions, {start} of {len(pairs)} answers")
         group = pairs[start : start + _AT_ONCE]
         handles = [engine.open() for _ in group]
-        laws = [[_read(engine, handle, prompt)] for handle, (prompt, _) in zip(handles, group, strict=True)]
+        distributions = [[_read(engine, handle, prompt)] for handle, (prompt, _) in zip(handles, group, strict=True)]
         for place in range(max(len(answer) for _, answer in group) - 1):
             active = [index for index, (_, answer) in enumerate(group) if place + 1 < len(answer)]
             rows = [Row(handles[index], (group[index][1][place],)) for index in active]
-            for index, law in zip(active, engine.run(rows), strict=True):
-                laws[index].append(law)
+            for index, distribution in zip(active, engine.run(rows), strict=True):
+                distributions[index].append(distribution)
         for handle in handles:
             engine.close(handle)
-        answers += [Answer(tuple(answer), tuple(own)) for (_, answer), own in zip(group, laws, strict=True)]
+        answers += [Answer(tuple(answer), tuple(own)) for (_, answer), own in zip(group, distributions, strict=True)]
     return Trace(Header(draft=engine.info.model, task="survey"), tuple(answers))
 
 
-def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Law:
-    """Feed a whole prompt; the law behind it."""
+def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distribution:
+    """Feed a whole prompt; the distribution behind it."""
     for start in range(0, len(prompt), _PIECE_LEN):
-        (law,) = engine.run([Row(handle, tuple(prompt[start : start + _PIECE_LEN]))])
-    return law
+        (distribution,) = engine.run([Row(handle, tuple(prompt[start : start + _PIECE_LEN]))])
+    return distribution
 
 
 def _together(

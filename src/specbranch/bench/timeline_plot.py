@@ -113,7 +113,7 @@ def _draw_legend(axis: Any, title: str) -> None:
         Patch(color=_TARGET, label="target: accepted/submitted"),
         Patch(color=_WAIT, label="target waits"),
         *(Patch(color=color, label=f"draft, {label}") for color, label in zip(_ROWS, _ROW_LABELS, strict=True)),
-        Patch(color=_READ, label="draft reads a text"),
+        Patch(color=_READ, label="draft reads a sequence"),
         Line2D([], [], marker="|", ms=9, mew=2.6, color=_HIT, ls="", label="hit"),
         Line2D([], [], marker="|", ms=9, mew=2.6, color=_MISS, ls="", label="miss"),
     ]

@@ -53,12 +53,12 @@ class Answer:
 
     @property
     def accepted_per_round(self) -> float:
-        """Drafted tokens that stood, per round."""
+        """Drafted tokens that were accepted, per round."""
         return self.accepted / self.rounds if self.rounds else 0.0
 
     @property
     def wait_share(self) -> float:
-        """The part of the decoding in which the target stood still for a draft."""
+        """The part of the decoding in which the target waited for a draft."""
         return min(1.0, self.wait_s / self.decode_s) if self.decode_s else 0.0
 
     def figures(self) -> str:

@@ -121,9 +121,9 @@ def _summary(report: Report) -> list[str]:
     options, size = report.options, report.options.size
     return [
         f"{size.num_prompts} greedy prompts of {size.num_tokens} tokens, {size.num_samples} samples for each feature.",
-        f"p: adjusted for all laws together; the whole report gives a false alarm with probability at most "
+        f"p: adjusted for all distributions together; the whole report gives a false alarm with probability at most "
         f"{options.alpha:g}.",
-        "shift: the total-variation distance between the two laws that would be noticed with probability 0.9, in the",
+        "shift: the total-variation distance between the distributions that is detected with probability 0.9, in the",
         "direction that is hardest to see.",
     ]
 

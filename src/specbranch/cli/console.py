@@ -1,4 +1,4 @@
-"""What every command shares: where people's output goes, machines' output, and errors that name their mend."""
+"""What every command shares: where people's output goes, machines' output, and errors that say how to fix them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def progress_bar() -> Progress:
 
 @contextmanager
 def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn the exceptions a caller can mend into one line and exit code 2."""
+    """Turn the exceptions a caller can fix into one line and exit code 2."""
     try:
         yield
     except kinds as error:

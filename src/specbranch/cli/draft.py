@@ -56,7 +56,8 @@ def draft(
         Path | None, typer.Option(help="Record what both sides did and write it here at the end, for Perfetto.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Write every verdict and the draft's laws here, for replay and training.")
+        Path | None,
+        typer.Option(help="Write every verdict and the draft's distributions here, for replay and training."),
     ] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop as well when standard input closes.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json")] = "text",

@@ -66,7 +66,7 @@ class Pair:
         self.target.use({**self._options.section, **self._where()})
 
     def wait_s(self) -> float:
-        """How long the target has stood still for drafts so far."""
+        """How long the target has waited for drafts so far."""
         return self.target.proposer_counts().get("wait_s", 0.0) if self._address else 0.0
 
     def __enter__(self) -> Pair:

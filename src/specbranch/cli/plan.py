@@ -51,7 +51,8 @@ def plan(
     draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file as well.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the recorded answers and laws, for `specbranch simulate --trace`.")
+        Path | None,
+        typer.Option(help="Write the recorded answers and distributions, for `specbranch simulate --trace`."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
 ) -> None:

@@ -81,7 +81,8 @@ def serve(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto and `specbranch timeline`.")] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Write every verdict and the draft's laws here, for replay and training.")
+        Path | None,
+        typer.Option(help="Write every verdict and the draft's distributions here, for replay and training."),
     ] = None,
     target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
     draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,

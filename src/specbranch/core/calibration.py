@@ -1,21 +1,21 @@
 """How often the draft is right: its own probabilities, corrected by what the target really said.
 
-A draft speaks of its law at temperature 1. A target that decodes greedily agrees with the first choice more often than
-that law says, a draft of few bits less often, and how much depends on the pair and on the text. So the odds of a first
-choice are a learned line over the odds that the draft gives it; the chance of the others, given that the first was
-wrong, is learned by rank. What was seen long ago counts less.
+A draft speaks of its distribution at temperature 1. A target that decodes greedily agrees with the first choice more
+often than that distribution says, a draft of few bits less often, and how much depends on the pair and on the sequence.
+So the odds of a first choice are a learned line over the odds that the draft gives it; the chance of the others, given
+that the first was wrong, is learned by rank. What was seen long ago counts less.
 """
 
 from __future__ import annotations
 
 import math
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 
 _RATE = 0.2  # of learning the line
 _RANKS = 8  # further ones are learned as one
 _PRIOR = 4.0  # so many observations is the draft's own word on ranks worth
-_LEAST = 1e-4  # no law is believed to be surer than this
+_LEAST = 1e-4  # no distribution is believed to be surer than this
 
 
 class Calibration:
@@ -26,38 +26,38 @@ class Calibration:
         self._slope, self._shift = 1.0, 0.0
         self._slope_sq, self._shift_sq = 0.1, 0.1  # sums of squared gradients, which set the pace of learning
         self._found = [0.0] * _RANKS  # tokens of this rank, where the first choice was wrong
-        self._expected = [0.0] * _RANKS  # and how many the laws spoke of
+        self._expected = [0.0] * _RANKS  # and how many the distributions spoke of
         self._repeats: dict[int, tuple[float, float]] = {}  # by tokens that agreed: how often seen, how often right
 
-    def first_chance(self, law: Law) -> float:
-        """How likely the law's first choice is right."""
-        return 1 / (1 + math.exp(-(self._slope * _log_odds(law) + self._shift)))
+    def first_chance(self, distribution: Distribution) -> float:
+        """How likely the distribution's first choice is right."""
+        return 1 / (1 + math.exp(-(self._slope * _log_odds(distribution) + self._shift)))
 
-    def chance(self, law: Law, token: int) -> float:
-        """How likely a token of the law's head is right."""
-        index = law.ids.index(token)
-        first = self.first_chance(law)
+    def chance(self, distribution: Distribution, token: int) -> float:
+        """How likely a token of the top-k is right."""
+        index = distribution.ids.index(token)
+        first = self.first_chance(distribution)
         if index == 0:
             return first
         rank = min(index, _RANKS) - 1
         factor = (self._found[rank] + _PRIOR) / (self._expected[rank] + _PRIOR)
-        return (1 - first) * min(1.0, factor * _share(law, index))
+        return (1 - first) * min(1.0, factor * _share(distribution, index))
 
-    def observe(self, law: Law, token: int) -> None:
-        """Take in what the target said where the draft had this law."""
-        if not law.ids:
+    def observe(self, distribution: Distribution, token: int) -> None:
+        """Take in what the target said where the draft had this distribution."""
+        if not distribution.ids:
             return
-        is_right = law.ids[0] == token
-        self._turn(_log_odds(law), self.first_chance(law) - is_right)
+        is_right = distribution.ids[0] == token
+        self._turn(_log_odds(distribution), self.first_chance(distribution) - is_right)
         if is_right:
             return
-        for index in range(1, min(len(law.ids), _RANKS + 1)):
+        for index in range(1, min(len(distribution.ids), _RANKS + 1)):
             rank = index - 1
-            self._expected[rank] = self._expected[rank] * self._keep + _share(law, index)
-            self._found[rank] = self._found[rank] * self._keep + (law.ids[index] == token)
+            self._expected[rank] = self._expected[rank] * self._keep + _share(distribution, index)
+            self._found[rank] = self._found[rank] * self._keep + (distribution.ids[index] == token)
 
     def repeat_chance(self, num_agreed: int) -> float:
-        """How likely a text goes on as it did the last time, where so many tokens agree."""
+        """How likely a sequence goes on as it did the last time, where so many tokens agree."""
         seen, right = self._repeats.get(num_agreed, (0.0, 0.0))
         return (right + _PRIOR / 2) / (seen + _PRIOR)
 
@@ -77,12 +77,12 @@ class Calibration:
         self._slope = max(self._slope, 0.0)  # a draft that is surer is never right less often
 
 
-def _log_odds(law: Law) -> float:
-    confidence = min(max(float(law.confidence), _LEAST), 1 - _LEAST)
+def _log_odds(distribution: Distribution) -> float:
+    confidence = min(max(float(distribution.confidence), _LEAST), 1 - _LEAST)
     return math.log(confidence / (1 - confidence))
 
 
-def _share(law: Law, index: int) -> float:
+def _share(distribution: Distribution, index: int) -> float:
     """A further token's part of what the first choice leaves."""
-    rest = 1 - float(law.probs[0])
-    return float(law.probs[index]) / rest if rest > 0 else 0.0
+    rest = 1 - float(distribution.probs[0])
+    return float(distribution.probs[index]) / rest if rest > 0 else 0.0

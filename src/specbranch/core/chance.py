@@ -1,6 +1,6 @@
 """Where randomness comes in. Everything random in the core is one question: which of these weighted things?
 
-The narrow question is what lets tests replace chance by enumeration and prove a law instead of sampling it.
+The narrow question is what lets tests replace chance by enumeration and prove a distribution instead of sampling it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from specbranch.core.law import Prob
+from specbranch.core.distribution import Prob
 
 
 class Chance(Protocol):

@@ -1,4 +1,4 @@
-"""How tokens are drawn from a draft law: the most likely ones (rule A), or a sample without replacement (rule B)."""
+"""How draft tokens are drawn: most likely first (rule A), or sampled without replacement (rule B)."""
 
 from __future__ import annotations
 
@@ -6,32 +6,39 @@ from collections.abc import Collection
 from typing import Protocol
 
 from specbranch.core.chance import Chance
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 
 
 class Draw(Protocol):
-    """Draws the tokens that stand after one node, one at a time."""
+    """Draws the tokens that follow one node, one at a time."""
 
-    def draw(self, law: Law, taken: Collection[int]) -> int | None:
-        """Return one more token of the law that is not among `taken`, or None when the head holds no other."""
+    def draw(self, distribution: Distribution, taken: Collection[int]) -> int | None:
+        """Return one more token not among `taken`, or None when its top-k holds no other."""
         ...
 
 
 class TopDraw:
-    """The most likely token not yet taken. Exact together with rule A, which never asks for the draft's law."""
+    """The most likely token not yet taken.
 
-    def draw(self, law: Law, taken: Collection[int]) -> int | None:
-        return next((token for token in law.ids if token not in taken), None)
+    Exact together with rule A, which never asks for the draft's distribution.
+    """
+
+    def draw(self, distribution: Distribution, taken: Collection[int]) -> int | None:
+        return next((token for token in distribution.ids if token not in taken), None)
 
 
 class SampledDraw:
-    """A sample without replacement, as rule B requires. Exact only if the head is the whole law."""
+    """A sample without replacement, as rule B requires. Exact only if top-k is the whole distribution."""
 
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
 
-    def draw(self, law: Law, taken: Collection[int]) -> int | None:
-        free = [(token, prob) for token, prob in zip(law.ids, law.probs, strict=True) if token not in taken]
+    def draw(self, distribution: Distribution, taken: Collection[int]) -> int | None:
+        free = [
+            (token, prob)
+            for token, prob in zip(distribution.ids, distribution.probs, strict=True)
+            if token not in taken
+        ]
         if not free:
             return None
         return free[self._chance.pick([prob for _, prob in free])][0]

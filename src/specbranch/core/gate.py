@@ -15,8 +15,8 @@ class GateSettings:
     """Steps of a measurement with and without drafts, steps to let pass after a change, steps between measurements.
 
     After opening, a trial begins when the first drafts have come, at the latest after `longest_settle_steps`: a draft
-    has to read the text in first, and that is not what is to be judged. Drafts must give `margin` times the tokens per
-    second of plain decoding; a trial that gives less than `hopeless` times ends early.
+    has to prefill the sequence first, and that is not what is to be judged. Drafts must give `margin` times the tokens
+    per second of plain decoding; a trial that gives less than `hopeless` times ends early.
     """
 
     plain_steps: int = 8
@@ -89,7 +89,7 @@ class Gate:
         """Take in a step of so many rows that ran as `is_open` last said; only whole decoding steps."""
         load = self._load(num_rows)
         self._since_change += 1
-        # The first steps after a change still show the other way: texts to read in, drafts on their way.
+        # The first steps after a change still show the other way: sequences in prefill, drafts on their way.
         is_settled = self._since_change > self._settings.settle_steps and (
             not load.is_open or self._has_seen_drafts or self._since_change > self._settings.longest_settle_steps
         )

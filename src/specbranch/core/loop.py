@@ -1,7 +1,7 @@
 """The round loop: any planners, any target, any draft, in virtual time.
 
 Two lanes overlap as two devices do. A draft step that is under way when a verdict arrives runs to its end, and its
-laws enter the tree only then. The target starts a step once every session has a submission or the deadline has
+distributions enter the tree only then. The target starts a step once every session has a submission or the deadline has
 passed. Durations come from the lanes, so the same loop serves scripted engines and measured ones.
 """
 
@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from typing import Protocol
 
 from specbranch.core.costs import Costs
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.core.session import Session
 from specbranch.core.tree import Node
 from specbranch.core.verify import Verdict
@@ -37,8 +37,8 @@ class DraftLane(Protocol):
 
     row_limit: int
 
-    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Law], float]:
-        """The law after each node, and how long the step takes."""
+    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
+        """The distribution after each node, and how long the step takes."""
         ...
 
 
@@ -71,7 +71,7 @@ class _Drafting:
     start_s: float
     end_s: float
     rows: list[tuple[Session, Node]]
-    laws: list[Law]
+    distributions: list[Distribution]
 
 
 @dataclass(slots=True)
@@ -139,11 +139,11 @@ class Loop:
         wishes = zip_longest(*([(session, node) for node in session.rows()] for session in active))
         rows = [row for row in chain.from_iterable(wishes) if row is not None][: self._draft.row_limit]
         if rows:
-            laws, step_s = self._draft.run(rows)
-            self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, laws)
+            distributions, step_s = self._draft.run(rows)
+            self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, distributions)
 
     def _advance(self) -> None:
-        """Go to the next event. At a tie the draft's laws land first, then the verdict."""
+        """Go to the next event. At a tie the draft's distributions land first, then the verdict."""
         draft_s = self._drafting.end_s if self._drafting else math.inf
         target_s = self._verifying.end_s if self._verifying else self._idle_since_s + self._deadline_s
         self.now_s = min(draft_s, target_s)
@@ -154,8 +154,8 @@ class Loop:
 
     def _finish_draft(self, step: _Drafting) -> None:
         self._drafting = None
-        for (session, node), law in zip(step.rows, step.laws, strict=True):
-            session.grow(node, law)
+        for (session, node), distribution in zip(step.rows, step.distributions, strict=True):
+            session.grow(node, distribution)
         self._costs.draft.observe(len(step.rows), step.end_s - step.start_s)
         self._observe(DraftStep(step.start_s, step.end_s, tuple(node for _, node in step.rows)))
 

@@ -30,12 +30,12 @@ class Outlook:
 
 @dataclass(slots=True)
 class Round:
-    """The situation of one sequence. While nothing is submitted yet, the target stands still."""
+    """The situation of one sequence. While nothing is submitted yet, the target waits."""
 
     index: int
     tree: Tree
     costs: Costs
-    text: SuffixIndex
+    suffixes: SuffixIndex
     is_hit: bool = False
     signal: Signal | None = None
     outlook: Outlook | None = None  # told by the target with the verdict that opened the round

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specbranch.core.costs import Costs
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import Draw
-from specbranch.core.law import Law
 from specbranch.core.planners.protocol import Planner
 from specbranch.core.round import Outlook, Round
 from specbranch.core.stats import Stats
@@ -84,9 +84,9 @@ class Session:
         self.settle()
         return self._planner.prepare(self.round)
 
-    def grow(self, node: Node, law: Law) -> None:
-        """Take in the law after a node that was run. A node that was rolled back meanwhile does no harm."""
-        self.tree.place(node, law)
+    def grow(self, node: Node, distribution: Distribution) -> None:
+        """Take in the distribution after a node that was run. A node that was rolled back meanwhile does no harm."""
+        self.tree.set_distribution(node, distribution)
         self.stats.rows += 1
 
     def settle(self) -> None:
@@ -141,8 +141,8 @@ class Session:
         tree = self.tree
         tree.learn(committed)
         tree.commit(committed)
-        is_hit = tree.root.law is not None
-        self.round = Round(self.round.index + 1, tree, self.round.costs, self.round.text, is_hit, outlook=outlook)
+        is_hit = tree.root.distribution is not None
+        self.round = Round(self.round.index + 1, tree, self.round.costs, self.round.suffixes, is_hit, outlook=outlook)
         self._count(verdict, num_submitted, len(emitted))
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:

@@ -14,7 +14,7 @@ class Stats:
     rounds: int = 0  # verdicts taken
     hits: int = 0  # verdicts whose root the draft had drawn and run
     submitted: int = 0  # tokens sent for verification
-    accepted: int = 0  # submitted tokens that stood
+    accepted: int = 0  # submitted tokens that were accepted
     emitted: int = 0  # tokens given to the user, the target's own included
     rows: int = 0  # draft rows run
     used: int = 0  # drafted tokens that a verdict committed
@@ -23,7 +23,7 @@ class Stats:
     cut: int = 0  # rolled back: drafted, then not submitted
     losing: int = 0  # of the rolled back: on branches that were not the draft's first choice
     superseded: int = 0  # verdicts dropped because their round was over
-    wait_s: float = 0.0  # time the target stood still for a draft
+    wait_s: float = 0.0  # time the target waited for a draft
     target_s: float = 0.0  # time the target computed
 
     def add(self, other: Stats) -> None:
@@ -51,7 +51,7 @@ class Stats:
 
     @property
     def accepted_per_round(self) -> float:
-        """Submitted tokens that stood, per verdict: without the target's own token."""
+        """Submitted tokens that were accepted, per verdict: without the target's own token."""
         return self.accepted / self.rounds if self.rounds else 0.0
 
     @property
@@ -66,6 +66,6 @@ class Stats:
 
     @property
     def wait_share(self) -> float:
-        """Share of the target's time that it stood still for a draft."""
+        """Share of the target's time that it waited for a draft."""
         busy = self.wait_s + self.target_s
         return self.wait_s / busy if busy else 0.0

@@ -1,8 +1,9 @@
 """The draft tree: everything that has been drafted after the committed tokens of one sequence.
 
-The root is the last committed token. A node's law becomes known when the draft has run the node; only then can tokens
-be drawn after it. Nodes are addressed by content, so a verdict re-roots the tree by walking along its tokens, and
-every branch below the new root survives with its laws. The tree knows nothing of planners, engines or time.
+The root is the last committed token. A node's distribution becomes known when the draft has run the node; only then can
+tokens be drawn after it. Nodes are addressed by content, so a verdict re-roots the tree by walking along its tokens,
+and every branch below the new root survives with its distributions. The tree knows nothing of planners, engines or
+time.
 
 Each node is created once and settled once, so all book-keeping is linear in the tokens drafted.
 """
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from specbranch.core.calibration import Calibration
+from specbranch.core.distribution import Distribution
 from specbranch.core.draw import Draw
-from specbranch.core.law import Law
 
-_LEAST = 1e-30  # the far end of a head may have been rounded to nothing
+_LEAST = 1e-30  # the last of top-k may have been rounded to nothing
 
 
 class Fate(Enum):
@@ -28,7 +29,7 @@ class Fate(Enum):
     USED = "used"  # a verdict committed it
     REJECTED = "rejected"  # submitted and refused
     UNUSED = "unused"  # prepared for another outcome
-    CUT = "cut"  # stood behind a submission that left it out, and was lost with it
+    CUT = "cut"  # followed a submission that left it out, and was lost with it
 
 
 @dataclass(slots=True)
@@ -56,10 +57,19 @@ class Settled:
 
 
 class Node:
-    """One drafted token. `position` is its place in the sequence, counted from 0."""
+    """One drafted token. `position` counts from 0 in the whole sequence."""
 
     __slots__ = (
-        "born", "children", "fate", "has_served", "is_submitted", "law", "log_chance", "parent", "position", "token",
+        "born",
+        "children",
+        "distribution",
+        "fate",
+        "has_served",
+        "is_submitted",
+        "log_chance",
+        "parent",
+        "position",
+        "token",
     )  # fmt: skip
 
     def __init__(self, token: int, parent: Node | None, position: int, born: int) -> None:
@@ -68,11 +78,11 @@ class Node:
         self.position = position
         self.born = born
         self.children: list[Node] = []
-        self.law: Law | None = None
+        self.distribution: Distribution | None = None
         self.is_submitted = False
         self.fate: Fate | None = None
         self.has_served = False  # a token drawn after this one was committed
-        self.log_chance = 0.0  # of the path from the tree's first root, by the draft's laws as calibrated
+        self.log_chance = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
 
     def child_with(self, token: int) -> Node | None:
         """The child that holds `token`, if it has been drawn."""
@@ -87,7 +97,7 @@ class Tree:
 
     def __init__(self, tokens: Sequence[int], draw: Draw, calibration: Calibration | None = None) -> None:
         if not tokens:
-            raise ValueError("a draft tree needs at least one committed token to stand on")
+            raise ValueError("a draft tree needs at least one committed token to start from")
         self._draw = draw
         self._calibration = calibration or Calibration()
         self.root = Node(tokens[-1], None, len(tokens) - 1, 0)
@@ -99,17 +109,17 @@ class Tree:
 
     @property
     def end(self) -> Node:
-        """The node after which the next verdict's token will stand if everything submitted is accepted."""
+        """The node that the next verdict's own token follows if everything submitted is accepted."""
         return self.submitted[-1] if self.submitted else self.root
 
     def children(self, node: Node, count: int) -> list[Node]:
-        """The first `count` children of a node whose law is known, drawn as needed; fewer if the law holds no more."""
+        """The first `count` children of a node that was run, drawn as needed; fewer if its top-k holds no more."""
         while len(node.children) < count and self._grow(node):
             pass
         return node.children[:count]
 
     def walk(self, start: Node, length: int) -> list[Node]:
-        """The principal chain below `start`, first children all the way, drawn as far as laws are known.
+        """The principal chain below `start`, first children all the way, drawn as far as distributions are known.
 
         At most `length` nodes. If it is shorter, its last node (or `start`) is the one to run next.
         """
@@ -123,21 +133,21 @@ class Tree:
     def unrun(self, start: Node, length: int) -> Node | None:
         """The node to run so that the chain below `start` grows to `length` tokens; None if it is that long already.
 
-        None also where the law has no token left to draw.
+        None also where the distribution has no token left to draw.
         """
         chain = self.walk(start, length)
         tip = chain[-1] if chain else start
-        return tip if len(chain) < length and tip.law is None else None
+        return tip if len(chain) < length and tip.distribution is None else None
 
     def find(self, tokens: Sequence[int]) -> Node | None:
-        """The node that stands at the end of `tokens` after the root, if it was drafted."""
+        """The node at the end of `tokens` after the root, if it was drafted."""
         node: Node | None = self.root
         for token in tokens:
             node = node.child_with(token) if node else None
         return node
 
     def frontier(self, start: Node, depth: int, count: int, least: float) -> list[tuple[Node, float]]:
-        """The likeliest nodes at or below `start` whose laws are not known, each with its chance seen from there.
+        """The likeliest nodes at or below `start` that were not run yet, each with its chance seen from there.
 
         At most `count`, none deeper than `depth` tokens or with a chance below `least`. No child is drawn that could
         not have that chance.
@@ -148,7 +158,7 @@ class Tree:
         while heap and len(found) < count:
             weight, _, node = heapq.heappop(heap)
             nexts = []
-            if node.law is None:  # its children, if planted, wait for it
+            if node.distribution is None:  # its children, if planted, wait for it
                 found.append((node, math.exp(-weight)))
             elif node.position < start.position + depth:
                 nexts.append((node, 1))
@@ -162,7 +172,7 @@ class Tree:
         return found
 
     def _child_at(self, node: Node, rank: int, least: float) -> Node | None:
-        """A node's child of that rank, from 1, drawn only if what is left of the law can give it the least chance."""
+        """A node's child of that rank, from 1; drawn only if the rest can give it the least chance."""
         if len(node.children) < rank:
             left = 1.0 - sum(math.exp(child.log_chance - node.log_chance) for child in node.children)
             if left < least:
@@ -173,25 +183,25 @@ class Tree:
         return children[-1]
 
     def plant(self, parent: Node, token: int, chance: float) -> Node:
-        """A child that no law proposed, below a node whose law is not known; `chance` is how likely it stands there.
+        """A child that no distribution proposed, below a node that was not run; `chance` is how likely it is right.
 
         Only for verification by match (rule A), which takes any proposal.
         """
         return parent.child_with(token) or self._add(parent, token, chance)
 
-    def place(self, node: Node, law: Law) -> None:
-        """Take in a node's law. Children that were planted before get their chances and their ranks by it."""
-        node.law = law
+    def set_distribution(self, node: Node, distribution: Distribution) -> None:
+        """Take in a node's distribution. Children that were planted before get their chances and their ranks by it."""
+        node.distribution = distribution
         if not node.children:
             return
         planted = list(node.children)
-        if law.ids and law.ids[0] not in [child.token for child in planted]:
+        if distribution.ids and distribution.ids[0] not in [child.token for child in planted]:
             self._grow(node)
         for child in planted:
-            if child.token in law.ids:
-                chance = self._calibration.chance(law, child.token)
+            if child.token in distribution.ids:
+                chance = self._calibration.chance(distribution, child.token)
             else:
-                left = 1 - self._calibration.first_chance(law)
+                left = 1 - self._calibration.first_chance(distribution)
                 chance = left * math.exp(child.log_chance - node.log_chance)
             self._shift(child, node.log_chance + math.log(max(chance, _LEAST)) - child.log_chance)
         node.children.sort(key=lambda child: -child.log_chance)
@@ -215,7 +225,7 @@ class Tree:
             del self.submitted[length:]
 
     def chance(self, node: Node) -> float:
-        """How likely it is that the text goes on to this node."""
+        """How likely it is that the sequence goes on to this node."""
         return math.exp(node.log_chance - self.root.log_chance)
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -246,17 +256,17 @@ class Tree:
         return total
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Let the calibration see where the draft's laws were right, before these tokens are committed."""
-        for law, token in zip(self.laws(tokens), tokens, strict=True):
-            if law is not None:
-                self._calibration.observe(law, token)
+        """Let the calibration see where the draft's distributions were right, before these tokens are committed."""
+        for distribution, token in zip(self.distributions(tokens), tokens, strict=True):
+            if distribution is not None:
+                self._calibration.observe(distribution, token)
 
-    def laws(self, tokens: Sequence[int]) -> list[Law | None]:
-        """The draft's law before each of these tokens after the root; None where it is not known."""
-        found: list[Law | None] = []
+    def distributions(self, tokens: Sequence[int]) -> list[Distribution | None]:
+        """The draft's distribution before each of these tokens after the root; None where it is not known."""
+        found: list[Distribution | None] = []
         node: Node | None = self.root
         for token in tokens:
-            found.append(node.law if node else None)
+            found.append(node.distribution if node else None)
             node = node.child_with(token) if node else None
         return found
 
@@ -269,13 +279,13 @@ class Tree:
             stack.extend(node.children)
 
     def _grow(self, node: Node) -> bool:
-        """Draw one more child of a node; False if its law is unknown or has nothing left."""
-        if node.law is None:
+        """Draw one more child of a node; False if its distribution is unknown or has nothing left."""
+        if node.distribution is None:
             return False
-        token = self._draw.draw(node.law, [child.token for child in node.children])
+        token = self._draw.draw(node.distribution, [child.token for child in node.children])
         if token is None:
             return False
-        self._add(node, token, self._calibration.chance(node.law, token))
+        self._add(node, token, self._calibration.chance(node.distribution, token))
         return True
 
     def _add(self, node: Node, token: int, chance: float) -> Node:
@@ -311,7 +321,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What one verdict left behind: all below `old` that does not stand below `root`."""
+    """What one verdict left behind: all below `old` that is not below `root`."""
 
     old: Node
     root: Node

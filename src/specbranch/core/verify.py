@@ -1,8 +1,8 @@
-"""Exact verification: which submitted tokens stand, and which token follows them.
+"""Exact verification, for reference and tests: which submitted tokens are accepted, and which token follows them.
 
 Rule A (match) draws the target's own token at every position and keeps the submitted ones that equal it. It is exact
-for any submission and needs no draft law. Rule B (rejection sampling) tests sampled tokens by p/q and keeps more of
-them; it is exact only for tokens that were drawn from q and chosen without looking at their values.
+for any submission and needs no draft distribution. Rule B (rejection sampling) tests sampled tokens by p/q and keeps
+more of them; it is exact only for tokens that were drawn from q and chosen without looking at their values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbranch.core.chance import Chance
-from specbranch.core.law import Dense, Prob
+from specbranch.core.distribution import Dense, Prob
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the draft offers at one position: tokens drawn from `law` without replacement, in the order of drawing."""
+    """What the draft offers at one position: tokens drawn from `distribution` without replacement, in order."""
 
-    law: Dense
+    distribution: Dense
     tokens: tuple[int, ...]
 
 
@@ -45,14 +45,14 @@ def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
     return Verdict(len(submitted), sample(len(submitted)))
 
 
-def reject(offers: Sequence[Offer], laws: Sequence[Dense], chance: Chance) -> Verdict:
+def reject(offers: Sequence[Offer], distributions: Sequence[Dense], chance: Chance) -> Verdict:
     """Rule B. Every offer but the last begins with a submitted token; the last one holds the roots at the branch point.
 
-    `laws[i]` is the target's law after i submitted tokens.
+    `distributions[i]` is the target's distribution after i submitted tokens.
     """
     last = len(offers) - 1
-    for index, (offer, law) in enumerate(zip(offers, laws, strict=True)):
-        token = choose(law, offer, chance)
+    for index, (offer, distribution) in enumerate(zip(offers, distributions, strict=True)):
+        token = choose(distribution, offer, chance)
         if index == last or token != offer.tokens[0]:
             return Verdict(index, token)
     raise ValueError("rule B needs at least one offer, if only an empty one")
@@ -60,12 +60,12 @@ def reject(offers: Sequence[Offer], laws: Sequence[Dense], chance: Chance) -> Ve
 
 def choose(p: Dense, offer: Offer, chance: Chance) -> int:
     """Test the offered tokens in order, each against what the earlier ones left over; the result follows p exactly."""
-    q = offer.law
+    q = offer.distribution
     for token in offer.tokens:
         keep = keep_chance(p, q, token)
         if chance.pick((keep, 1 - keep)) == 0:
             return token
-        p, q = recovery_law(p, q), without(q, token)
+        p, q = recovery_distribution(p, q), without(q, token)
     return chance.pick(list(p))
 
 
@@ -75,16 +75,16 @@ def keep_chance(p: Dense, q: Dense, token: int) -> Prob:
     return min(ratio, 1)
 
 
-def recovery_law(p: Dense, q: Dense) -> Dense:
-    """The law after a rejection: what p has over q, normalised."""
+def recovery_distribution(p: Dense, q: Dense) -> Dense:
+    """The distribution after a rejection: what p has over q, normalised."""
     excess = np.maximum(p - q, 0)
     total = excess.sum()
-    # With p = q nothing is ever rejected; only rounding can ask for this law.
+    # With p = q nothing is ever rejected; only rounding can ask for this distribution.
     return excess / total if total else p
 
 
 def without(q: Dense, token: int) -> Dense:
-    """The law q once `token` has been drawn and is not put back."""
+    """The distribution q once `token` has been drawn and is not put back."""
     rest = q.copy()
     rest[token] = 0
     total = rest.sum()

@@ -19,7 +19,7 @@ from specbranch.engines.protocol import DraftEngine, EngineFull, Row
 class Feed:
     """A row for the engine, and how many tokens its handle holds before.
 
-    Without a node it only reads a part of the text, and its law is not needed.
+    Without a node it only reads a part of the sequence, and its distribution is not needed.
     """
 
     row: Row
@@ -28,7 +28,7 @@ class Feed:
 
 
 class Binding:
-    """The handles of one session. If a step fails, `close` the binding: the next rows start from the text again."""
+    """The handles of one session. If a step fails, `close` the binding: the next rows start from the sequence again."""
 
     def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class Binding:
         return len(self._tips) + (self._trunk is not None)
 
     def num_unread(self, tree: Tree) -> int:
-        """How many committed tokens no handle holds yet: a long text that is still being read in."""
+        """How many committed tokens no handle holds yet: a long sequence that is still being prefilled."""
         if self._tips:
             return 0  # after a miss there is little to catch up with
         return tree.root.position + 1 - (self._trunk[1] if self._trunk else 0)
@@ -49,7 +49,7 @@ class Binding:
     def feeds(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], piece_len: int = 1 << 30) -> list[Feed]:
         """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed.
 
-        Of a text that is still to be read at most `piece_len` tokens are fed.
+        Of a sequence that is still to be read at most `piece_len` tokens are fed.
         """
         self._follow(tokens, tree)
         if nodes and not self._tips:
@@ -78,7 +78,7 @@ class Binding:
         return None
 
     def adopt(self, handle: int, length: int) -> None:
-        """Begin with a handle that already holds the first `length` tokens of the text."""
+        """Begin with a handle that already holds the first `length` tokens of the sequence."""
         assert not self.num_handles, "this session has begun to read"
         self._trunk = (handle, length)
 
@@ -100,7 +100,7 @@ class Binding:
             return Feed(row, None, start)
         self._trunk = None
         self._tips[handle] = root
-        return Feed(row, root if root.law is None else None, start)
+        return Feed(row, root if root.distribution is None else None, start)
 
     def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> Feed:
         path, parent = [node.token], node.parent

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.cells import Cells
-from specbranch.engines.head import head_of
 from specbranch.engines.options import EngineOptions, local_model
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
+from specbranch.engines.top_k import top_k_of
 
 try:
     import llama_cpp
@@ -45,7 +45,7 @@ class _Fed:
     token: int
     position: int
     handle: int
-    row: int | None  # the row whose law stands behind this token
+    row: int | None  # the row whose distribution stands behind this token
 
 
 class LlamaCppEngine:
@@ -60,7 +60,7 @@ class LlamaCppEngine:
         most = llama_cpp.llama_max_parallel_sequences()
         max_handles = min(options.max_handles, most)
         self._cells = Cells(options.max_tokens, max_handles)
-        self._head_len = options.head_len
+        self._top_k = options.top_k
         self._context = self._make_context(options, max_handles)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
@@ -94,10 +94,10 @@ class LlamaCppEngine:
         self._cells.close(handle)
         self._forget(handle, 0)
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         lengths = [len(self._cells.path(row.handle)) for row in rows]
         self._cells.extend(rows)
-        laws: list[Law | None] = [None] * len(rows)
+        distributions: list[Distribution | None] = [None] * len(rows)
         fed = list(_fed(rows, lengths))
         for start in range(0, len(fed), _BATCH):
             chunk = fed[start : start + _BATCH]
@@ -106,8 +106,8 @@ class LlamaCppEngine:
                 raise EngineFull("llama.cpp found no room in its cache for this step")
             for index, item in enumerate(chunk):
                 if item.row is not None:
-                    laws[item.row] = self._law(index)
-        return [law for law in laws if law is not None]
+                    distributions[item.row] = self._distribution(index)
+        return [distribution for distribution in distributions if distribution is not None]
 
     def shutdown(self) -> None:
         if self._context is not None:
@@ -130,9 +130,9 @@ class LlamaCppEngine:
             raise EngineError(f"llama.cpp could not compute a step (code {code})")
         return bool(code == 0)
 
-    def _law(self, index: int) -> Law:
+    def _distribution(self, index: int) -> Distribution:
         pointer = llama_cpp.llama_get_logits_ith(self._context, index)
-        return head_of(np.ctypeslib.as_array(pointer, shape=(self.info.vocab_len,)), self._head_len)
+        return top_k_of(np.ctypeslib.as_array(pointer, shape=(self.info.vocab_len,)), self._top_k)
 
     def _undo(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
@@ -161,7 +161,7 @@ class LlamaCppEngine:
         params.n_threads = params.n_threads_batch = options.threads or len(os.sched_getaffinity(0))
         params.offload_kqv = options.device != "cpu"
         if options.device == "cpu":
-            # On a CPU, flash attention sums in half precision: the same text in other cells gave probabilities that
+            # On a CPU, flash attention sums in half precision: the same sequence in other cells gave probabilities that
             # differ by up to 0.17 (SmolLM2, Q4_1). Plain attention differs by rounding only.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.no_perf = True

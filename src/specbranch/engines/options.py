@@ -30,10 +30,10 @@ class EngineOptions:
     max_tokens: int = 16384
     max_handles: int = 128
     row_limit: int = 64
-    head_len: int = 32
+    top_k: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_handles", "row_limit", "head_len"):
+        for name in ("max_tokens", "max_handles", "row_limit", "top_k"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.threads is not None and self.threads < 1:
@@ -71,7 +71,7 @@ def local_model(model: str) -> Path | None:
     given = Path(model).expanduser()
     if given.exists():
         return given
-    shelf = os.environ.get("SPECBRANCH_MODELS")
-    if shelf and (Path(shelf) / model).exists():
-        return Path(shelf) / model
+    store = os.environ.get("SPECBRANCH_MODELS")
+    if store and (Path(store) / model).exists():
+        return Path(store) / model
     return None

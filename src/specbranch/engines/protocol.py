@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 
 
 class EngineError(RuntimeError):
@@ -33,7 +33,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens to feed to one handle, at least one. The law comes back for the place behind the last of them."""
+    """Tokens to feed to one handle, at least one. The distribution comes back for the place behind the last of them."""
 
     handle: int
     tokens: tuple[int, ...]
@@ -54,7 +54,7 @@ def require_length(handle: int, held: int, length: int) -> None:
 
 
 class DraftEngine(Protocol):
-    """A model that turns rows into laws, many rows at a time. One thread at a time may use it."""
+    """A model that turns rows into distributions, many rows at a time. One thread at a time may use it."""
 
     @property
     def info(self) -> EngineInfo:
@@ -82,7 +82,7 @@ class DraftEngine(Protocol):
         """Forget a handle."""
         ...
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         """Feed every row, at most one per handle, in one batch."""
         ...
 

@@ -1,8 +1,8 @@
 """An output layer in two steps: a narrow product over the whole vocabulary, then the whole one for the best tokens.
 
 The output layer of a small model with a large vocabulary is a quarter of what a step reads, and all but a few of its
-tokens never matter. Hidden states vary along few directions; which ones is learned from the texts that come through.
-Now and then the whole layer is computed too, to see whether the narrow one still finds its first choice.
+tokens never matter. Hidden states vary along few directions; which ones is learned from the sequences that come
+through. Now and then the whole layer is computed too, to see whether the narrow one still finds its first choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEARNED = 8192  # hidden states that the directions are learned from
 _PART = 4  # the narrow product has so much less width
 _MARGIN = 12.0  # below the best logit by the narrow product: what is further off is no candidate
 _COUNT = 512  # and of blocks only so many of the best have candidates
-_MOST = 1024  # candidates: a flat law has tens of thousands within the margin, and only its first ones are asked for
+_MOST = 1024  # candidates: a flat distribution has tens of thousands within the margin, only the first are needed
 _BLOCK = 64  # tokens
 _AUDIT_EVERY = 32  # products
 _KEEP = 0.98  # of what audits have found, at the next one
@@ -50,7 +50,7 @@ class ScreenedHead(nn.Module):
         return self._screen is not None
 
     def learn(self, hidden: torch.Tensor) -> None:
-        """Take in hidden states [tokens, hidden] of texts; with enough of them the narrow product is made."""
+        """Take in hidden states [tokens, hidden] of sequences; with enough of them the narrow product is made."""
         if self._screen is not None:
             return
         self._seen.append(hidden.clone())
@@ -74,7 +74,7 @@ class ScreenedHead(nn.Module):
     def _audit(self, logits: torch.Tensor, whole: torch.Tensor) -> None:
         lost = (logits.argmax(-1) != whole.argmax(-1)).float().mean().item()
         self.lost = _KEEP * self.lost + (1 - _KEEP) * lost
-        if self.lost > _MOST_LOST:  # the texts have become others
+        if self.lost > _MOST_LOST:  # the sequences have become others
             self._screen = None
             self._forget()
 

@@ -1,4 +1,4 @@
-"""A model with given laws and given step times: for exact tests and for simulation, never for a claim about speed.
+"""A model with given distributions and step times: for exact tests and for simulation, never for a claim about speed.
 
 `ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by either rule.
 """
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from specbranch.core.chance import Chance
 from specbranch.core.costs import StepCost
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.core.session import Session
 from specbranch.core.tree import Node
 from specbranch.core.verify import Offer, Verdict, match, reject
@@ -25,29 +25,29 @@ Rule = Literal["match", "reject"]
 
 
 class Script(Protocol):
-    """A language model as a pure function of the text, folded over its tokens."""
+    """A language model as a pure function of the sequence, folded over its tokens."""
 
     vocab_len: int
 
     def start(self) -> State:
-        """The state of the empty text."""
+        """The state of the empty sequence."""
         ...
 
     def advance(self, state: State, token: int) -> State:
         """The state after one more token."""
         ...
 
-    def law(self, state: State) -> Law:
-        """The next-token law in a state."""
+    def distribution(self, state: State) -> Distribution:
+        """The next-token distribution in a state."""
         ...
 
 
 class TextScript:
-    """A script given by one function from the whole text to a law."""
+    """A script given by one function from the whole sequence to a distribution."""
 
-    def __init__(self, vocab_len: int, law: Callable[[tuple[int, ...]], Law]) -> None:
+    def __init__(self, vocab_len: int, distribution: Callable[[tuple[int, ...]], Distribution]) -> None:
         self.vocab_len = vocab_len
-        self._law = law
+        self._distribution = distribution
 
     def start(self) -> tuple[int, ...]:
         return ()
@@ -55,13 +55,13 @@ class TextScript:
     def advance(self, state: Any, token: int) -> tuple[int, ...]:
         return (*state, token)
 
-    def law(self, state: Any) -> Law:
-        return self._law(state)
+    def distribution(self, state: Any) -> Distribution:
+        return self._distribution(state)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The end of one text; texts share their beginnings, so a fork copies nothing."""
+    """The end of one sequence; sequences share their beginnings, so a fork copies nothing."""
 
     state: State
     length: int
@@ -104,19 +104,19 @@ class ScriptedEngine:
     def close(self, handle: int) -> None:
         del self._cells[handle]
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         require_rows(rows)
         return [self._run(row) for row in rows]
 
     def shutdown(self) -> None:
         self._cells.clear()
 
-    def _run(self, row: Row) -> Law:
+    def _run(self, row: Row) -> Distribution:
         cell = self._cells[row.handle]
         for token in row.tokens:
             cell = _Cell(self._script.advance(cell.state, token), cell.length + 1, cell)
         self._cells[row.handle] = cell
-        return self._script.law(cell.state)
+        return self._script.distribution(cell.state)
 
     def _hold(self, cell: _Cell) -> int:
         handle = next(self._handles)
@@ -141,7 +141,7 @@ class EngineLane:
         self._bindings: dict[Session, Binding] = {}
         self.row_limit = engine.info.row_limit
 
-    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Law], float]:
+    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
         self._forget_finished()
         by_session: dict[Session, list[Node]] = {}
         for session, node in rows:
@@ -183,13 +183,13 @@ class ScriptedTarget:
         for token in session.submitted:
             states.append(self._script.advance(states[-1], token))
         if self._rule == "match":
-            return match(session.submitted, lambda index: self._sample(self._script.law(states[index])))
+            return match(session.submitted, lambda index: self._sample(self._script.distribution(states[index])))
         vocab_len = self._script.vocab_len
-        laws = [self._script.law(state).dense(vocab_len) for state in states]
-        return reject(offers(session, vocab_len), laws, self._chance)
+        distributions = [self._script.distribution(state).dense(vocab_len) for state in states]
+        return reject(offers(session, vocab_len), distributions, self._chance)
 
-    def _sample(self, law: Law) -> int:
-        return law.ids[self._chance.pick(law.probs)]
+    def _sample(self, distribution: Distribution) -> int:
+        return distribution.ids[self._chance.pick(distribution.probs)]
 
     def _state(self, session: Session) -> State:
         length, state = self._states.get(session, (0, self._script.start()))
@@ -200,11 +200,11 @@ class ScriptedTarget:
 
 
 def offers(session: Session, vocab_len: int) -> list[Offer]:
-    """What the draft offers to rule B at every submitted place and at the branch point: its law, and all it drew."""
+    """What the draft offers to rule B at each submitted position and the branch point: distribution, tokens drawn."""
     places = [session.tree.root, *(session.tree.submitted or ())]
     return [
         Offer(
-            node.law.dense(vocab_len) if node.law else Law((), (), 0.0).dense(vocab_len),
+            node.distribution.dense(vocab_len) if node.distribution else Distribution((), (), 0.0).dense(vocab_len),
             tuple(c.token for c in node.children),
         )
         for node in places

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbranch.core.law import Law
-from specbranch.engines.head import head_of
+from specbranch.core.distribution import Distribution
 from specbranch.engines.options import DTYPES, EngineOptions, local_model
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row, require_length, require_rows
+from specbranch.engines.top_k import top_k_of
 
 try:
     import torch
@@ -117,7 +117,7 @@ class _Share:
     stop: int
     slots: torch.Tensor  # [tokens]
     span: int
-    mask: torch.Tensor | None  # [tokens, span], 0 or -inf; None for a whole text in the first slots, in order
+    mask: torch.Tensor | None  # [tokens, span], 0 or -inf; None for a whole sequence in the first slots, in order
     _repeated: torch.Tensor | None = None
 
     def mask_of(self, num_heads: int) -> torch.Tensor | None:
@@ -182,7 +182,7 @@ class TorchEngine:
         self.truncate(handle, 0)
         del self._handles[handle]
 
-    def run(self, rows: Sequence[Row]) -> list[Law]:
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
         self._require_rows(rows)
         if not rows:
             return []
@@ -195,8 +195,8 @@ class TorchEngine:
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise EngineFull(f"{self._options.device} has no memory for this step; close handles") from error
             raise
-        head_len = min(self._options.head_len, self._vocab_len)
-        return [head_of(row, head_len) for row in logits]
+        top_k = min(self._options.top_k, self._vocab_len)
+        return [top_k_of(row, top_k) for row in logits]
 
     def shutdown(self) -> None:
         self._handles.clear()
@@ -431,13 +431,13 @@ def _gguf_file(path: Path) -> Path | None:
 
 
 def _require_plain_attention(model: Any, options: EngineOptions) -> None:
-    """Refuse a model that keeps more than keys and values, or whose tokens do not see their whole text."""
+    """Refuse a model that keeps more than keys and values, or whose tokens do not see their whole sequence."""
     if type(model)._is_stateful or not type(model)._supports_attention_backend:
         raise _unfit(model, "it is recurrent, or Transformers gives it no choice of attention")
     config = _text_config(model)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window >= options.max_tokens:  # no text is long enough to leave it
+    if window is not None and window >= options.max_tokens:  # no sequence is long enough to leave it
         window = None
         kinds.discard("sliding_attention")
     if window is not None:

@@ -1,4 +1,7 @@
-"""Predictors that look at nothing: a constant signal, or a random one. No predictor can change the output law."""
+"""Predictors that look at nothing: a constant signal, or a random one.
+
+No predictor can change the output distribution.
+"""
 
 from __future__ import annotations
 

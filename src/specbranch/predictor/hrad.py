@@ -3,9 +3,9 @@
 NumPy alone; training is elsewhere. A trained predictor is a directory with `hrad.safetensors` and `card.json`, and this
 file is the only one that knows their form.
 
-The input of a text is: hidden states of the target's last K layers at the position that predicted the newest token, the
-oldest layer first and the last one after the final norm (`hidden_states[-K:]` in Transformers), then the target's input
-embedding of the newest token.
+The input of a sequence is: hidden states of the target's last K layers at the position that predicted the newest token,
+the oldest layer first and the last one after the final norm (`hidden_states[-K:]` in Transformers), then the target's
+input embedding of the newest token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Card(msgspec.Struct, frozen=True):
 class Hrad:
     """The network: two hidden layers and a head for the signal.
 
-    A second head, for the chances that 1, 2, 3 ... tokens stand, helps training and serves evaluation only.
+    A second head, for the chances that 1, 2, 3 ... tokens are accepted, helps training and serves evaluation only.
     """
 
     def __init__(self, tensors: Mapping[str, _Array], card: Card) -> None:
@@ -68,11 +68,11 @@ class Hrad:
 
     @property
     def d_in(self) -> int:
-        """Length of the input of one text."""
+        """Length of the input of one sequence."""
         return self.card.d_in
 
     def predict(self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul) -> list[Outlook]:
-        """The outlook of every text. `features` # [n, d_in], float32.
+        """The outlook of every sequence. `features` # [n, d_in], float32.
 
         `product` multiplies matrices; a process that minds its threads may have one of its own.
         """
@@ -93,7 +93,7 @@ def class_logits(
 
 
 def survival(tensors: Mapping[str, _Array], inputs: _Array) -> _Array:
-    """The chances of standing at least 1, 2, ... tokens [n, window]. No planner asks for them."""
+    """The chances that at least 1, 2, ... tokens are accepted [n, window]. No planner asks for them."""
     chances = _hidden(tensors, inputs, np.matmul) @ tensors["w_survival"] + tensors["b_survival"]
     return np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
 

@@ -8,7 +8,7 @@ from specbranch.core.round import Round, Signal
 
 
 class OraclePredictor:
-    """`accepted_from(position)` says how many draft tokens from that place on the target will accept."""
+    """`accepted_from(position)` says how many draft tokens from that position on the target will accept."""
 
     def __init__(self, accepted_from: Callable[[int], int], window: int) -> None:
         self._accepted_from = accepted_from

@@ -1,4 +1,4 @@
-"""The predictor of a replay: it repeats what H-RAD foresaw at every place of a recorded answer."""
+"""The predictor of a replay: it repeats what H-RAD foresaw at every position of a recorded answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from specbranch.core.round import Round, Signal
 
 
 class RecordedPredictor:
-    """`signals[i]` stands behind the answer's token i, which is at position i + 1 of the text: 0 is the prompt."""
+    """`signals[i]` follows the answer's token i, which is at position i + 1 of the sequence: 0 is the prompt."""
 
     def __init__(self, signals: Sequence[Signal]) -> None:
         self._signals = signals
 
     def predict(self, round: Round) -> Signal:
-        place = round.tree.root.position - 1
-        return self._signals[place] if 0 <= place < len(self._signals) else Signal.SOME
+        position = round.tree.root.position - 1
+        return self._signals[position] if 0 <= position < len(self._signals) else Signal.SOME

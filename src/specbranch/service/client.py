@@ -24,7 +24,7 @@ from specbranch.service.endpoint import ClientKeys
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
-    MAX_TEXT,
+    MAX_SEQUENCE,
     VERSION,
     Hello,
     Open,
@@ -41,14 +41,14 @@ from specbranch.service.wire import (
 log = logging.getLogger(__name__)
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
-_AGAIN_S = 1.0  # a text that was sent and is unknown all the same is not sent again sooner
+_AGAIN_S = 1.0  # a sequence that was sent but is still unknown is not sent again sooner
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
     """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
 
-    An engine that does not know the last may leave it out: then it is what the client proposed for this text.
+    An engine that does not know the last may leave it out: then it is what the client proposed for this sequence.
     `outlook` is what the target foresees for the tokens that come next, if it has looked.
     """
 
@@ -62,7 +62,7 @@ class Committed:
 class ClientOptions:
     """Where the service is, how long to wait for it, and which planner it shall use for us.
 
-    Clients that were given the same `namespace` share drafts for equal texts; without one a random one is made.
+    Clients that were given the same `namespace` share drafts for equal sequences; without one a random one is made.
     `vocab_len` is how many tokens the target has. An engine fails at one beyond, so drafts are cut before it; without a
     number the caller has to see to that.
     """
@@ -103,14 +103,14 @@ class DraftClient:
         self._connection = Connection(options.address, options.keys)
         self._round = 0
         self._is_lagging = False
-        self._proposed: dict[bytes, int] = {}  # by the name of the text, of the last step only
-        self._sent: dict[bytes, float] = {}  # when whole texts went out, by the names that they have now
+        self._proposed: dict[bytes, int] = {}  # by digest of the sequence, of the last step only
+        self._sent: dict[bytes, float] = {}  # when whole sequences went out, by the names that they have now
         self._is_vocab_told = False
         self.counts = ClientCounts()
 
     @property
     def namespace(self) -> bytes:
-        """Keeps our texts apart from those of others."""
+        """Keeps our sequences apart from those of others."""
         return self._namespace
 
     @property
@@ -129,20 +129,20 @@ class DraftClient:
             return self._propose(rows, start_s + self._options.deadline_s) or nothing
         except Exception:
             self.counts.faults += 1
-            log.exception("the draft client met a fault; this step goes without drafts")
+            log.exception("draft client failed; this step goes without drafts")
             return nothing
         finally:
             self.counts.wait_s += time.monotonic() - start_s
 
     def expect(self, prompts: Sequence[Tokens]) -> None:
-        """Tell the service of texts that the target begins to read; nothing is waited for. Never raises."""
+        """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""
         end_s = time.monotonic() + self._options.deadline_s
         try:
             if self._connection.is_ours() and not self._is_lagging:
-                self._open([prompt for prompt in prompts if len(prompt) <= MAX_TEXT], end_s)
+                self._open([prompt for prompt in prompts if len(prompt) <= MAX_SEQUENCE], end_s)
         except Exception:
             self.counts.faults += 1
-            log.exception("the draft client met a fault; prompts are sent when their first tokens come")
+            log.exception("draft client failed; prompts will be sent with their first tokens")
 
     def hello(self, timeout_s: float) -> Welcome | None:
         """Ask the service what it is; None if it does not answer in time. Never raises."""
@@ -156,7 +156,7 @@ class DraftClient:
                 time.sleep(0.01)
         except Exception:
             self.counts.faults += 1
-            log.exception("the draft client met a fault")
+            log.exception("draft client failed")
         return None
 
     def close(self) -> None:
@@ -197,9 +197,10 @@ class DraftClient:
         return found
 
     def _sent_before(self, rows: Sequence[StepRow]) -> dict[bytes, float]:
-        """When the texts of these rows were sent, if not long ago; each has grown and has another name now.
+        """When the sequences of these rows were sent, if not long ago; each has grown and has another name now.
 
-        Where two rows go on from one text, the first has its session, and the other is a text that was never sent.
+        Where two rows go on from one sequence, the first has its session, and the other is a sequence that was never
+        sent.
         """
         sent: dict[bytes, float] = {}
         for row in rows:
@@ -213,15 +214,15 @@ class DraftClient:
         vocab_len = self._options.vocab_len
         if vocab_len is None or all(token < vocab_len for token in draft):
             return draft
-        place = next(place for place, token in enumerate(draft) if token >= vocab_len)
+        position = next(position for position, token in enumerate(draft) if token >= vocab_len)
         if not self.counts.foreign:
             log.warning(
                 "the draft service proposed token %d, which the target does not have; such drafts are cut. "
-                "Does it run a draft for this target?",
-                draft[place],
+                "Was it started with a draft model for this target?",
+                draft[position],
             )
         self.counts.foreign += 1
-        return draft[:place]
+        return draft[:position]
 
     def _step_row(self, row: Committed) -> StepRow:
         tokens = np.asarray(row.tokens, dtype="<i4")
@@ -231,16 +232,16 @@ class DraftClient:
         submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
         return StepRow(before.name, new, before.extend(new).name, min(submitted, MAX_NEW), _on_wire(row.outlook))
 
-    def _open(self, texts: Collection[Tokens], end_s: float) -> int:
-        """Send whole texts that the service does not know, each in a message of its own, until the time is up.
+    def _open(self, sequences: Collection[Tokens], end_s: float) -> int:
+        """Send whole sequences that the service does not know, each in a message of its own, until the time is up.
 
         Returns how many went out; one does in any case, so that all do in the end. A service that does not know them
         may be another one than before, so it is asked what it is; the answer is taken whenever it comes.
         """
         options = self._options
         num_sent = 0
-        for text in texts:
-            message = Open(self._namespace, options.planner, dict(options.settings), options.predictor, [pack(text)])
+        for tokens in sequences:
+            message = Open(self._namespace, options.planner, dict(options.settings), options.predictor, [pack(tokens)])
             if not self._connection.send(message):
                 break
             num_sent += 1
@@ -295,6 +296,6 @@ def _on_wire(outlook: Outlook | None) -> WireOutlook | None:
 
 
 def _fits(row: Committed) -> bool:
-    """Whether a row can go over the wire: something new, a text before it, and no more than the bounds."""
+    """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
     length = len(row.tokens)
-    return 0 < row.num_new <= MAX_NEW and row.num_new < length <= MAX_TEXT
+    return 0 < row.num_new <= MAX_NEW and row.num_new < length <= MAX_SEQUENCE

@@ -1,8 +1,8 @@
-"""The compute thread: plan, run one batched step, put the laws in place, look for news, again.
+"""The compute thread: plan, run one batched step, put the distributions into the trees, look for news, again.
 
-It alone touches the engine. Rows of all sessions compete for a step: first those that a target stands still for, then
-by how likely the draft thinks it that their text comes true. Texts are read in a piece at a time, and no more than one
-piece's worth of tokens in a step, so that sessions which already draft go on meanwhile.
+It alone touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then by how
+likely the draft thinks it that their sequence comes true. Prefill goes a piece at a time, and no more than
+one piece's worth of tokens in a step, so that sessions which already draft go on meanwhile.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specbranch.core.costs import StepEstimate
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.core.tree import Node
 from specbranch.engines.binding import Feed
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
 from specbranch.service.faults import Faults
-from specbranch.service.shelf import Draft, Shelf
+from specbranch.service.sessions import DraftSession, SessionStore
 from specbranch.service.timeline import Timeline
 
-_DRAFTING_SHARE = 4  # of a piece of text is read beside sessions that draft: one part in so many
+_DRAFTING_SHARE = 4  # of a piece of sequence is read beside sessions that draft: one part in so many
 
 
 @dataclass(slots=True)
@@ -35,14 +35,14 @@ class ComputeCounts:
     step_s: float = 0.0
     failed_steps: int = 0
     cleared: int = 0  # sessions at rest whose part of the cache was needed
-    borrowed_tokens: int = 0  # that were not read in because another session's cache held them
+    borrowed_tokens: int = 0  # that were not prefilled because another session's cache held them
 
 
 @dataclass(slots=True)
 class _Wish:
     """The nodes that one draft would like to run, each with its worth."""
 
-    draft: Draft
+    session: DraftSession
     round_index: int
     nodes: Sequence[Node]
     worths: list[float]
@@ -55,7 +55,7 @@ class Compute:
     def __init__(
         self,
         engine: DraftEngine,
-        shelf: Shelf,
+        store: SessionStore,
         notify: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
@@ -64,14 +64,14 @@ class Compute:
         self._piece_len = piece_len
         self._timeline = timeline
         self._engine = engine
-        self._shelf = shelf
+        self._store = store
         self._notify = notify
         self._clock = clock
-        self._news: queue.SimpleQueue[Draft | None] = queue.SimpleQueue()
-        self._busy: dict[Draft, None] = {}
+        self._news: queue.SimpleQueue[DraftSession | None] = queue.SimpleQueue()
+        self._busy: dict[DraftSession, None] = {}
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self.faults = Faults(shelf)
+        self.faults = Faults(store)
         self.cost = StepEstimate()
         self.counts = ComputeCounts()
 
@@ -91,9 +91,9 @@ class Compute:
         """Whether the thread runs; it ends by itself only if it dies."""
         return self._thread.is_alive()
 
-    def tell(self, draft: Draft) -> None:
+    def tell(self, session: DraftSession) -> None:
         """There may be work for this draft. Called by the lookup thread."""
-        self._news.put(draft)
+        self._news.put(session)
 
     def work(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
@@ -116,47 +116,47 @@ class Compute:
 
     def _wait_for_news(self) -> None:
         if not self._busy:
-            draft = self._news.get()
-            if draft is not None:
-                self._busy[draft] = None
+            session = self._news.get()
+            if session is not None:
+                self._busy[session] = None
 
     def _take_news(self) -> None:
         while not self._news.empty():
-            draft = self._news.get()
-            if draft is not None:
-                self._busy[draft] = None
+            session = self._news.get()
+            if session is not None:
+                self._busy[session] = None
 
     def _close_forgotten(self) -> None:
-        for draft in self._shelf.take_forgotten():
-            self._busy.pop(draft, None)
-            self.faults.contain(draft, self._close, draft)
-            if draft.is_awaited:
+        for session in self._store.take_forgotten():
+            self._busy.pop(session, None)
+            self.faults.contain(session, self._close, session)
+            if session.is_awaited:
                 self._notify()
 
-    def _close(self, draft: Draft) -> None:
-        with draft.lock:
-            draft.binding.close()
+    def _close(self, session: DraftSession) -> None:
+        with session.lock:
+            session.binding.close()
 
     def _clear_rests(self) -> None:
         """Let go of what sessions at rest hold in the cache, the oldest first, where it slows down the others.
 
-        Their texts stay: one that goes on after all is read in again.
+        Their sequences stay: one that goes on after all is prefilled again.
         """
         limit = self._engine.info.rest_tokens
         if limit >= self._engine.info.max_tokens or self._engine.num_tokens <= limit:
             return
-        resting = [draft for draft in self._shelf.snapshot() if draft.is_at_rest and draft.binding.num_handles]
-        num_tokens = sum(len(draft.session.tokens) for draft in resting)
-        for draft in resting:
+        resting = [session for session in self._store.snapshot() if session.is_at_rest and session.binding.num_handles]
+        num_tokens = sum(len(session.core.tokens) for session in resting)
+        for session in resting:
             if num_tokens <= limit:
                 return
-            num_tokens -= len(draft.session.tokens)
-            self.faults.contain(draft, self._close, draft)
+            num_tokens -= len(session.core.tokens)
+            self.faults.contain(session, self._close, session)
             self.counts.cleared += 1
 
-    def _plan(self) -> list[tuple[Draft, Feed]]:
+    def _plan(self) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
-        wishes = [wish for draft in list(self._busy) if (wish := contain(draft, self._wish, draft))]
+        wishes = [wish for session in list(self._busy) if (wish := contain(session, self._wish, session))]
         ranked = sorted(
             ((worth, number, wish, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
             key=lambda item: (-item[0], item[1]),
@@ -165,99 +165,99 @@ class Compute:
             wish.chosen.append(node)
         chosen = [wish for wish in wishes if wish.chosen]
         # Whoever drafts already must not wait long for others who read: these then read by smaller pieces, unless a
-        # target stands still for one of them.
-        readers = [wish.draft for wish in chosen if self._is_reading(wish.draft)]
-        is_aside = len(readers) < len(chosen) and not any(draft.is_awaited for draft in readers)
+        # target waits for one of them.
+        readers = [wish.session for wish in chosen if self._is_reading(wish.session)]
+        is_aside = len(readers) < len(chosen) and not any(session.is_awaited for session in readers)
         piece_len = max(1, self._piece_len // _DRAFTING_SHARE) if is_aside else self._piece_len
         chosen = self._within_a_piece(chosen, piece_len)
         for wish in chosen:  # before any feed: what is fed is not yet in the engine's cache
-            self._borrow(wish.draft)
-        fed = [(wish.draft, contain(wish.draft, self._feeds, wish, piece_len) or ()) for wish in chosen]
-        feeds = [(draft, feed) for draft, own in fed for feed in own]
-        without_room = [wish.draft for wish in chosen if wish.chosen and not wish.draft.is_forgotten]
+            self._borrow(wish.session)
+        fed = [(wish.session, contain(wish.session, self._feeds, wish, piece_len) or ()) for wish in chosen]
+        feeds = [(session, feed) for session, own in fed for feed in own]
+        without_room = [wish.session for wish in chosen if wish.chosen and not wish.session.is_forgotten]
         if without_room and not feeds:
             self._make_room(without_room)
         return feeds
 
-    def _is_reading(self, draft: Draft) -> bool:
-        return draft.binding.num_unread(draft.session.tree) > 1
+    def _is_reading(self, session: DraftSession) -> bool:
+        return session.binding.num_unread(session.core.tree) > 1
 
     def _within_a_piece(self, wishes: list[_Wish], piece_len: int) -> list[_Wish]:
-        """Without those who would read in more text than one step should; the first reader always may."""
+        """Without those who would prefill more than one step should; the first reader always may."""
         kept, num_read = [], 0
         for wish in wishes:
-            if self._is_about_to_borrow(wish.draft):
+            if self._is_about_to_borrow(wish.session):
                 continue
-            if self._is_reading(wish.draft):
-                size = min(wish.draft.binding.num_unread(wish.draft.session.tree), piece_len)
+            if self._is_reading(wish.session):
+                size = min(wish.session.binding.num_unread(wish.session.core.tree), piece_len)
                 if num_read and num_read + size > piece_len:
                     continue
                 num_read += size
             kept.append(wish)
         return kept
 
-    def _wish(self, draft: Draft) -> _Wish | None:
-        with draft.lock:
-            session = draft.session
-            nodes = () if draft.is_forgotten else session.rows()
-            if not nodes and draft.is_behind and self._is_reading(draft):
-                nodes = (session.tree.root,)  # its planner drafts only while a target waits, and none will until then
-            if not nodes or draft.is_forgotten or draft.is_at_rest:
-                del self._busy[draft]
+    def _wish(self, session: DraftSession) -> _Wish | None:
+        with session.lock:
+            core = session.core
+            nodes = () if session.is_forgotten else core.rows()
+            if not nodes and session.is_behind and self._is_reading(session):
+                nodes = (core.tree.root,)  # its planner drafts only while a target waits, and none will until then
+            if not nodes or session.is_forgotten or session.is_at_rest:
+                del self._busy[session]
                 return None
-            lead = 1.0 if draft.is_awaited else 0.0
-            worths = [lead + session.tree.chance(node) for node in nodes]
-            return _Wish(draft, session.round.index, nodes, worths)
+            lead = 1.0 if session.is_awaited else 0.0
+            worths = [lead + core.tree.chance(node) for node in nodes]
+            return _Wish(session, core.round.index, nodes, worths)
 
     def _feeds(self, wish: _Wish, piece_len: int) -> list[Feed]:
-        draft = wish.draft
-        with draft.lock:
-            session = draft.session
-            if draft.is_forgotten:
+        session = wish.session
+        with session.lock:
+            core = session.core
+            if session.is_forgotten:
                 return []
-            if session.round.index != wish.round_index:
+            if core.round.index != wish.round_index:
                 # A verdict came in between: the old nodes may be gone.
-                wish.chosen = list(session.rows()[: len(wish.chosen)])
-            return draft.binding.feeds(session.tokens, session.tree, wish.chosen, piece_len)
+                wish.chosen = list(core.rows()[: len(wish.chosen)])
+            return session.binding.feeds(core.tokens, core.tree, wish.chosen, piece_len)
 
-    def _is_about_to_borrow(self, draft: Draft) -> bool:
+    def _is_about_to_borrow(self, session: DraftSession) -> bool:
         """Whether the session that this one will borrow from is itself still reading."""
-        found = draft.donor  # read once: the lookup thread may forget the draft meanwhile
-        if found is None or draft.binding.num_handles:
+        found = session.donor  # read once: the lookup thread may forget the draft meanwhile
+        if found is None or session.binding.num_handles:
             return False
         donor, _ = found
         return donor in self._busy and not donor.is_forgotten and self._is_reading(donor)
 
-    def _borrow(self, draft: Draft) -> None:
-        """Begin with what another session's cache holds of the same text."""
-        found, draft.donor = draft.donor, None
-        if found is None or draft.is_mute:
+    def _borrow(self, session: DraftSession) -> None:
+        """Begin with what another session's cache holds of the same sequence."""
+        found, session.donor = session.donor, None
+        if found is None or session.is_undraftable:
             return
         donor, length = found
-        if donor.is_forgotten or draft.binding.num_handles:
+        if donor.is_forgotten or session.binding.num_handles:
             return
-        lent = self.faults.contain(donor, self._lend, donor, draft, length)
+        lent = self.faults.contain(donor, self._lend, donor, session, length)
         if lent is not None:
-            draft.binding.adopt(*lent)
+            session.binding.adopt(*lent)
             self.counts.borrowed_tokens += lent[1]
 
-    def _lend(self, donor: Draft, draft: Draft, known: int) -> tuple[int, int] | None:
-        """A handle that holds what both texts begin with, `known` tokens at least, and how many these are."""
+    def _lend(self, donor: DraftSession, session: DraftSession, known: int) -> tuple[int, int] | None:
+        """A handle that holds what both sequences begin with, `known` tokens at least, and how many these are."""
         with donor.lock, contextlib.suppress(EngineFull):
-            length = _common_len(donor.session.tokens, draft.session.tokens, known)
-            handle = donor.binding.lend(donor.session.tokens, donor.session.tree, length)
+            length = _common_len(donor.core.tokens, session.core.tokens, known)
+            handle = donor.binding.lend(donor.core.tokens, donor.core.tree, length)
             return None if handle is None else (handle, length)
         return None
 
-    def _step(self, feeds: list[tuple[Draft, Feed]]) -> None:
+    def _step(self, feeds: list[tuple[DraftSession, Feed]]) -> None:
         start_s = self._clock()
         try:
-            laws = self._engine.run([feed.row for _, feed in feeds])
-            if len(laws) != len(feeds):
-                raise EngineError(f"the engine gave {len(laws)} laws for {len(feeds)} rows")
+            distributions = self._engine.run([feed.row for _, feed in feeds])
+            if len(distributions) != len(feeds):
+                raise EngineError(f"the engine gave {len(distributions)} distributions for {len(feeds)} rows")
         except EngineFull:
             self.counts.failed_steps += 1
-            self._recover(list(dict.fromkeys(draft for draft, _ in feeds)))
+            self._recover(list(dict.fromkeys(session for session, _ in feeds)))
             return
         except Exception as error:
             self.counts.failed_steps += 1
@@ -266,61 +266,61 @@ class Compute:
         step_s = self._clock() - start_s
         if self._timeline is not None:
             _note_step(self._timeline, feeds, start_s, start_s + step_s)
-        self._place(feeds, laws)
+        self._place(feeds, distributions)
         self._count(feeds, step_s)
-        if any(draft.is_awaited for draft, _ in feeds):
+        if any(session.is_awaited for session, _ in feeds):
             self._notify()
 
-    def _place(self, feeds: list[tuple[Draft, Feed]], laws: list[Law]) -> None:
-        for (draft, feed), law in zip(feeds, laws, strict=True):
+    def _place(self, feeds: list[tuple[DraftSession, Feed]], distributions: list[Distribution]) -> None:
+        for (session, feed), distribution in zip(feeds, distributions, strict=True):
             if feed.node is not None:
-                self.faults.contain(draft, self._grow, draft, feed.node, law)
+                self.faults.contain(session, self._grow, session, feed.node, distribution)
 
-    def _grow(self, draft: Draft, node: Node, law: Law) -> None:
-        with draft.lock:
-            draft.session.grow(node, law)
+    def _grow(self, session: DraftSession, node: Node, distribution: Distribution) -> None:
+        with session.lock:
+            session.core.grow(node, distribution)
 
-    def _find_fault(self, feeds: list[tuple[Draft, Feed]], error: Exception) -> None:
+    def _find_fault(self, feeds: list[tuple[DraftSession, Feed]], error: Exception) -> None:
         """After a step that the engine could not run: each draft's rows run alone, and who fails alone is forgotten."""
-        apart: dict[Draft, list[tuple[Draft, Feed]]] = {}
-        for draft, feed in feeds:
-            apart.setdefault(draft, []).append((draft, feed))
+        apart: dict[DraftSession, list[tuple[DraftSession, Feed]]] = {}
+        for session, feed in feeds:
+            apart.setdefault(session, []).append((session, feed))
         if len(apart) == 1:
             self.faults.drop(feeds[0][0], error)
             return
-        for draft, own in apart.items():
-            self.faults.contain(draft, self._step_again, own)
+        for session, own in apart.items():
+            self.faults.contain(session, self._step_again, own)
 
-    def _step_again(self, feeds: list[tuple[Draft, Feed]]) -> None:
+    def _step_again(self, feeds: list[tuple[DraftSession, Feed]]) -> None:
         for _, feed in feeds:  # a step that failed may have fed some of its tokens
             self._engine.truncate(feed.row.handle, feed.held)
         self._step(feeds)
 
-    def _count(self, feeds: list[tuple[Draft, Feed]], step_s: float) -> None:
+    def _count(self, feeds: list[tuple[DraftSession, Feed]], step_s: float) -> None:
         self.counts.steps += 1
         self.counts.rows += len(feeds)
         self.counts.step_s += step_s
         if all(len(feed.row.tokens) == 1 for _, feed in feeds):
             self.cost.observe(len(feeds), step_s)
 
-    def _recover(self, drafts: list[Draft]) -> None:
-        """After a step without room the handles of its drafts are given back: they start from the text again."""
-        for draft in drafts:
-            self.faults.contain(draft, self._close, draft)
-        self._make_room(drafts)
+    def _recover(self, sessions: list[DraftSession]) -> None:
+        """After a step without room the handles of its drafts are given back: they start from the sequence again."""
+        for session in sessions:
+            self.faults.contain(session, self._close, session)
+        self._make_room(sessions)
 
-    def _make_room(self, spared: list[Draft]) -> None:
-        if not self._shelf.evict_oldest(spared):
+    def _make_room(self, spared: list[DraftSession]) -> None:
+        if not self._store.evict_oldest(spared):
             # Nothing else is left to forget: the largest of the step itself goes.
-            self._shelf.forget(max(spared, key=lambda draft: len(draft.session.tokens)))
+            self._store.forget(max(spared, key=lambda session: len(session.core.tokens)))
 
     def _forget_all(self) -> None:
-        for draft in self._shelf.snapshot():
-            self._shelf.forget(draft)
+        for session in self._store.snapshot():
+            self._store.forget(session)
 
 
 def _common_len(one: Sequence[int], other: Sequence[int], known: int) -> int:
-    """How many tokens both texts begin with, `known` of them known; the last of the other does not count."""
+    """How many tokens both sequences begin with, `known` of them known; the last of the other does not count."""
     length = known
     while length < min(len(one), len(other) - 1) and one[length] == other[length]:
         length += 1
@@ -331,8 +331,8 @@ def _pairs(wish: _Wish) -> list[tuple[float, Node]]:
     return list(zip(wish.worths, wish.nodes, strict=True))
 
 
-def _note_step(timeline: Timeline, feeds: list[tuple[Draft, Feed]], start_s: float, end_s: float) -> None:
-    """Record a step before its laws are in place: a session without any law is still being read in."""
+def _note_step(timeline: Timeline, feeds: list[tuple[DraftSession, Feed]], start_s: float, end_s: float) -> None:
+    """Record a step before its distributions are put into the trees: a session without any is still in prefill."""
     num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
-    is_prefill = any(feed.node is None or not draft.session.stats.rows for draft, feed in feeds)
-    timeline.draft(start_s, end_s, len(feeds), num_tokens, is_prefill, {draft.number for draft, _ in feeds})
+    is_prefill = any(feed.node is None or not session.core.stats.rows for session, feed in feeds)
+    timeline.draft(start_s, end_s, len(feeds), num_tokens, is_prefill, {session.number for session, _ in feeds})

@@ -1,4 +1,4 @@
-"""A text's name: a chained hash of its tokens, so that sessions are found by content and extended in O(new tokens)."""
+"""A sequence's digest: a chained hash of its tokens. Sessions are found by content and extended in O(new tokens)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DIGEST_LEN = 16
 
 
 class Digest:
-    """The running hash of a text. Both sides of the wire compute it; tokens are hashed as 32-bit little-endian."""
+    """The running hash of a sequence. Both sides of the wire compute it; tokens are hashed as 32-bit little-endian."""
 
     def __init__(self, tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]] = ()) -> None:
         self._hash = hashlib.blake2b(_bytes(tokens), digest_size=DIGEST_LEN)
 
     def extend(self, tokens: Sequence[int]) -> Digest:
-        """The digest of a longer text; this one stays as it is."""
+        """The digest of a longer sequence; this one stays as it is."""
         longer = Digest.__new__(Digest)
         longer._hash = self._hash.copy()
         longer._hash.update(_bytes(tokens))
@@ -26,7 +26,7 @@ class Digest:
 
     @property
     def name(self) -> bytes:
-        """Sixteen bytes that stand for the text."""
+        """Sixteen bytes that name the sequence."""
         return self._hash.digest()
 
 

@@ -1,4 +1,4 @@
-"""Directories for sockets and small files. Whoever can write into one can take a service's place and read all texts.
+"""Directories for sockets and small files. Whoever can write into one can impersonate a service and read all prompts.
 
 The default one is this user's alone. One that was chosen by name may be seen by others, but changed only by its owner
 and its group.
@@ -23,14 +23,14 @@ def own_directory() -> Path:
 def claim_own_directory() -> Path:
     """The default directory, made if it is not there yet; raises unless it is this user's alone."""
     directory = own_directory()
-    mend = "or set XDG_RUNTIME_DIR to a directory of your own, or choose an address"
+    advice = "or set XDG_RUNTIME_DIR to a directory of your own, or choose an address"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         flaw = _flaw(directory)
     except OSError as error:
-        raise DirectoryError(f"{directory} cannot be made: {error}; make it, {mend}") from error
+        raise DirectoryError(f"{directory} cannot be made: {error}; make it, {advice}") from error
     if flaw is not None:
-        raise DirectoryError(f"{directory} {flaw}; remove it, give it to you alone (chmod 700), {mend}")
+        raise DirectoryError(f"{directory} {flaw}; remove it, give it to you alone (chmod 700), {advice}")
     return directory
 
 
@@ -82,6 +82,6 @@ def _flaw(directory: Path) -> str | None:
 def _require_trusted(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (0, os.getuid()):
         raise DirectoryError(
-            f"{path} belongs to user {found.st_uid}, who could read all texts; choose an address in a directory of "
+            f"{path} belongs to user {found.st_uid}, who could read all prompts; choose an address in a directory of "
             "your own, or run both sides as one user"
         )

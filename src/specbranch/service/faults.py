@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import ParamSpec, TypeVar
 
-from specbranch.service.shelf import Draft, Shelf
+from specbranch.service.sessions import DraftSession, SessionStore
 
 log = logging.getLogger(__name__)
 
@@ -19,23 +19,23 @@ T = TypeVar("T")
 class Faults:
     """The exceptions that one thread has caught. The first of each kind is logged, the others are counted only."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
         self._known: set[tuple[type[Exception], CodeType | None, int]] = set()
         self.count = 0
 
-    def contain(self, draft: Draft, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def contain(self, session: DraftSession, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Do something for a draft. If it fails, the draft is forgotten, and None comes of it."""
         try:
             return act(*args, **kwargs)
         except Exception as error:
-            self.drop(draft, error)
+            self.drop(session, error)
             return None
 
-    def drop(self, draft: Draft, error: Exception) -> None:
-        """Forget the draft that a fault came from. Its text is opened anew if it goes on."""
-        self.note(error, f"session {draft.number} is forgotten")
-        self._shelf.forget(draft)
+    def drop(self, session: DraftSession, error: Exception) -> None:
+        """Forget the draft that a fault came from. Its sequence is opened anew if it goes on."""
+        self.note(error, f"session {session.number} is forgotten")
+        self._store.forget(session)
 
     def note(self, error: Exception, loss: str) -> None:
         """Count a fault; `loss` says what it costs."""

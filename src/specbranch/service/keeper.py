@@ -75,7 +75,7 @@ class DraftKeeper:
             up_at_s = time.monotonic()
 
     def _restart(self) -> None:
-        """A new process in the place of the old one."""
+        """A new process instead of the old one."""
         if self._process is not self._first:  # the first one owns the socket's directory
             self._process.stop()
         self._process = DraftProcess(self._options)

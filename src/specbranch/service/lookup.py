@@ -28,7 +28,7 @@ from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.faults import Faults
 from specbranch.service.recorder import Note, Recorder
-from specbranch.service.shelf import Draft, Pulse, Shelf
+from specbranch.service.sessions import DraftSession, SessionStore, StepCounter
 from specbranch.service.timeline import RowVerdict, Timeline
 from specbranch.service.wire import (
     VERSION,
@@ -69,7 +69,7 @@ class LookupCounts:
     lookups: int = 0
     unknown: int = 0
     opened: int = 0
-    muted: int = 0
+    undraftable: int = 0
     refused: int = 0
     overdue: int = 0
     outlooks: int = 0  # verdicts that came with one
@@ -90,7 +90,7 @@ class _Pending:
 
     client: Client
     step: Step
-    drafts: list[Draft | None]
+    sessions: list[DraftSession | None]
     proposals: list[list[int] | None]
     since_s: float
     deadline_s: float
@@ -104,7 +104,7 @@ class Lookup:
     def __init__(
         self,
         engine: DraftEngine,
-        shelf: Shelf,
+        store: SessionStore,
         compute: Compute,
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
@@ -114,14 +114,14 @@ class Lookup:
         self._recorder = recorder
         self._engine = engine
         self._info = engine.info
-        self._shelf = shelf
+        self._store = store
         self._compute = compute
         self._clock = clock
         self._start_s = clock()
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
-        self._pulses: OrderedDict[Client, Pulse] = OrderedDict()
+        self._step_counters: OrderedDict[Client, StepCounter] = OrderedDict()
         self._pending: dict[Client, _Pending] = {}
-        self.faults = Faults(shelf)
+        self.faults = Faults(store)
         self.counts = LookupCounts()
 
     def handle(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
@@ -164,7 +164,7 @@ class Lookup:
         """The answer where serving met a fault of ours: it costs this client one answer, and nobody else anything."""
         self.faults.note(error, "a message is refused")
         self._release(client)
-        return (client, Refused("the service met a fault with this message; its log says which"))
+        return (client, Refused("the service failed on this message; see its log"))
 
     def _serve_hello(self, hello: Hello) -> Welcome:
         if hello.version != VERSION:
@@ -172,7 +172,7 @@ class Lookup:
         return Welcome(VERSION, hello.round, self._info.model, self._info.vocab_len)
 
     def _serve_report(self, report: Report) -> Figures:
-        sessions, stats = self._shelf.stats_of(report.namespace)
+        sessions, stats = self._store.stats_of(report.namespace)
         cost = self._compute.cost.cost or StepCost(0.0)
         return Figures(
             report.round,
@@ -192,57 +192,57 @@ class Lookup:
     def _serve_open(self, client: Client, request: Open) -> None:
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
-        for tokens in map(unpack, request.texts):
+        for tokens in map(unpack, request.sequences):
             planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
-            # Rows with equal texts ask for it once each; what is drafted already stays.
-            if self._shelf.find((request.namespace, Digest(tokens).name)) is None:
-                self._put(request.namespace, tokens.tolist(), planner).hear(self._pulse(client))
+            # Rows with equal sequences ask for it once each; what is drafted already stays.
+            if self._store.find((request.namespace, Digest(tokens).name)) is None:
+                self._put(request.namespace, tokens.tolist(), planner).hear(self._step_counter(client))
                 self.counts.opened += 1
         if self._timeline is not None:
-            num_tokens = sum(len(unpack(text)) for text in request.texts)
+            num_tokens = sum(len(unpack(packed)) for packed in request.sequences)
             lane = (client, request.namespace)
-            self._timeline.open(lane, self._clock(), request.planner, len(request.texts), num_tokens)
+            self._timeline.open(lane, self._clock(), request.planner, len(request.sequences), num_tokens)
 
-    def _put(self, namespace: bytes, text: Sequence[int], planner: Planner) -> Draft:
-        is_mute = not self._can_draft(text, len(text))
-        if is_mute:
+    def _put(self, namespace: bytes, tokens: Sequence[int], planner: Planner) -> DraftSession:
+        is_undraftable = not self._can_draft(tokens, len(tokens))
+        if is_undraftable:
             planner = NonePlanner()
-            self.counts.muted += 1
-        session = Session(text, planner, TopDraw(), self._tenant(namespace).costs)
-        draft = Draft(namespace, session, Binding(self._engine), is_mute)
-        self._shelf.put(draft)
-        # The target goes on without a draft; reading the text in and preparing for its verdict begins at once.
-        session.stand_aside()
-        self._compute.tell(draft)
-        return draft
+            self.counts.undraftable += 1
+        core = Session(tokens, planner, TopDraw(), self._tenant(namespace).costs)
+        session = DraftSession(namespace, core, Binding(self._engine), is_undraftable)
+        self._store.put(session)
+        # The target goes on without a draft; prefill and preparing for its verdict begin at once.
+        core.stand_aside()
+        self._compute.tell(session)
+        return session
 
-    def _can_draft(self, tokens: Sequence[int], text_len: int) -> bool:
-        """Whether the draft model knows these tokens, and its cache can hold the text with some room to draft."""
-        return max(tokens) < self._info.vocab_len and text_len + 64 <= self._info.max_tokens
+    def _can_draft(self, tokens: Sequence[int], length: int) -> bool:
+        """Whether the draft model knows these tokens, and its cache can hold the sequence with some room to draft."""
+        return max(tokens) < self._info.vocab_len and length + 64 <= self._info.max_tokens
 
     def _serve_step(self, client: Client, step: Step) -> list[Answer]:
         now_s = self._clock()
         self._observe_target(step.namespace, now_s)
         self._drop_pending(client)
         self.counts.steps += 1
-        pulse = self._pulse(client)
-        pulse.steps += 1
+        step_counter = self._step_counter(client)
+        step_counter.steps += 1
         pending = self._pending[client] = _Pending(client, step, [], [], now_s, now_s + step.wait_ms / 1000)
         for index, row in enumerate(step.rows):
-            draft = self._draft_of(step.namespace, row)
-            proposal = self.faults.contain(draft, self._propose, draft) if draft else None
-            if draft and proposal is None:
-                draft.is_awaited = True  # before the look: the compute thread tells of what it forgets from now on
-                if not draft.is_forgotten:
+            session = self._draft_of(step.namespace, row)
+            proposal = self.faults.contain(session, self._propose, session) if session else None
+            if session and proposal is None:
+                session.is_awaited = True  # before the look: the compute thread tells of what it forgets from now on
+                if not session.is_forgotten:
                     pending.waiting.add(index)
-            pending.drafts.append(draft)
+            pending.sessions.append(session)
             pending.proposals.append(proposal)
-            if draft:
-                draft.hear(pulse)
-                self._compute.tell(draft)
+            if session:
+                session.hear(step_counter)
+                self._compute.tell(session)
         pending.num_held = len(pending.waiting)
         if self._timeline is not None:
-            verdicts = [_row_verdict(row, draft) for row, draft in zip(step.rows, pending.drafts, strict=True)]
+            verdicts = [_row_verdict(row, session) for row, session in zip(step.rows, pending.sessions, strict=True)]
             self._timeline.arrive((client, step.namespace), now_s, verdicts)
         if not pending.waiting:
             return [self._answer(pending)]
@@ -257,67 +257,67 @@ class Lookup:
     def _release(self, client: Client) -> _Pending | None:
         """Let nobody wait for this client's step any more."""
         pending = self._pending.pop(client, None)
-        for draft in pending.drafts if pending else ():
-            if draft is not None:
-                draft.is_awaited = False
+        for session in pending.sessions if pending else ():
+            if session is not None:
+                session.is_awaited = False
         return pending
 
-    def _draft_of(self, namespace: bytes, row: StepRow) -> Draft | None:
-        """The draft of a row, brought up to the row's text; None if the text is not known."""
+    def _draft_of(self, namespace: bytes, row: StepRow) -> DraftSession | None:
+        """The draft of a row, brought up to the row's sequence; None if the sequence is not known."""
         self.counts.lookups += 1
-        # An equal text may have come this far already: two requests then share one draft.
-        draft = self._shelf.find((namespace, row.after))
-        if draft is not None:
-            return draft
-        draft = self._shelf.find((namespace, row.before))
-        if draft is not None and not draft.is_mute:
-            text_len = len(draft.session.tokens) + len(row.tokens)
-            if not self._can_draft(row.tokens, text_len):
-                # Mute from now on. The compute thread, which works for the old draft, never sees the new tokens.
-                self._shelf.forget(draft)
-                return self._put(namespace, [*draft.session.tokens, *row.tokens], NonePlanner())
-        if draft is None or not self.faults.contain(draft, self._follow, draft, row):
+        # An equal sequence may have come this far already: two requests then share one draft.
+        session = self._store.find((namespace, row.after))
+        if session is not None:
+            return session
+        session = self._store.find((namespace, row.before))
+        if session is not None and not session.is_undraftable:
+            length = len(session.core.tokens) + len(row.tokens)
+            if not self._can_draft(row.tokens, length):
+                # No drafts from now on. The compute thread, which works on the old session, never sees the new tokens.
+                self._store.forget(session)
+                return self._put(namespace, [*session.core.tokens, *row.tokens], NonePlanner())
+        if session is None or not self.faults.contain(session, self._follow, session, row):
             self.counts.unknown += 1
             return None
         self.counts.outlooks += row.outlook is not None
-        return draft
+        return session
 
-    def _follow(self, draft: Draft, row: StepRow) -> bool:
+    def _follow(self, session: DraftSession, row: StepRow) -> bool:
         """Let a draft take in a row's verdict; False if it was forgotten meanwhile."""
         outlook = _outlook(row.outlook)
-        if self._recorder is None or draft.is_mute:
-            return self._shelf.follow(draft, row.tokens, row.num_submitted, outlook)
-        session = draft.session
-        with draft.lock:
-            laws = session.tree.laws(row.tokens)
-        prompt = list(session.tokens) if len(session.tokens) == session.prompt_len else []
-        is_known = self._shelf.follow(draft, row.tokens, row.num_submitted, outlook)
-        at_s, is_hit = self._clock() - self._start_s, session.round.is_hit
-        self._recorder.note(Note(draft.number, at_s, prompt, row.tokens, laws, row.num_submitted, is_hit))
+        if self._recorder is None or session.is_undraftable:
+            return self._store.follow(session, row.tokens, row.num_submitted, outlook)
+        core = session.core
+        with session.lock:
+            distributions = core.tree.distributions(row.tokens)
+        prompt = list(core.tokens) if len(core.tokens) == core.prompt_len else []
+        is_known = self._store.follow(session, row.tokens, row.num_submitted, outlook)
+        at_s, is_hit = self._clock() - self._start_s, core.round.is_hit
+        self._recorder.note(Note(session.number, at_s, prompt, row.tokens, distributions, row.num_submitted, is_hit))
         return is_known
 
-    def _propose(self, draft: Draft) -> list[int] | None:
+    def _propose(self, session: DraftSession) -> list[int] | None:
         """What there is to submit; None if the target should wait for it."""
-        with draft.lock:
-            session = draft.session
-            proposal = session.propose()
-            if proposal is None and draft.binding.num_unread(session.tree) > _FAR_BEHIND:
-                draft.is_behind = True
-                session.stand_aside()
-                proposal = session.propose()
+        with session.lock:
+            core = session.core
+            proposal = core.propose()
+            if proposal is None and session.binding.num_unread(core.tree) > _FAR_BEHIND:
+                session.is_behind = True
+                core.stand_aside()
+                proposal = core.propose()
             return proposal
 
     def _is_ready(self, pending: _Pending) -> bool:
         for index in list(pending.waiting):
-            draft = pending.drafts[index]
-            assert draft is not None, "only drafts wait"
-            proposal = None if draft.is_forgotten else self.faults.contain(draft, self._propose, draft)
-            if draft.is_forgotten:
+            session = pending.sessions[index]
+            assert session is not None, "only drafts wait"
+            proposal = None if session.is_forgotten else self.faults.contain(session, self._propose, session)
+            if session.is_forgotten:
                 self._give_up(pending, index)
             elif proposal is not None:
                 pending.proposals[index] = proposal
                 pending.waiting.discard(index)
-                draft.is_awaited = False
+                session.is_awaited = False
         return not pending.waiting
 
     def _is_overdue(self, pending: _Pending) -> bool:
@@ -329,17 +329,17 @@ class Lookup:
         return True
 
     def _give_up(self, pending: _Pending, index: int) -> None:
-        draft = pending.drafts[index]
-        assert draft is not None, "only drafts wait"
-        pending.proposals[index] = self.faults.contain(draft, self._propose_now, draft)
-        draft.is_awaited = False
+        session = pending.sessions[index]
+        assert session is not None, "only drafts wait"
+        pending.proposals[index] = self.faults.contain(session, self._propose_now, session)
+        session.is_awaited = False
         pending.waiting.discard(index)
-        self._compute.tell(draft)
+        self._compute.tell(session)
 
-    def _propose_now(self, draft: Draft) -> list[int] | None:
-        with draft.lock:
-            draft.session.stand_aside()
-            return draft.session.propose()
+    def _propose_now(self, session: DraftSession) -> list[int] | None:
+        with session.lock:
+            session.core.stand_aside()
+            return session.core.propose()
 
     def _answers(self, is_done: Callable[[_Pending], bool]) -> list[Answer]:
         answers: list[Answer] = []
@@ -369,8 +369,8 @@ class Lookup:
         if tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
             tenant.costs.target.observe(1, now_s - tenant.answered_s)
 
-    def _pulse(self, client: Client) -> Pulse:
-        return _kept(self._pulses, client, Pulse)
+    def _step_counter(self, client: Client) -> StepCounter:
+        return _kept(self._step_counters, client, StepCounter)
 
     def _tenant(self, namespace: bytes) -> _Tenant:
         return _kept(self._tenants, namespace, lambda: _Tenant(Costs(draft=self._compute.cost)))
@@ -391,6 +391,6 @@ def _outlook(told: WireOutlook | None) -> Outlook | None:
     return None if told is None else Outlook(Signal(told.signal))
 
 
-def _row_verdict(row: StepRow, draft: Draft | None) -> RowVerdict:
-    is_hit = None if draft is None or draft.is_mute else draft.session.round.is_hit
-    return RowVerdict(row.num_submitted, len(row.tokens), draft is not None, is_hit)
+def _row_verdict(row: StepRow, session: DraftSession | None) -> RowVerdict:
+    is_hit = None if session is None or session.is_undraftable else session.core.round.is_hit
+    return RowVerdict(row.num_submitted, len(row.tokens), session is not None, is_hit)

@@ -33,7 +33,7 @@ class _Collector:
         rolled = CounterMetricFamily(
             "specbranch_draft_rolled_back_tokens", "Drafted tokens that a verdict made useless.", labels=["cause"]
         )
-        stats = self._server.shelf.stats()
+        stats = self._server.store.stats()
         for cause in ("rejected", "unused", "cut"):
             rolled.add_metric([cause], getattr(stats, cause))
         yield rolled
@@ -43,7 +43,7 @@ class _Collector:
 
 def counters(server: Server) -> list[tuple[str, str, float]]:
     """Name, meaning and value of everything that only grows."""
-    stats: Stats = server.shelf.stats()
+    stats: Stats = server.store.stats()
     lookup, compute = server.lookup.counts, server.compute.counts
     return [
         ("hits", "Verdicts whose root had been drawn and run.", stats.hits),
@@ -54,11 +54,11 @@ def counters(server: Server) -> list[tuple[str, str, float]]:
         ("steps", "Draft steps run.", compute.steps),
         ("step_seconds", "Time in draft steps.", compute.step_s),
         ("failed_steps", "Draft steps that the engine refused.", compute.failed_steps),
-        ("borrowed_tokens", "Tokens not read in because another session's cache held them.", compute.borrowed_tokens),
+        ("borrowed_tokens", "Tokens not prefilled because another session's cache held them.", compute.borrowed_tokens),
         ("lookups", "Sequences looked up.", lookup.lookups),
-        ("unknown", "Lookups of a text that was not known.", lookup.unknown),
-        ("opened", "Texts opened.", lookup.opened),
-        ("muted", "Texts that the draft model cannot take.", lookup.muted),
+        ("unknown", "Lookups of a sequence that was not known.", lookup.unknown),
+        ("opened", "Sequences opened.", lookup.opened),
+        ("undraftable", "Sequences that the draft model cannot take.", lookup.undraftable),
         ("refused_frames", "Messages that were refused.", lookup.refused),
         (
             "faults",
@@ -68,13 +68,13 @@ def counters(server: Server) -> list[tuple[str, str, float]]:
         ("outlooks", "Verdicts that came with what the target foresees.", lookup.outlooks),
         ("overdue", "Answers given without a full draft because time was up.", lookup.overdue),
         ("wait_seconds", "Time that answers were held back for a draft.", lookup.wait_s),
-        ("evictions", "Sessions forgotten for want of room.", server.shelf.num_evictions),
+        ("evictions", "Sessions forgotten for want of room.", server.store.num_evictions),
     ]
 
 
 def gauges(server: Server) -> list[tuple[str, str, float]]:
     """Name, meaning and value of everything that goes up and down."""
     return [
-        ("sessions", "Sessions remembered.", len(server.shelf)),
-        ("session_tokens", "Tokens of text remembered.", server.shelf.num_tokens),
+        ("sessions", "Sessions remembered.", len(server.store)),
+        ("session_tokens", "Tokens of sequence remembered.", server.store.num_tokens),
     ]

@@ -1,7 +1,7 @@
-"""Who holds the beginning of a text: the next turn of a chat, another sample of a prompt, a common system message.
+"""Who holds the beginning of a sequence: the next turn of a chat, another sample of a prompt, a common system message.
 
-Texts are marked at every sixteenth token by the digest of all tokens up to there. What another session's cache already
-holds need not be read in again.
+Sequences are marked at every sixteenth token by the digest of all tokens up to there. What another session's cache
+already holds need not be prefilled again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Key = tuple[bytes, bytes]  # namespace, digest
 
 
 class Marks:
-    """The marks of one growing text."""
+    """The marks of one growing sequence."""
 
     def __init__(self) -> None:
         self._digest = Digest()
         self._length = 0
 
     def extend(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Length and name of every mark that the text has passed since the last call; `tokens` is the whole text."""
+        """Length and digest of every mark passed since the last call; `tokens` is the whole sequence."""
         while len(tokens) - self._length >= MARK_LEN:
             end = self._length + MARK_LEN
             self._digest = self._digest.extend(tokens[self._length : end])
@@ -34,14 +34,14 @@ class Marks:
 
 
 class Prefixes(Generic[T]):
-    """The latest holder of each beginning. Grows by one entry for sixteen tokens of a holder's text."""
+    """The latest holder of each beginning. Grows by one entry for sixteen tokens of a holder's sequence."""
 
     def __init__(self) -> None:
         self._holders: dict[Key, T] = {}
         self._marks: dict[T, tuple[Marks, list[Key]]] = {}
 
     def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> None:
-        """Let a holder be found by its text, or by what its text has become."""
+        """Let a holder be found by its sequence, or by what its sequence has become."""
         marks, keys = self._marks.setdefault(holder, (Marks(), []))
         for _, name in marks.extend(tokens):
             self._holders[namespace, name] = holder
@@ -55,7 +55,7 @@ class Prefixes(Generic[T]):
                 del self._holders[key]
 
     def find(self, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
-        """Who holds most of the beginning of a text, and how many of its tokens; never all of them."""
+        """Who holds most of the beginning of a sequence, and how many of its tokens; never all of them."""
         found = None
         for length, name in Marks().extend(tokens[:-1]):
             holder = self._holders.get((namespace, name))

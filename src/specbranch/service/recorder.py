@@ -1,7 +1,7 @@
-"""Records verdicts and the draft's laws along them as a trace, while the service runs.
+"""Records verdicts and the draft's distributions along them as a trace, while the service runs.
 
 A verdict is noted with what is at hand and written once its answer has gone out, so no target waits for a file. What is
-written are token ids: whoever has the model's tokenizer can read the texts. So a new file is its owner's alone.
+written are token ids: whoever has the model's tokenizer can read the text. So a new file is its owner's alone.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.service.private import open_private
-from specbranch.trace import NO_LAW, Header, Record, encode_line, head_of
+from specbranch.trace import NO_DISTRIBUTION, Header, Record, encode_line, top_k_of
 
 log = logging.getLogger(__name__)
 
-_HEAD_LEN = 10
+_TOP_K = 10
 _MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One verdict of a session: when it came, its tokens, the laws before them, and how many had been submitted.
+    """One verdict of a session: when it came, its tokens, their distributions, and how many had been submitted.
 
-    The first one of a session has the text before it as well.
+    The first one of a session has the sequence before it as well.
     """
 
     session: int
     at_s: float
     prompt: list[int]
     tokens: list[int]
-    laws: list[Law | None]
+    distributions: list[Distribution | None]
     num_submitted: int
     is_hit: bool
 
@@ -41,7 +41,7 @@ class Note:
 class Recorder:
     """One trace file, which ends at `max_bytes`. Used by the lookup thread alone.
 
-    A file that is there already, such as that of a service which was killed and started again, is gone on with.
+    An existing file, for example after a crash, is appended to.
     """
 
     def __init__(self, path: Path, draft: str, max_bytes: int = _MAX_BYTES) -> None:
@@ -89,11 +89,11 @@ class Recorder:
 
 
 def _record(note: Note, first: int) -> Record:
-    laws = [law or NO_LAW for law in note.laws]
+    distributions = [distribution or NO_DISTRIBUTION for distribution in note.distributions]
     return Record(
         note.tokens,
-        [head_of(law, _HEAD_LEN) for law in laws],
-        [round(law.entropy, 4) for law in laws],
+        [top_k_of(distribution, _TOP_K) for distribution in distributions],
+        [round(distribution.entropy, 4) for distribution in distributions],
         note.prompt,
         session=first + note.session,
         at_s=round(note.at_s, 4),

@@ -17,7 +17,7 @@ from specbranch.service.compute import Compute
 from specbranch.service.endpoint import ServiceKeys, listening
 from specbranch.service.lookup import Answer, Lookup
 from specbranch.service.recorder import Recorder
-from specbranch.service.shelf import Shelf
+from specbranch.service.sessions import SessionStore
 from specbranch.service.timeline import Timeline
 from specbranch.service.wire import encode
 
@@ -31,7 +31,7 @@ _SWITCH_S = 0.0001
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """Where to listen, how much to remember, and how many tokens of a text are read in at a time.
+    """Where to listen, how much to remember, and how many tokens of a sequence are prefilled at a time.
 
     `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere.
     """
@@ -64,10 +64,10 @@ class Server:
         self._wake_sender.setsockopt(zmq.SNDHWM, 1)
         self._wake_sender.setsockopt(zmq.LINGER, 0)
         self._is_stopping = False
-        self.shelf = Shelf(options.max_sessions, options.max_session_tokens)
+        self.store = SessionStore(options.max_sessions, options.max_session_tokens)
         piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
-        self.compute = Compute(engine, self.shelf, notify=self._wake, timeline=timeline, piece_len=piece_len)
-        self.lookup = Lookup(engine, self.shelf, self.compute, timeline=timeline, recorder=recorder)
+        self.compute = Compute(engine, self.store, notify=self._wake, timeline=timeline, piece_len=piece_len)
+        self.lookup = Lookup(engine, self.store, self.compute, timeline=timeline, recorder=recorder)
 
     def stop(self) -> None:
         """End soon."""

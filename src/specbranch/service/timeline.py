@@ -28,7 +28,7 @@ _FIGURES = {
     "step": ("rows", "new_rows", "submitted", "accepted", "committed", "is_prefill"),
     "wait": ("rows",),
     "draft": ("rows", "tokens", "is_prefill", "sessions"),
-    "open": ("planner", "texts", "tokens"),
+    "open": ("planner", "sequences", "tokens"),
     "hit": ("rows",),
     "miss": ("rows",),
 }
@@ -46,7 +46,7 @@ class RowVerdict:
 
     @property
     def accepted(self) -> int:
-        """Submitted tokens that stood; the last committed token is the target's own."""
+        """Submitted tokens that were accepted; the last committed token is the target's own."""
         return min(self.submitted, self.committed - 1)
 
 
@@ -64,9 +64,9 @@ class Timeline:
     def __len__(self) -> int:
         return len(self._events)
 
-    def open(self, lane: Lane, at_s: float, planner: str, num_texts: int, num_tokens: int) -> None:
-        """Whole texts came in, to be drafted for by this planner."""
-        self._record("open", self._number(lane), at_s, at_s, (planner, num_texts, num_tokens))
+    def open(self, lane: Lane, at_s: float, planner: str, num_sequences: int, num_tokens: int) -> None:
+        """Whole sequences came in, to be drafted for by this planner."""
+        self._record("open", self._number(lane), at_s, at_s, (planner, num_sequences, num_tokens))
 
     def arrive(self, lane: Lane, at_s: float, rows: Sequence[RowVerdict]) -> None:
         """A verdict came in; the target's step ends here."""
@@ -156,7 +156,7 @@ class Timeline:
 def _name(kind: str, args: dict[str, Any]) -> str:
     """What the viewer writes on an event."""
     if kind == "step":
-        # Nobody says when a target began on a new text: before it, it may have stood idle.
+        # Nobody says when a target began on a new sequence: before it, it may have been idle.
         return "prefill or idle" if args["is_prefill"] else f"{args['accepted']}/{args['submitted']}"
     if kind == "draft":
         return "read" if args["is_prefill"] else f"draft {args['rows']}"

@@ -1,7 +1,7 @@
 """What crosses the wire: small, versioned, bounded messages of token ids. MessagePack by msgspec; never pickle.
 
-A text is named by its digest. A namespace keeps one client's texts apart from another's; it is random unless two
-clients were given the same one on purpose. Every exchange carries the client's round number, so a late reply can be
+A sequence is named by its digest. A namespace keeps one client's sequences apart from another's; it is random unless
+two clients were given the same one on purpose. Every exchange carries the client's round number, so a late reply can be
 told from the one awaited.
 """
 
@@ -20,7 +20,7 @@ VERSION = 3
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
 MAX_ROWS = 1024
-MAX_TEXT = 1 << 20  # tokens
+MAX_SEQUENCE = 1 << 20  # tokens
 MAX_NEW = 4096  # tokens committed in one step
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -31,7 +31,7 @@ Name = Annotated[bytes, Meta(min_length=DIGEST_LEN, max_length=DIGEST_LEN)]
 Namespace = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Word = Annotated[str, Meta(min_length=1, max_length=64)]
 NewTokens = Annotated[list[Token], Meta(min_length=1, max_length=MAX_NEW)]
-Text = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_TEXT)]  # see `pack`
+PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]  # see `pack`
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
 
 
@@ -62,7 +62,7 @@ class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One sequence of an engine step: the text before, the tokens just committed, and the text with them."""
+    """One sequence of an engine step: the sequence before, the tokens just committed, and the sequence with them."""
 
     before: Name
     tokens: NewTokens
@@ -81,26 +81,26 @@ class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What to submit for every row; None where the text is not known and must be opened."""
+    """What to submit for every row; None where the sequence is not known and must be opened."""
 
     round: Round
     rows: Annotated[list[Annotated[list[Token], Meta(max_length=MAX_NEW)] | None], Meta(max_length=MAX_ROWS)]
 
 
 class Open(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whole texts to draft for, and the planner that shall do it. There is no answer."""
+    """Whole sequences to draft for, and the planner that shall do it. There is no answer."""
 
     namespace: Namespace
     planner: Word
     settings: Annotated[dict[Word, Setting], Meta(max_length=16)]
     predictor: Word
-    texts: Annotated[list[Text], Meta(min_length=1, max_length=MAX_ROWS)]
+    sequences: Annotated[list[PackedTokens], Meta(min_length=1, max_length=MAX_ROWS)]
 
     def __post_init__(self) -> None:
-        """What the types cannot say: a text is whole tokens, none of them negative."""
-        for text in self.texts:
-            if len(text) % 4 or (unpack(text) < 0).any():
-                raise ValueError("a text is no sequence of tokens")
+        """What the types cannot say: a sequence is whole tokens, none of them negative."""
+        for packed in self.sequences:
+            if len(packed) % 4 or (unpack(packed) < 0).any():
+                raise ValueError("not a sequence of tokens")
 
 
 class Refused(Struct, tag="refused", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -146,13 +146,16 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """A whole text for the wire: four bytes a token, little end first. A list would take a hundred times as long."""
+    """A whole sequence for the wire: four bytes a token, little end first.
+
+    A list would take a hundred times as long.
+    """
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
-def unpack(text: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The tokens of a text from the wire."""
-    return np.frombuffer(text, dtype="<i4")
+def unpack(packed: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The tokens of a sequence from the wire."""
+    return np.frombuffer(packed, dtype="<i4")
 
 
 def encode(message: Request | Reply) -> bytes:

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.engines.options import found_model
 from specbranch.trace import Answer, Header, Trace, write_trace
 from specbranch.train.examples import Card, name_of, part_path, places, trace_path, write_card, write_part
 
 Tell = Callable[[int, int], None]
-_HEAD_LEN = 10
+_TOP_K = 10
 _ATTENTION = "specbranch-collect"  # in the registries of Transformers
 _TOKENS_AT_ONCE = 24_576  # of prompts: their hidden states are held in memory
-_LAWS_AT_ONCE = 8  # answers; a law over a large vocabulary takes much memory
+_DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary takes much memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out:
 
 
 def _share_keys(model: Any) -> None:
-    """Let the query heads of one key head go through attention together, as if they were places of a text.
+    """Let the query heads of one key head go through attention together, as if they were places of a sequence.
 
     Transformers copies the keys for each of them where there is padding, which takes most of a step.
     """
@@ -178,13 +178,13 @@ def _end_ids(target: Any, tokenizer: Any) -> set[int]:
 
 
 def _read_over(draft: Any, group: Sequence[_Asked], said: Sequence[_Said], device: str) -> list[Answer]:
-    """The answers with the draft's law before every token."""
+    """The answers with the draft's distribution before every token."""
     import torch
 
     answers = []
     head = draft.get_output_embeddings()
-    for start in range(0, len(group), _LAWS_AT_ONCE):
-        pairs = list(zip(group, said, strict=True))[start : start + _LAWS_AT_ONCE]
+    for start in range(0, len(group), _DISTRIBUTIONS_AT_ONCE):
+        pairs = list(zip(group, said, strict=True))[start : start + _DISTRIBUTIONS_AT_ONCE]
         texts = [[*one.tokens, *answer.tokens[:-1]] for one, answer in pairs]
         longest = max(len(text) for text in texts)
         # What is padded on the right no earlier token sees.
@@ -194,17 +194,17 @@ def _read_over(draft: Any, group: Sequence[_Asked], said: Sequence[_Said], devic
             for row, (one, answer) in enumerate(pairs):
                 first = len(one.tokens) - 1
                 logits = head(hidden[row, first : first + len(answer.tokens)])
-                answers.append(Answer(tuple(answer.tokens), _laws(logits), tuple(one.tokens)))
+                answers.append(Answer(tuple(answer.tokens), _distributions(logits), tuple(one.tokens)))
     return answers
 
 
-def _laws(logits: Any) -> tuple[Law, ...]:
+def _distributions(logits: Any) -> tuple[Distribution, ...]:
     logs = logits.float().log_softmax(-1)  # [tokens, vocabulary]
     probs = logs.exp()
-    top = probs.topk(_HEAD_LEN, dim=-1)
+    top = probs.topk(_TOP_K, dim=-1)
     entropy = -(probs * logs).sum(-1)
     return tuple(
-        Law(tuple(ids), tuple(round(prob, 5) for prob in heads), round(h, 4))
+        Distribution(tuple(ids), tuple(round(prob, 5) for prob in heads), round(h, 4))
         for ids, heads, h in zip(top.indices.tolist(), top.values.tolist(), entropy.tolist(), strict=True)
     )
 
@@ -215,7 +215,7 @@ def _arrays(group: Sequence[_Asked], said: Sequence[_Said], answers: Sequence[An
     counts = [len(runs) for _, runs, _ in looks]
     return {
         "features": np.concatenate([one.features[:count] for one, count in zip(said, counts, strict=True)]),
-        "laws": np.concatenate([laws for laws, _, _ in looks]),
+        "distributions": np.concatenate([distributions for distributions, _, _ in looks]),
         "runs": np.concatenate([runs for _, runs, _ in looks]),
         "left": np.concatenate([left for _, _, left in looks]),
         "tasks": np.repeat(np.array([one.task for one in group], dtype=np.int32), counts),

@@ -1,8 +1,9 @@
 """Examples for H-RAD: target features at a place of an answer, and how many draft tokens stood after it.
 
 A place is a token that the target said. Its features are the hidden states at the position that predicted it, and its
-own embedding; its run is how many of the draft's first choices in a row were right from there on. On the true text that
-is the same as drafting a window and comparing it: a greedy draft leaves the true text only where it is refused.
+own embedding; its run is how many of the draft's first choices in a row were right from there on. On the true sequence
+that is the same as drafting a window and comparing it: a greedy draft leaves the true sequence only where it is
+refused.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class Card:
 class Examples:
     """Rows of equal number: one for each place.
 
-    `runs` are cut by the end of the answer where `left`, the tokens after the place, is no larger. `laws` holds how the
-    draft's next law looks: confidence, second probability, entropy.
+    `runs` are cut by the end of the answer where `left`, the tokens after the place, is no larger. `distributions`
+    holds how the draft's next distribution looks: confidence, second probability, entropy.
     """
 
     card: Card
     features: Array  # [n, d_in] float16
-    laws: Array  # [n, 3] float32
+    distributions: Array  # [n, 3] float32
     runs: Array  # [n] int32
     left: Array  # [n] int32
     tasks: Array  # [n] int32, index into the card's tasks
@@ -67,7 +68,7 @@ class Examples:
 
     def take(self, chosen: Array | slice) -> Examples:
         """The rows of an index or a mask."""
-        rows = ("features", "laws", "runs", "left", "tasks", "prompts")
+        rows = ("features", "distributions", "runs", "left", "tasks", "prompts")
         return replace(self, **{name: getattr(self, name)[chosen] for name in rows})
 
     def settled(self, window: int) -> Examples:
@@ -93,14 +94,21 @@ def split_of(prompt: int) -> str:
 
 
 def name_of(text: str) -> int:
-    """A prompt's name: the same text has the same one in every collection."""
+    """A prompt's name: the same sequence has the same one in every collection."""
     return zlib.crc32(text.encode())
 
 
 def places(answer: Answer) -> tuple[Array, Array, Array]:
-    """Laws, runs and tokens left for each place of an answer but the last, behind which nothing is known."""
-    nexts = answer.laws[1:]
-    looks = [[float(law.probs[0]), float(law.probs[1]) if len(law.probs) > 1 else 0.0, law.entropy] for law in nexts]
+    """Distributions, runs and tokens left for each place of an answer but the last, behind which nothing is known."""
+    nexts = answer.distributions[1:]
+    looks = [
+        [
+            float(distribution.probs[0]),
+            float(distribution.probs[1]) if len(distribution.probs) > 1 else 0.0,
+            distribution.entropy,
+        ]
+        for distribution in nexts
+    ]
     left = np.arange(len(nexts), 0, -1, dtype=np.int32)
     return np.array(looks, dtype=np.float32).reshape(-1, 3), np.array(answer.runs()[1:-1], dtype=np.int32), left
 

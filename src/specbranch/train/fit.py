@@ -62,14 +62,14 @@ class Network:
 
 
 def look(examples: Examples, inputs: Inputs) -> Array:
-    """What the network sees of examples, as float32 [n, d_in]: the draft's next law, the target's features, or both."""
-    confidence, second, entropy = examples.laws.T
+    """The network's input as float32 [n, d_in]: the draft's next distribution, the target's features, or both."""
+    confidence, second, entropy = examples.distributions.T
     odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
-    laws = np.stack([odds, np.log(second + 1e-4), entropy], axis=-1).astype(np.float32)
+    distributions = np.stack([odds, np.log(second + 1e-4), entropy], axis=-1).astype(np.float32)
     if inputs == "confidence":
-        return laws
+        return distributions
     features = examples.features.astype(np.float32)
-    return features if inputs == "features" else np.concatenate([features, laws], axis=-1)
+    return features if inputs == "features" else np.concatenate([features, distributions], axis=-1)
 
 
 def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, tell: Tell) -> Network:
@@ -138,7 +138,7 @@ class _Lens:
 
 
 def _lens(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Lens:
-    """Made from as many examples as are needed for it. What the draft's law says is seen as it is."""
+    """Made from as many examples as are needed for it. What the draft's distribution says is seen as it is."""
     import torch
 
     chosen = np.random.default_rng(0).permutation(len(examples))[:most]

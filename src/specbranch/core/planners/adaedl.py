@@ -1,7 +1,7 @@
 """AdaEDL: plain speculative decoding that stops drafting when the entropy says the next token would be refused.
 
-The entropy H of the draft law bounds its acceptance from below by about 1 - sqrt(eta * H). The threshold itself
-follows the acceptance that was seen. The token that trips the bound is already drafted, so it is submitted too.
+The entropy H of the draft distribution bounds its acceptance from below by about 1 - sqrt(eta * H). The threshold
+itself follows the acceptance that was seen. The token that trips the bound is already drafted, so it is submitted too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 from specbranch.core.planners.settings import Settings, Share, Window
 from specbranch.core.round import Round
 from specbranch.core.tree import Node
@@ -64,21 +64,21 @@ class AdaedlPlanner:
         self._threshold = _blend(self._threshold, aim, settings.threshold_memory)
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """The tokens up to the first doubtful one, and the node to run if that place has not been reached yet."""
+        """The tokens up to the first doubtful one, and the node to run if that position has not been reached yet."""
         chain: list[Node] = []
         node = round.tree.root
         while len(chain) < self._settings.gamma:
-            if node.law is None:
+            if node.distribution is None:
                 return chain, node
             children = round.tree.children(node, 1)
             chain += children
-            if not children or self._bound(node.law) < self._threshold:
+            if not children or self._bound(node.distribution) < self._threshold:
                 break
             node = children[0]
         return chain, None
 
-    def _bound(self, law: Law) -> float:
-        return 1 - math.sqrt(self._settings.eta * law.entropy)
+    def _bound(self, distribution: Distribution) -> float:
+        return 1 - math.sqrt(self._settings.eta * distribution.entropy)
 
 
 def _blend(old: float, new: float, memory: float) -> float:

@@ -1,7 +1,8 @@
 """The planner protocol. A method of speculative decoding is three answers over the same draft tree.
 
-A planner decides what is drafted and what is submitted, never what is accepted; no planner can change the output law.
-One planner object serves one sequence. It is asked on every verdict, so its answers must cost microseconds.
+A planner decides what is drafted and what is submitted, never what is accepted; no planner can change the output
+distribution. One planner object serves one sequence. It is asked on every verdict, so its answers must cost
+microseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Planner(Protocol):
 
 
 class Predictor(Protocol):
-    """H-RAD, or something in its place. It sees the round that has just begun."""
+    """H-RAD, or a stand-in for it. It sees the round that has just begun."""
 
     def predict(self, round: Round) -> Signal:
         """What will become of the next window of draft tokens."""

@@ -48,9 +48,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, kind in _kinds(type(self)).items():  # type: ignore[arg-type]  # mypy looks for the hash of instances
             value = getattr(self, name)
-            mend = _mend(kind, value)
-            if mend is not None:
-                raise SettingError(f"{type(self).__name__}.{name} is {reprlib.repr(value)}; {mend}")
+            advice = _advice(kind, value)
+            if advice is not None:
+                raise SettingError(f"{type(self).__name__}.{name} is {reprlib.repr(value)}; {advice}")
 
 
 @cache
@@ -58,7 +58,7 @@ def _kinds(settings: type[Settings]) -> dict[str, Any]:
     return get_type_hints(settings, include_extras=True)
 
 
-def _mend(kind: Any, value: object) -> str | None:
+def _advice(kind: Any, value: object) -> str | None:
     """What to do about a value; None if it is one of its kind."""
     if kind is bool:
         return None if isinstance(value, bool) else "give true or false"

@@ -1,14 +1,14 @@
-"""SpecBranch as in the paper: cut the submission where it turns doubtful, and branch at that place.
+"""SpecBranch as in the paper: cut the submission where it turns doubtful, and branch there.
 
-After a miss (DRAFT stage) H-RAD's signal says how much to draft while the target waits: nothing, up to the first law
-with little confidence, or a whole window. While the target verifies (BRANCH stage) the draft grows
-k = max(1, floor(k_max * (1 - confidence))) branches at the branch point, the place right behind the submission.
-After a hit the surviving branch is cut by a fresh signal (posterior drafting) and the target starts at once.
+After a miss (DRAFT stage) H-RAD's signal says how much to draft while the target waits: nothing, up to the first
+distribution with little confidence, or a whole window. While the target verifies (BRANCH stage) the draft grows k =
+max(1, floor(k_max * (1 - confidence))) branches at the branch point, right behind the submission. After a hit
+the surviving branch is cut by a fresh signal (posterior drafting) and the target starts at once.
 
 Three things are better than in the paper. What a cut leaves out stays in the tree, where it is the first branch. After
-a miss the target need not wait: it verifies what is there, if only its own last token, while the draft catches up;
-on recorded traces waiting did not pay. And where rows are dear, only those are run that pay for their time. `waits` and
-not `is_thrifty` give the paper's form.
+a miss the target need not wait: it verifies what is there, if only its own last token, while the draft catches up; on
+recorded traces waiting did not pay. And where rows are expensive, only those are run that pay for their time. `waits`
+and not `is_thrifty` give the paper's form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST_CHANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SpecbranchSettings(Settings):
-    """Longest submission, the confidence under which a law is doubtful, and the most branches at one time.
+    """Longest submission, the confidence under which a distribution is doubtful, and the most branches at one time.
 
     `waits`: after a miss the target waits for a draft. `is_thrifty`: of the branches only those grow that give the most
     chance for the draft's time.
@@ -43,7 +43,7 @@ class SpecbranchSettings(Settings):
 
 
 class SpecbranchPlanner:
-    """Few branches, at the place where they are needed."""
+    """Few branches, where they are needed."""
 
     def __init__(self, settings: SpecbranchSettings, predictor: Predictor) -> None:
         self._settings = settings
@@ -59,12 +59,12 @@ class SpecbranchPlanner:
             return (tip,) if tip else ()
         tree = round.tree
         end = tree.end
-        if end.law is None:
+        if end.distribution is None:
             return (end,)
         if self._settings.is_thrifty:
             settings = self._settings
             return rows_that_pay(round, end, settings.gamma, settings.max_branches, _LEAST_CHANCE)
-        count = max(1, math.floor(self._settings.max_branches * (1 - end.law.confidence)))
+        count = max(1, math.floor(self._settings.max_branches * (1 - end.distribution.confidence)))
         tips = (tree.unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
         return [tip for tip in tips if tip]
 
@@ -78,10 +78,10 @@ class SpecbranchPlanner:
         chain: list[Node] = []
         node = round.tree.root
         while len(chain) < self._settings.gamma and round.signal != Signal.NONE:
-            if node.law is None:
+            if node.distribution is None:
                 return chain, node
-            # The law decides, not the token drawn from it: rule B would be biased otherwise.
-            if round.signal == Signal.SOME and node.law.confidence < self._settings.confidence:
+            # The distribution decides, not the token drawn from it: rule B would be biased otherwise.
+            if round.signal == Signal.SOME and node.distribution.confidence < self._settings.confidence:
                 break
             children = round.tree.children(node, 1)
             if not children:

@@ -67,7 +67,7 @@ class SsdPlanner:
             return (tip,) if tip else ()
         tips = (tree.unrun(root, gamma) for root in self._roots(round))
         rows = [tip for tip in tips if tip]
-        return [tree.end, *rows] if tree.end.law is None else rows
+        return [tree.end, *rows] if tree.end.distribution is None else rows
 
     def learn(self, round: Round, verdict: Verdict) -> None:
         pass

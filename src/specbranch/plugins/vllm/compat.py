@@ -33,12 +33,13 @@ def warn_if_untested() -> None:
         )
 
 
-def mend_cpu_sampler() -> None:
+def patch_cpu_sampler() -> None:
     """Mend vLLM's verification of sampled requests on the CPU, where this vLLM needs it; other devices are left alone.
 
     `expand_batch_to_tokens` writes to a copy (vllm-project/vllm#55005). Its caller gets memory that nobody has written
-    as temperature, top-k and top-p of every draft token: above temperature 0 any speculation has a wrong output law.
-    `apply_top_k_top_p` raises in a step without draft tokens, so a request with top-k alone ends the engine.
+    as temperature, top-k and top-p of every draft token: above temperature 0 any speculation has a wrong output
+    distribution. `apply_top_k_top_p` raises in a step without draft tokens, so a request with top-k alone ends the
+    engine.
     """
     from vllm.platforms import current_platform
 
@@ -47,10 +48,12 @@ def mend_cpu_sampler() -> None:
     from vllm.v1.sample import rejection_sampler as module
 
     if not _expands_rightly(module.expand_batch_to_tokens):
-        log.warning("this vLLM verifies sampled tokens wrongly on the CPU (vllm-project/vllm#55005); mended in place")
+        log.warning(
+            "this vLLM verifies sampled tokens wrongly on the CPU (vllm-project/vllm#55005); workaround applied"
+        )
         module.expand_batch_to_tokens = _expand_batch_to_tokens
     if not _takes_no_rows(module.apply_top_k_top_p):
-        log.warning("this vLLM fails on the CPU at top-k in a step without drafts; mended in place")
+        log.warning("this vLLM fails on the CPU at top-k in a step without drafts; workaround applied")
         module.apply_top_k_top_p = _unless_empty(module.apply_top_k_top_p)
 
 
@@ -96,7 +99,7 @@ def num_speculative_tokens(vllm_config: Any) -> int:
 
 
 def max_model_len(vllm_config: Any) -> int:
-    """The longest text that vLLM will hold."""
+    """The longest sequence that vLLM will hold."""
     return int(vllm_config.model_config.max_model_len)
 
 
@@ -151,12 +154,12 @@ def _introducing(original: Any) -> Any:
             return original(runner, *args, **kwargs)
         scheduler_output = args[0] if args else kwargs.get("scheduler_output")
         meet(runner, _new_prompts(scheduler_output))
-        tap = getattr(drafter, "tap", None)
-        if tap is None:
+        feature_hook = getattr(drafter, "feature_hook", None)
+        if feature_hook is None:
             return original(runner, *args, **kwargs)
-        tap.begin(runner, scheduler_output)
+        feature_hook.begin(runner, scheduler_output)
         output = original(runner, *args, **kwargs)
-        tap.end(runner)
+        feature_hook.end(runner)
         return output
 
     execute_model.introduces = True  # type: ignore[attr-defined]
@@ -164,7 +167,7 @@ def _introducing(original: Any) -> Any:
 
 
 def _new_prompts(scheduler_output: Any) -> list[list[int]]:
-    """Prompts of text alone, without an adapter, that a step begins to read."""
+    """Prompts of sequence alone, without an adapter, that a step begins to read."""
     try:
         return [
             request.prompt_token_ids
@@ -211,14 +214,14 @@ def refuse_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
         raise FeatureError(f"the predictor looks at {num_layers} layers, the target has fewer; train one for it")
     if num_layers == 1:
         return
-    mend = "or train the predictor with --layers 1"
+    advice = "or train the predictor with --layers 1"
     if not model.enforce_eager:
         raise FeatureError(
             f"the predictor looks at {num_layers} layers, and a compiled model shows only its last one: "
-            f"start vLLM with enforce_eager (--enforce-eager), {mend}"
+            f"start vLLM with enforce_eager (--enforce-eager), {advice}"
         )
     if vllm_config.parallel_config.use_ubatching:
-        raise FeatureError(f"vLLM divides its steps into micro-batches: start it without (--enable-dbo), {mend}")
+        raise FeatureError(f"vLLM divides its steps into micro-batches: start it without (--enable-dbo), {advice}")
 
 
 def refuse_late_embedder(vllm_config: Any) -> None:
@@ -230,8 +233,8 @@ def refuse_late_embedder(vllm_config: Any) -> None:
 def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[int]], Any]:
     """A function from tokens to the target's input embeddings # [n, hidden_len].
 
-    Where tensor parallel ranks share the table, looking into it takes all of them. So it is read in once, at start: all
-    ranks must call this then, and the one that keeps it holds a copy in the memory of the host.
+    Where tensor parallel ranks share the table, looking into it takes all of them. So it is read once, at start:
+    all ranks must call this then, and the one that keeps it holds a copy in the memory of the host.
     """
     import torch
 
@@ -267,18 +270,18 @@ def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: boo
 
 @dataclass(slots=True)
 class _Step:
-    """What a tap holds of one step: features of every sampled position, row after row."""
+    """What a hook holds of one step: features of every sampled position, row after row."""
 
     runner: Any
     scheduler_output: Any
-    taken: list[Any]  # of each tapped layer # [sampled, hidden_len]
+    taken: list[Any]  # of each hooked layer # [sampled, hidden_len]
     last: Any = None  # after the final norm # [sampled, hidden_len]
     num_drafts: list[int] = field(default_factory=list)  # of each row
     positions: Any = None  # of the sampled tokens among those of the step
     fault: Exception | None = None
 
 
-class FeatureTap:
+class FeatureHook:
     """Takes what H-RAD looks at from a running target, at the positions that a step samples. It changes no tensor.
 
     A layer hands (hidden, residual) on to the next, which may write to both; their sum is what Transformers calls
@@ -292,8 +295,8 @@ class FeatureTap:
     def __init__(self, model: Any, num_layers: int, embed: Callable[[Sequence[int]], Any]) -> None:
         self._embed = embed
         self._step: _Step | None = None
-        self._num_taps = num_layers - 1
-        layers = _last_layers(model, num_layers) if self._num_taps else []
+        self._num_hooked = num_layers - 1
+        layers = _last_layers(model, num_layers) if self._num_hooked else []
         self._hooks = [layer.register_forward_hook(self._hook(place)) for place, layer in enumerate(layers)]
 
     def close(self) -> None:
@@ -304,7 +307,7 @@ class FeatureTap:
 
     def begin(self, runner: Any, scheduler_output: Any) -> None:
         """The runner is about to run this step."""
-        self._step = _Step(runner, scheduler_output, [None] * self._num_taps)
+        self._step = _Step(runner, scheduler_output, [None] * self._num_hooked)
 
     def end(self, runner: Any) -> None:
         """The model has run; nothing is sampled yet."""
@@ -366,13 +369,13 @@ def _last_layers(model: Any, num_layers: int) -> list[Any]:
     """
     named = ("aux_hidden_state_layers", "layers", "start_layer")
     backbones = [part for part in model.modules() if all(hasattr(part, name) for name in named)]
-    mend = "train the predictor with --layers 1"
+    advice = "train the predictor with --layers 1"
     if len(backbones) != 1:
-        raise FeatureError(f"the decoder layers of {type(model).__name__} are not where others have theirs: {mend}")
+        raise FeatureError(f"the decoder layers of {type(model).__name__} are not where others have theirs: {advice}")
     (backbone,) = backbones
     first = len(backbone.layers) - num_layers
     if first < backbone.start_layer:
-        raise FeatureError(f"the last {num_layers} layers are on several pipeline stages: {mend}")
+        raise FeatureError(f"the last {num_layers} layers are on several pipeline stages: {advice}")
     return list(backbone.layers)[first:-1]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.round import Outlook
-from specbranch.plugins.vllm.compat import FeatureTap
+from specbranch.plugins.vllm.compat import FeatureHook
 from specbranch.predictor.hrad import Hrad
 
 log = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ class ForesightCounts:
 
 
 class Foresight:
-    """A trained predictor at a tap. A step that cannot be read goes without outlooks; nothing raises."""
+    """A trained predictor on a target's features. A step that cannot be read goes without outlooks; nothing raises."""
 
-    def __init__(self, hrad: Hrad, tap: FeatureTap, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.tap = tap
+    def __init__(self, hrad: Hrad, feature_hook: FeatureHook, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.feature_hook = feature_hook
         self._hrad = hrad
         self._clock = clock
         self.counts = ForesightCounts()
@@ -42,7 +42,7 @@ class Foresight:
             return {}
         start_s = self._clock()
         try:
-            features = self.tap.read(sampled, rows)
+            features = self.feature_hook.read(sampled, rows)
             found = dict(zip(rows, self._hrad.predict(features, _product), strict=True))
         except Exception:
             if not self.counts.outlook_faults:

@@ -1,8 +1,8 @@
 """Our metrics on vLLM's own Prometheus endpoint.
 
-The proposer counts in vLLM's worker and shows its counters on a slate; hits and rolled-back tokens are known to the
-draft service alone. Both are fetched when somebody scrapes, so a target that is not watched pays for nothing. As long
-as no proposer of ours runs, nothing appears.
+The proposer counts in vLLM's worker and writes its counters to a stats file; hits and rolled-back tokens are known to
+the draft service alone. Both are fetched when somebody scrapes, so a target that is not watched pays for nothing. As
+long as no proposer of ours runs, nothing appears.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specbranch.plugins.vllm.settings import client_keys
-from specbranch.plugins.vllm.slate import Shown, read_slates
+from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.wire import Figures
 
@@ -34,12 +34,12 @@ _COUNTS = {
     "refused": ("refused", "Messages that either side refused."),
     "foreign": ("foreign", "Drafts cut before a token that is not in the target's vocabulary."),
     "faults": ("faults", "Calls that met a fault of our own."),
-    "wait_s": ("wait_seconds", "Time that the target stood still for drafts."),
+    "wait_s": ("wait_seconds", "Time that the target waited for drafts."),
 }
 _FIGURES: dict[str, tuple[str, Callable[[Figures], int]]] = {
     "hits": ("Verdicts whose root the draft had drawn and run.", lambda figures: figures.hits),
     "misses": ("Verdicts that were not prepared.", lambda figures: figures.rounds - figures.hits),
-    "accepted_tokens": ("Submitted tokens that stood.", lambda figures: figures.accepted),
+    "accepted_tokens": ("Submitted tokens that were accepted.", lambda figures: figures.accepted),
     "draft_rows": ("Draft rows run for this target.", lambda figures: figures.rows),
 }
 
@@ -61,8 +61,8 @@ class Collector:
         """All metrics of this moment."""
         with self._lock:
             try:
-                slates = list(read_slates(self._run))
-                return [family for family in self._families(slates) if family.samples] if slates else []
+                stats_files = list(read_stats_files(self._run))
+                return [family for family in self._families(stats_files) if family.samples] if stats_files else []
             except Exception:
                 log.warning("the metrics of specbranch could not be collected", exc_info=True)
                 return []
@@ -72,17 +72,17 @@ class Collector:
         with self._lock:
             self._close_all_but([])
 
-    def _families(self, slates: Sequence[Shown]) -> Iterator[Any]:
-        groups = self._ask(slates)
+    def _families(self, stats_files: Sequence[Shown]) -> Iterator[Any]:
+        groups = self._ask(stats_files)
         yield self._states(groups)
-        yield from _of_proposers(slates)
+        yield from _of_proposers(stats_files)
         yield from _of_services([(group, reporter.figures) for group, reporter, _ in groups if reporter is not None])
 
-    def _ask(self, slates: Sequence[Shown]) -> list[tuple[list[Shown], Reporter | None, Reach]]:
+    def _ask(self, stats_files: Sequence[Shown]) -> list[tuple[list[Shown], Reporter | None, Reach]]:
         """Engines that share a namespace, with what is known of their service; services have one deadline in all."""
         end_s = time.monotonic() + self._timeout_s
         asked: list[tuple[list[Shown], Reporter | None, Reach]] = []
-        for key, group in itertools.groupby(sorted(slates, key=_service_of), key=_service_of):
+        for key, group in itertools.groupby(sorted(stats_files, key=_service_of), key=_service_of):
             if not key[1]:
                 asked.append((list(group), None, Reach.ABSENT))
                 continue
@@ -134,12 +134,12 @@ def _labels(group: Sequence[Shown]) -> list[str]:
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
-def _of_proposers(slates: Sequence[Shown]) -> Iterator[Any]:
+def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
     for key, (name, text) in _COUNTS.items():
         family = CounterMetricFamily(f"specbranch_{name}", text, labels=_LABELS)
-        for shown in slates:
+        for shown in stats_files:
             family.add_metric(_labels([shown]), shown.counts.get(key, 0.0))
         yield family
     aside = CounterMetricFamily(
@@ -148,7 +148,7 @@ def _of_proposers(slates: Sequence[Shown]) -> Iterator[Any]:
     submitted = HistogramMetricFamily(
         "specbranch_submitted_tokens", "Length of submissions; 0 where a row went without.", labels=_LABELS
     )
-    for shown in slates:
+    for shown in stats_files:
         for cause in ("lora", "multimodal"):
             aside.add_metric([*_labels([shown]), cause], shown.asides.get(cause, 0))
         submitted.add_metric(_labels([shown]), *_buckets(shown.lens))

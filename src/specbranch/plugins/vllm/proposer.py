@@ -19,7 +19,7 @@ from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
-from specbranch.plugins.vllm.slate import Shown, Slate, open_slate
+from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
 from specbranch.predictor.hrad import Hrad, read_hrad
 from specbranch.service.client import Committed, DraftClient
 
@@ -31,7 +31,7 @@ class SpecBranchProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         compat.warn_if_untested()
-        compat.mend_cpu_sampler()
+        compat.patch_cpu_sampler()
         self._vllm_config = vllm_config
         self._most = compat.num_speculative_tokens(vllm_config)
         self._max_model_len = compat.max_model_len(vllm_config)
@@ -48,10 +48,12 @@ class SpecBranchProposer:
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
         self.use(compat.own_config(vllm_config))
-        self._slate: Slate | None = None
+        self._stats_file: StatsFile | None = None
         if self._is_output_rank:
             compat.introduce_runners()
-            self._slate = open_slate(lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config)))
+            self._stats_file = open_stats_file(
+                lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config))
+            )
         self._show()
 
     def use(self, section: Mapping[str, Any]) -> None:
@@ -69,9 +71,9 @@ class SpecBranchProposer:
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
 
     @property
-    def tap(self) -> compat.FeatureTap | None:
+    def feature_hook(self) -> compat.FeatureHook | None:
         """What is to be told of every step; None where no trained predictor looks at the target."""
-        return self._foresight.tap if self._foresight else None
+        return self._foresight.feature_hook if self._foresight else None
 
     def counts(self) -> dict[str, float]:
         """What the client did since the settings were last taken, and what was foreseen."""
@@ -102,7 +104,7 @@ class SpecBranchProposer:
     ) -> list[list[int]]:
         """Drafts for every row of the batch; empty for rows in chunked prefill, without a draft, or at their end.
 
-        Rows with an adapter or with images stand aside: the draft model knows neither, so the service is not told.
+        Rows with an adapter or with images are left aside: the draft model knows neither, so the service is not told.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = [index for index, sampled in enumerate(sampled_token_ids) if len(sampled)]
@@ -112,13 +114,13 @@ class SpecBranchProposer:
         if self._is_worthwhile([len(sampled) for sampled in sampled_token_ids], list(lengths.values())):
             asked = self._without_aside(rows, len(drafts))
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
-            texts = {
+            committed = {
                 index: Committed(
                     token_ids_cpu[index, : lengths[index]], len(sampled_token_ids[index]), outlook=outlooks.get(index)
                 )
                 for index in asked
             }
-            for index, draft in self._ask(texts).items():
+            for index, draft in self._ask(committed).items():
                 drafts[index] = draft
         self._had_drafts = any(drafts)
         self._show()
@@ -134,7 +136,7 @@ class SpecBranchProposer:
                 compat.refuse_late_embedder(self._vllm_config)
                 foresight = self._foresight_on(hrad)
         if self._foresight is not None:
-            self._foresight.tap.close()
+            self._foresight.feature_hook.close()
         self._hrad, self._foresight = hrad, foresight
 
     def _foresight_on(self, hrad: Hrad) -> Foresight | None:
@@ -142,7 +144,7 @@ class SpecBranchProposer:
         embed = compat.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
         if not self._is_output_rank:
             return None
-        return Foresight(hrad, compat.FeatureTap(self._model, hrad.card.num_layers, embed))
+        return Foresight(hrad, compat.FeatureHook(self._model, hrad.card.num_layers, embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], lengths: Sequence[int]) -> bool:
         """Tell the gate what the last step gave, and ask it about the next one."""
@@ -160,28 +162,28 @@ class SpecBranchProposer:
         self._asides.update(aside[index] for index in rows if index in aside)
         return [index for index in rows if index not in aside]
 
-    def _ask(self, texts: Mapping[int, Committed]) -> dict[int, list[int]]:
+    def _ask(self, rows: Mapping[int, Committed]) -> dict[int, list[int]]:
         """The drafts of these rows, cut to what vLLM can take."""
-        if not texts:
+        if not rows:
             return {}
         assert self._client is not None, "without a client there is nobody to ask"
         drafts: dict[int, list[int]] = {}
-        for (index, text), draft in zip(texts.items(), self._client.propose(list(texts.values())), strict=True):
+        for (index, row), draft in zip(rows.items(), self._client.propose(list(rows.values())), strict=True):
             # vLLM adds a token of its own behind the draft; both must fit.
-            room = self._max_model_len - len(text.tokens) - 1
+            room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]
             self._lens[len(drafts[index])] += 1
         return drafts
 
     def _show(self) -> None:
         """Let the process of vLLM's metrics endpoint see the counters."""
-        if self._slate is None or self._settings is None:
+        if self._stats_file is None or self._settings is None:
             return
         client, gate = self._client, self._gate
-        self._slate.show(
+        self._stats_file.show(
             Shown(
-                self._slate.model,
-                self._slate.engine,
+                self._stats_file.model,
+                self._stats_file.engine,
                 self._settings.address,
                 self._settings.keys,
                 client.namespace if client else b"",

@@ -25,7 +25,7 @@ def _show_metrics() -> None:
     from specbranch.plugins.vllm import compat
     from specbranch.plugins.vllm.metrics import Collector
     from specbranch.plugins.vllm.mirror import Mirror
-    from specbranch.plugins.vllm.slate import begin_run, is_first_process, remove_slates
+    from specbranch.plugins.vllm.stats_file import begin_run, is_first_process, remove_stats_files
 
     run = begin_run()
     collector = Collector(run)
@@ -35,4 +35,4 @@ def _show_metrics() -> None:
         REGISTRY.register(collector)
         atexit.register(collector.close)
     if is_first_process():
-        atexit.register(remove_slates, run)
+        atexit.register(remove_stats_files, run)

@@ -19,8 +19,8 @@ class ProposerSettings:
     """Where the draft service is, how long a step may wait for it, and how it shall draft for us.
 
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal texts. `is_gated`: drafts are left out at loads where they were seen not to pay. `predictor`
-    is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
+    share drafts for equal sequences. `is_gated`: drafts are left out at loads where they were seen not to pay.
+    `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
     """
 
     address: str = field(default_factory=default_address)

@@ -69,7 +69,7 @@ class Target:
             arguments["additional_config"] = {"specbranch": dict(options.section)}
         self.llm = LLM(model=found_model(options.model), **arguments)
         if "speculative_config" in arguments:
-            compat.mend_cpu_sampler()  # vLLM's own methods need it as much as ours
+            compat.patch_cpu_sampler()  # vLLM's own methods need it as much as ours
         self._has_proposer = options.section is not None
         self._num_requests = 0
 

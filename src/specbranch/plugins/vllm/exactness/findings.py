@@ -118,7 +118,9 @@ def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Fi
     return Finding(f"divergence in {dtype}", compared, n, NOTE, says, None, figures)
 
 
-def same_law(features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.random.Generator) -> list[Finding]:
+def same_distribution(
+    features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.random.Generator
+) -> list[Finding]:
     """One finding for each feature's two samples; a false alarm anywhere among them has probability at most `alpha`."""
     num_tests = len(features) + sum(_has_surprise(bare, other) for _, bare, other in features)
     level = alpha / num_tests
@@ -127,12 +129,12 @@ def same_law(features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.r
         ones, others = count_pairs(_values(name, bare), _values(name, other))
         test = compare_counts(ones, others, level, rng)
         shift = noticed_shift(ones, others, test.critical, rng)
-        tested.append((name, f"joint law, {len(ones)} cells", other, test, shift))
+        tested.append((name, f"joint distribution, {len(ones)} cells", other, test, shift))
         if _has_surprise(bare, other):
             surprise = compare_means(_surprises(bare), _surprises(other), level, rng)
             tested.append((f"{name}: surprise", "mean log-probability of a sample", other, surprise, None))
     adjusted = holm([test.p_value for _, _, _, test, _ in tested])
-    return [_law_finding(*one, p_value, alpha) for one, p_value in zip(tested, adjusted, strict=True)]
+    return [_distribution_finding(*one, p_value, alpha) for one, p_value in zip(tested, adjusted, strict=True)]
 
 
 def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], bool]) -> Finding:
@@ -187,7 +189,7 @@ def has_all_logprobs(answer: Answer) -> bool:
     return _num_missing(answer) == 0
 
 
-def _law_finding(
+def _distribution_finding(
     name: str, compared: str, other: Done, test: Test, shift: float | None, p_value: float, alpha: float
 ) -> Finding:
     says = f"{other.accepted} of {other.submitted} draft tokens accepted"
@@ -195,7 +197,7 @@ def _law_finding(
         says += f"; would notice a shift of {shift:.2f}" if shift < 1 else "; too few samples to notice any shift"
     result, says = _checked(other, FAILED if p_value <= alpha else HOLDS, says)
     figures = {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": shift, **_drafts(other)}
-    return Finding(f"law: {name}", compared, len(other.answers), result, says, p_value, figures)
+    return Finding(f"distribution: {name}", compared, len(other.answers), result, says, p_value, figures)
 
 
 def _values(name: str, done: Done) -> list[Hashable]:

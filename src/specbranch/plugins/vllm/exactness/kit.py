@@ -23,7 +23,7 @@ from specbranch.plugins.vllm.exactness.findings import (
     has_all_logprobs,
     is_json,
     logprob_agreement,
-    same_law,
+    same_distribution,
     seeds_repeat,
 )
 from specbranch.plugins.vllm.exactness.prompts import GREEDY, TOSS_KEYS
@@ -108,7 +108,8 @@ Listener = Callable[[str, int, int], None]  # stage, requests done, requests in 
 def check(options: CheckOptions, listen: Listener) -> Report:
     """Start the draft service, then four engines one after the other, and judge what they decoded.
 
-    Exact equality is asked in float32, where shapes of batches hardly round; laws are compared as they are served.
+    Exact equality is asked in float32, where shapes of batches hardly round; distributions are compared as they are
+    served.
     """
     with DraftProcess(options.draft) as draft:
         section = {
@@ -191,12 +192,12 @@ def _served_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[
     temperature = 1.0 if is_bare or options.wrong_temperature is None else options.wrong_temperature
     together = Run("greedy together", _greedy_asks(size, 5), _BATCH, None if section is None else _waiting(section))
     alone = [Run("greedy alone", _greedy_asks(size, None), 1)] if is_bare else []
-    laws = [
+    distributions = [
         Run(feature.name, feature.asks(size.num_samples, temperature, 0 if is_bare else 1), _BATCH, sampled)
         for feature in FEATURES
     ]
     again = [Run(f"seeds, time {turn}", _seeded().asks(size.num_repeats), _BATCH, sampled) for turn in (1, 2)]
-    return [together, *alone, *laws, *again]
+    return [together, *alone, *distributions, *again]
 
 
 def _waiting(section: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -225,10 +226,10 @@ def _served_findings(
     options: CheckOptions, dtype: str, bare: Mapping[str, Done], ours: Mapping[str, Done]
 ) -> list[Finding]:
     rng = np.random.default_rng(options.seed)
-    laws = [(feature.name, bare[feature.name], ours[feature.name]) for feature in FEATURES]
+    distributions = [(feature.name, bare[feature.name], ours[feature.name]) for feature in FEATURES]
     return [
         divergence_rates(dtype, bare["greedy alone"], bare["greedy together"], ours["greedy together"]),
-        *same_law(laws, options.alpha, rng),
+        *same_distribution(distributions, options.alpha, rng),
         always("JSON parses", "outputs that were not cut off", ended(ours["JSON schema"]), is_json(TOSS_KEYS)),
         always("stop string absent", f"{STOP!r} in the text", ours["stop string"], lambda one: STOP not in one.text),
         always("logprobs complete", "every sampled token", ours["logprobs"], has_all_logprobs),

@@ -1,7 +1,8 @@
 """Exact two-sample tests, their correction for many tests, and what they would notice. Pure: NumPy and a given `rng`.
 
-All tests are permutation tests. If both samples come from one law, every way of handing the pooled values back to the
-two samples is equally likely, whatever the law; so P(p-value <= level) <= level holds exactly, for every size.
+All tests are permutation tests. If both samples come from one distribution, every way of handing the pooled values back
+to the two samples is equally likely, whatever the distribution; so P(p-value <= level) <= level holds exactly, for
+every size.
 """
 
 from __future__ import annotations
@@ -107,32 +108,32 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def noticed_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:
     """The least total-variation distance that `compare_counts` notices with this power; 1.0 if it notices none.
 
-    Simulated, to 0.01, for a law like the pooled one and for the shift that is hardest to see: mass taken evenly from
-    one half of the law and spread evenly over the other half.
+    Simulated, to 0.01, for a distribution like the pooled one and for the shift that is hardest to see: mass taken
+    evenly from one half of the distribution and spread evenly over the other half.
     """
-    law = (ones + others) / (ones + others).sum()
+    distribution = (ones + others) / (ones + others).sum()
     sizes = int(ones.sum()), int(others.sum())
     low, high = 0, 100
     while low < high:
         middle = (low + high) // 2
-        if _power(law, shifted(law, middle / 100), sizes, critical, rng) >= power:
+        if _power(distribution, shifted(distribution, middle / 100), sizes, critical, rng) >= power:
             high = middle
         else:
             low = middle + 1
     return high / 100
 
 
-def shifted(law: Floats, distance: float) -> Floats:
-    """A law at most this total-variation distance away: one half gives, the other takes, each evenly."""
-    gives, mass = np.zeros(len(law), dtype=bool), 0.0
-    for index in np.argsort(law, kind="stable")[::-1]:
-        if mass + law[index] <= 0.5 + _ROUNDING or not gives.any():
+def shifted(distribution: Floats, distance: float) -> Floats:
+    """A distribution at most this total-variation distance away: one half gives, the other takes, each evenly."""
+    gives, mass = np.zeros(len(distribution), dtype=bool), 0.0
+    for index in np.argsort(distribution, kind="stable")[::-1]:
+        if mass + distribution[index] <= 0.5 + _ROUNDING or not gives.any():
             gives[index] = True
-            mass += float(law[index])
+            mass += float(distribution[index])
     if mass >= 1 - _ROUNDING:  # one value only: there is nowhere to go
-        return law
+        return distribution
     taken = min(distance, mass)
-    result: Floats = np.where(gives, law * (1 - taken / mass), law * (1 + taken / (1 - mass)))
+    result: Floats = np.where(gives, distribution * (1 - taken / mass), distribution * (1 + taken / (1 - mass)))
     return np.clip(result, 0.0, 1.0)  # the last digit may lie outside
 
 
@@ -178,8 +179,10 @@ def _judged(null: Floats, observed: float, level: float) -> Test:
     return Test((1 + as_extreme) / (1 + len(null)), observed, critical)
 
 
-def _power(law: Floats, other: Floats, sizes: tuple[int, int], critical: float, rng: np.random.Generator) -> float:
+def _power(
+    distribution: Floats, other: Floats, sizes: tuple[int, int], critical: float, rng: np.random.Generator
+) -> float:
     num_trials = 1000
-    ones = rng.multinomial(sizes[0], law, size=num_trials)
+    ones = rng.multinomial(sizes[0], distribution, size=num_trials)
     others = rng.multinomial(sizes[1], other, size=num_trials)
     return float((chi_square(ones, others) >= critical - _ROUNDING).mean())

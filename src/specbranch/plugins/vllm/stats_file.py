@@ -49,7 +49,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Shown)
 
 
-class Slate:
+class StatsFile:
     """The writer's side. It never raises: what cannot be shown is not shown."""
 
     def __init__(self, path: Path, model: str, engine: int) -> None:
@@ -83,30 +83,30 @@ def is_first_process() -> bool:
     return multiprocessing.parent_process() is None
 
 
-def open_slate(names: Callable[[], tuple[str, int]]) -> Slate | None:
-    """A slate for the model and the engine of these names; None where no endpoint could read it."""
+def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
+    """A stats file for the model and the engine of these names; None where no endpoint could read it."""
     run = os.environ.get(RUN)
     if run is None:
         return None
     try:
         model, engine = names()
-        return Slate(claim_own_directory() / f"{_prefix(run)}{engine}", model, engine)
+        return StatsFile(claim_own_directory() / f"{_prefix(run)}{engine}", model, engine)
     except Exception:
         log.warning("the counters of the proposer cannot be shown on vLLM's metrics endpoint", exc_info=True)
         return None
 
 
-def read_slates(run: str) -> Iterator[Shown]:
+def read_stats_files(run: str) -> Iterator[Shown]:
     """What the engines of a run show, by engine."""
-    for path in sorted(_slates(run)):
+    for path in sorted(_stats_files(run)):
         shown = _read(path)
         if shown is not None:
             yield shown
 
 
-def remove_slates(run: str) -> None:
+def remove_stats_files(run: str) -> None:
     """Take away what engines that were killed have left."""
-    for path in _slates(run):
+    for path in _stats_files(run):
         path.unlink(missing_ok=True)
 
 
@@ -122,7 +122,7 @@ def _read(path: Path) -> Shown | None:
     return None
 
 
-def _slates(run: str) -> list[Path]:
+def _stats_files(run: str) -> list[Path]:
     directory = own_directory()
     return list(directory.glob(f"{_prefix(run)}*")) if is_private(directory) else []
 

@@ -1,24 +1,24 @@
-"""From logits to the head of a law. Runs once per draft row, so it sorts only the tokens that can matter."""
+"""From logits to the top-k of a distribution. Runs once per draft row, so it sorts only the tokens that can matter."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbranch.core.law import Law
+from specbranch.core.distribution import Distribution
 
 _BLOCK = 64
 
 
-def head_of(logits: NDArray[np.float32], head_len: int) -> Law:
-    """The `head_len` most likely tokens at temperature 1, and the entropy of the whole law."""
+def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
+    """The `head_len` most likely tokens at temperature 1, and the entropy of the whole distribution."""
     shifted = logits - logits.max()  # [vocab]
     weights = np.exp(shifted)
     total = float(weights.sum())
     entropy = np.log(total) - float(weights @ shifted) / total
-    near = _largest(shifted, head_len)
-    best = near[np.argsort(-shifted[near], kind="stable")][:head_len]
-    return Law(tuple(best.tolist()), tuple((weights[best] / total).tolist()), max(float(entropy), 0.0))
+    near = _largest(shifted, top_k)
+    best = near[np.argsort(-shifted[near], kind="stable")][:top_k]
+    return Distribution(tuple(best.tolist()), tuple((weights[best] / total).tolist()), max(float(entropy), 0.0))
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:

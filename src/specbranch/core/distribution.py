@@ -1,4 +1,4 @@
-"""A next-token law as the draft reports it: the head, most likely token first.
+"""A next-token distribution as the draft reports it: its top-k tokens, most likely first.
 
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
 """
@@ -19,8 +19,8 @@ Dense = NDArray[Any]  # [vocab]; float64, or object holding Fractions
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """The most likely next tokens, their probabilities at temperature 1, and the whole law's entropy in nats."""
+class Distribution:
+    """The most likely next tokens, their probabilities at temperature 1, and the entropy of all tokens in nats."""
 
     ids: tuple[int, ...]
     probs: tuple[Prob, ...]
@@ -28,18 +28,18 @@ class Law:
 
     @property
     def confidence(self) -> Prob:
-        """Probability of the most likely token: a fact about the law, never about a token drawn from it."""
+        """Probability of the most likely token: a fact about the distribution, never about a token drawn from it."""
         return self.probs[0] if self.probs else 0.0
 
     def dense(self, vocab_len: int) -> Dense:
-        """The head as a vector over the vocabulary; the tail that the head leaves out is zero."""
+        """The top-k tokens as a vector over the vocabulary; all others are zero."""
         vector = np.zeros(vocab_len, dtype=object)
         vector[list(self.ids)] = self.probs
         return vector
 
 
-def law_of(weights: Sequence[Prob]) -> Law:
-    """The whole law of a small vocabulary as a head: weight i belongs to token i; ties go to the lower token."""
+def distribution_of(weights: Sequence[Prob]) -> Distribution:
+    """The whole distribution over a small vocabulary: weight i belongs to token i; ties go to the lower token."""
     order = sorted((i for i, w in enumerate(weights) if w), key=lambda i: (-weights[i], i))
     probs = tuple(weights[i] for i in order)
-    return Law(tuple(order), probs, -sum(float(p) * math.log(p) for p in probs))
+    return Distribution(tuple(order), probs, -sum(float(p) * math.log(p) for p in probs))
