@@ -15,8 +15,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from specbranch.bench.results import read_results
-from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.bench.summary import mean_speeds
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, Method, simulate
+from specbranch.pyplot import load_pyplot
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[1]

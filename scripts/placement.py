@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.plugins.vllm.cores import split
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]

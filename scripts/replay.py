@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.core.calibration import Calibration
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]

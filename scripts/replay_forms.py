@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.simulate import Layout, Method, best_gamma
+from specbranch.simulation.simulate import Layout, Method, best_gamma
 from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.presets import PAIRS, ROW_COST, Pair, make_trace
-from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, Method, method_for, simulate
+from specbranch.pyplot import load_pyplot
+from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
+from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 
 ROOT = Path(__file__).parents[1]
 RATIOS = (3, 5, 8, 12, 20, 30)

@@ -21,9 +21,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from specbranch import __version__
-from specbranch.bench.presets import PAIRS, Pair, make_trace
-from specbranch.bench.simulate import Layout, Method, method_for, simulate
 from specbranch.cli.console import progress_bar
+from specbranch.simulation.presets import PAIRS, Pair, make_trace
+from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 from specbranch.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
