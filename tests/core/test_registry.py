@@ -54,5 +54,5 @@ def test_a_name_that_the_wire_cannot_carry_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("planner", [object, "idle", None])
 def test_only_planner_classes_can_be_registered(planner: Any) -> None:
-    with pytest.raises(SettingError, match="subclass of specbranch.Planner"):
+    with pytest.raises(SettingError, match="subclass of specbranch"):
         register_planner("idle")(planner)
