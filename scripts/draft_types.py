@@ -20,8 +20,9 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.profile import measure, onednn_limits, provenance
-from specbranch.engines.options import EngineOptions, engine_for, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.registry import engine_for, open_engine
 
 ROOT = Path(__file__).parents[1]
 ROWS = (1, 4, 8, 16)

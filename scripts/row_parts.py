@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from specbranch.bench.profile import provenance
-from specbranch.engines.options import EngineOptions, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.registry import open_engine
 from specbranch.engines.screened import LEARNED
 
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,9 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path
-from specbranch.engines.options import EngineOptions, engine_for, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
+from specbranch.engines.registry import engine_for, open_engine
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
 from tests.engines.models import model_path

@@ -20,8 +20,9 @@ transformers = pytest.importorskip("transformers", reason="the torch engine need
 
 from specbranch.core.distribution import Distribution  # noqa: E402
 from specbranch.engines.dtype import Choice  # noqa: E402
-from specbranch.engines.options import DTYPES, EngineOptions, open_engine  # noqa: E402
+from specbranch.engines.options import DTYPES, EngineOptions  # noqa: E402
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
+from specbranch.engines.registry import open_engine  # noqa: E402
 from specbranch.engines.top_k import top_k_of  # noqa: E402
 from specbranch.engines.torch import TorchEngine  # noqa: E402
 from tests.engines.closeness import close_distributions  # noqa: E402

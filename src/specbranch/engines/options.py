@@ -1,4 +1,4 @@
-"""How to open a draft engine by name. Heavy libraries are imported only for the engine that is asked for."""
+"""What a draft engine is opened with, and where models are found. Knows no engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbranch.engines.protocol import DraftEngine, EngineError
+from specbranch.engines.protocol import EngineError
 
-ENGINES = ("llamacpp", "torch")
 DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
 
 
@@ -38,27 +37,6 @@ class EngineOptions:
                 raise EngineError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.threads is not None and self.threads < 1:
             raise EngineError(f"threads is {self.threads}; give at least 1")
-
-
-def open_engine(name: str, options: EngineOptions) -> DraftEngine:
-    """Load a model into an engine."""
-    if name == "llamacpp":
-        from specbranch.engines.llamacpp import LlamaCppEngine
-
-        return LlamaCppEngine(options)
-    if name == "torch":
-        from specbranch.engines.torch import TorchEngine
-
-        return TorchEngine(options)
-    raise EngineError(f"no engine is called {name!r}; choose from {', '.join(ENGINES)}")
-
-
-def engine_for(model: str) -> str:
-    """The engine that suits a model's name: GGUF files go to llama.cpp, all else to torch."""
-    path = local_model(model)
-    if model.endswith(".gguf") or (path is not None and path.is_dir() and any(path.glob("*.gguf"))):
-        return "llamacpp"
-    return "torch"
 
 
 def found_model(model: str) -> str:
