@@ -22,7 +22,7 @@ from specbranch.bench.profile import provenance
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
 from specbranch.engines.registry import open_engine
-from specbranch.engines.screened import LEARNED
+from specbranch.engines.torch.head import LEARNED
 
 ROOT = Path(__file__).parents[1]
 _CONTEXTS = (256, 1024)

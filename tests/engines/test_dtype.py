@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="types of weights need torch")
 
-from specbranch.engines.dtype import ROWS, fastest_dtype  # noqa: E402
-from specbranch.engines.int8 import PACKED, Int8Linear, can_int8, sums_overflow  # noqa: E402
+from specbranch.engines.torch.dtype import ROWS, fastest_dtype  # noqa: E402
+from specbranch.engines.torch.int8 import PACKED, Int8Linear, can_int8, sums_overflow  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no products of 8 bits")
 
@@ -25,10 +25,10 @@ class Slow(Int8Linear):
 
     num_products = 0
 
-    def forward(self, rows: Any, onto: Any = None) -> Any:
+    def forward(self, rows: Any, residual: Any = None) -> Any:
         type(self).num_products += 1
         time.sleep(1.2e-6 * self.num_bytes)
-        return super().forward(rows, onto)
+        return super().forward(rows, residual)
 
 
 def test_the_fastest_type_is_taken_and_the_choice_says_what_each_costs(model: Any) -> None:
@@ -66,8 +66,8 @@ def test_a_type_that_this_torch_only_names_is_left_out(model: Any, monkeypatch: 
 
 
 def test_the_cost_of_a_few_layers_stands_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbranch.engines.dtype._SAMPLE", 2 * 512 * 512)
-    monkeypatch.setattr("specbranch.engines.dtype._seconds", lambda products, linears, rows: float(len(linears)))
+    monkeypatch.setattr("specbranch.engines.torch.dtype._SAMPLE", 2 * 512 * 512)
+    monkeypatch.setattr("specbranch.engines.torch.dtype._seconds", lambda products, linears, rows: float(len(linears)))
 
     assert fastest_dtype(model).seconds["float32"] == (4.0,) * len(ROWS)
 

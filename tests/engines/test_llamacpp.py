@@ -196,5 +196,5 @@ def test_a_recurrent_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No recurrent weights are at hand; llama.cpp's own answer is replaced."""
     monkeypatch.setattr("specbranch.engines.llamacpp.llama_cpp.llama_model_is_recurrent", lambda model: True)
 
-    with pytest.raises(EngineError, match="cannot be cut back"):
+    with pytest.raises(EngineError, match="cannot be truncated"):
         engine_of(model_path("smollm2-135m"))

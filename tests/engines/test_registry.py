@@ -163,6 +163,7 @@ def test_who_asks_for_a_broken_engine_is_told_which_package_to_repair(install: I
 def test_the_registry_needs_no_heavy_library() -> None:
     program = (
         "import sys; from specbranch.engines.registry import engine_names; engine_names(); "
+        "import specbranch.engines.torch; "
         "assert not {'torch', 'transformers', 'llama_cpp'} & set(sys.modules)"
     )
 

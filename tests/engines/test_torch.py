@@ -19,12 +19,12 @@ torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 from specbranch.core.distribution import Distribution  # noqa: E402
-from specbranch.engines.dtype import Choice  # noqa: E402
 from specbranch.engines.options import DTYPES, EngineOptions  # noqa: E402
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
 from specbranch.engines.registry import open_engine  # noqa: E402
 from specbranch.engines.top_k import top_k_of  # noqa: E402
 from specbranch.engines.torch import TorchEngine  # noqa: E402
+from specbranch.engines.torch.dtype import Choice  # noqa: E402
 from tests.engines.closeness import close_distributions  # noqa: E402
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
 from tests.engines.models import model_path  # noqa: E402
@@ -162,7 +162,8 @@ def test_eight_bits_say_nearly_what_the_whole_model_says(
         apart.append(sum(gaps) / 2)
 
     assert sum(apart) / len(apart) < most_apart
-    assert in_8_bits.weight_bytes < 0.6 * smollm2.weight_bytes
+    assert smollm2.info.weight_bytes is not None
+    assert in_8_bits.info.weight_bytes < 0.6 * smollm2.info.weight_bytes
 
 
 @pytest.mark.parametrize("dtype", ["int8", "w8a16"])
@@ -173,13 +174,13 @@ def test_fused_layers_say_what_the_layers_one_by_one_say(
     more = {"sliding_window": None} if name == "mistral" else {}
     options = EngineOptions(save(name, head_dim=8, **more), dtype=dtype)
     fused = TorchEngine(options)
-    monkeypatch.setattr("specbranch.engines.torch.fuse", lambda model, attend, kind: model)
+    monkeypatch.setattr("specbranch.engines.torch.load.fuse", lambda model, attend, kind: model)
     plain = TorchEngine(options)
     kinds = [{type(module).__name__ for module in engine._model.modules()} for engine in (fused, plain)]
 
     # Without this line the test would pass if nothing were fused.
-    assert {"_Layer", "_Attention", "_Perceptron", "_Norm"} <= kinds[0]
-    assert not {"_Layer", "_Attention", "_Perceptron", "_Norm"} & kinds[1]
+    assert {"_Layer", "_Attention", "_MLP", "_Norm"} <= kinds[0]
+    assert not {"_Layer", "_Attention", "_MLP", "_Norm"} & kinds[1]
     for text in ([1, 2, 3, 4], [5] * 30, list(range(60))):
         assert close_distributions(fresh_distribution(fused, text), fresh_distribution(plain, text), tolerance=2e-3)
 
@@ -356,7 +357,7 @@ def test_positions_keep_their_32_bits_in_every_type(
     llama_path: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded frequencies would put tokens of a long text at wrong distances."""
-    monkeypatch.setattr("specbranch.engines.torch.fastest_dtype", lambda model: Choice("bfloat16", {}))
+    monkeypatch.setattr("specbranch.engines.torch.load.fastest_dtype", lambda model: Choice("bfloat16", {}))
     engine = TorchEngine(EngineOptions(llama_path, dtype=dtype))
 
     assert engine.info.dtype == "bfloat16"
@@ -419,11 +420,11 @@ def test_a_sliding_window_that_no_text_can_leave_is_no_reason_to_refuse(save: Sa
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "specbranch.engines.torch")
+    monkeypatch.delitem(sys.modules, "specbranch.engines.torch.load")
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     with pytest.raises(EngineError, match=r"pip install 'specbranch\[torch\]'"):
-        import_module("specbranch.engines.torch")
+        import_module("specbranch.engines.torch.load")
 
 
 def test_distributions_are_close_if_only_a_near_tie_swaps() -> None:

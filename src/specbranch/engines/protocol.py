@@ -29,6 +29,7 @@ class EngineInfo:
     max_tokens: int  # tokens in the cache, shared ones counted once
     rest_tokens: int = 1 << 30  # of sessions at rest that may stay there without slowing down the others
     dtype: str = ""  # of the weights, where the engine chose or was told one
+    weight_bytes: int | None = None  # of the model: what one step must at least read; None if the engine does not know
 
 
 @dataclass(frozen=True, slots=True)

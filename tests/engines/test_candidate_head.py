@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.int8 import Int8Linear, can_int8  # noqa: E402
-from specbranch.engines.screened import LEARNED, ScreenedHead, can_screen  # noqa: E402
+from specbranch.engines.torch.head import LEARNED, CandidateHead, is_worth_narrowing  # noqa: E402
+from specbranch.engines.torch.int8 import Int8Linear, can_int8  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no oneDNN for 8 bits")
 VOCAB, WIDTH, TRUE_WIDTH = 131072, 64, 12
@@ -28,7 +28,7 @@ def states(count: int, seed: int) -> Any:
     return torch.randn(count, TRUE_WIDTH, generator=generator) @ axes * 2
 
 
-def learned(head: ScreenedHead, seed: int) -> ScreenedHead:
+def learned(head: CandidateHead, seed: int) -> CandidateHead:
     for piece in states(LEARNED, seed).split(1024):
         assert not head.is_narrow
         head.learn(piece)
@@ -37,7 +37,7 @@ def learned(head: ScreenedHead, seed: int) -> ScreenedHead:
 
 
 def test_it_says_the_same_as_the_whole_layer_of_tokens_that_matter(linear: Any) -> None:
-    head = learned(ScreenedHead(linear, Int8Linear), seed=1)
+    head = learned(CandidateHead(linear, Int8Linear), seed=1)
     rows = states(LEARNED + 64, seed=1)[LEARNED:]
     whole = rows @ linear.weight.detach().T
     logits = torch.cat([head(piece) for piece in rows.split(4)])
@@ -51,7 +51,7 @@ def test_a_flat_distribution_has_its_first_tokens_whole_and_no_more_of_them(line
     row = states(LEARNED + 1, seed=1)[LEARNED:] / 4
     with torch.no_grad():
         linear.weight[:4096] += 8 * row / row.square().sum()
-    head = learned(ScreenedHead(linear, Int8Linear), seed=1)
+    head = learned(CandidateHead(linear, Int8Linear), seed=1)
     whole = row @ linear.weight.detach().T
 
     logits = head(row)
@@ -62,7 +62,7 @@ def test_a_flat_distribution_has_its_first_tokens_whole_and_no_more_of_them(line
 
 
 def test_its_output_has_the_shape_of_its_input(linear: Any) -> None:
-    head = ScreenedHead(linear, Int8Linear)
+    head = CandidateHead(linear, Int8Linear)
     before = head(states(3, seed=1)[None])
     after = learned(head, seed=1)(states(3, seed=1)[None])
 
@@ -72,8 +72,8 @@ def test_its_output_has_the_shape_of_its_input(linear: Any) -> None:
 def test_it_goes_back_to_the_whole_layer_when_texts_become_others_and_learns_anew(
     linear: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbranch.engines.screened._AUDIT_EVERY", 1)
-    head = learned(ScreenedHead(linear, Int8Linear), seed=1)
+    monkeypatch.setattr("specbranch.engines.torch.head._AUDIT_EVERY", 1)
+    head = learned(CandidateHead(linear, Int8Linear), seed=1)
     others = states(512, seed=2)
     whole = others @ linear.weight.detach().T
     first = head(others[:4])
@@ -90,7 +90,7 @@ def test_it_goes_back_to_the_whole_layer_when_texts_become_others_and_learns_ane
 
 
 def test_many_rows_go_through_the_whole_layer(linear: Any) -> None:
-    head = ScreenedHead(linear, Int8Linear)
+    head = CandidateHead(linear, Int8Linear)
     rows = states(5, seed=1)
     whole = head(rows)
     learned(head, seed=1)
@@ -100,6 +100,6 @@ def test_many_rows_go_through_the_whole_layer(linear: Any) -> None:
 
 
 def test_small_layers_and_layers_with_a_bias_are_left_whole(linear: Any) -> None:
-    assert can_screen(linear)
-    assert not can_screen(torch.nn.Linear(WIDTH, 1000, bias=False))
-    assert not can_screen(torch.nn.Linear(8, VOCAB))
+    assert is_worth_narrowing(linear)
+    assert not is_worth_narrowing(torch.nn.Linear(WIDTH, 1000, bias=False))
+    assert not is_worth_narrowing(torch.nn.Linear(8, VOCAB))
