@@ -1,6 +1,25 @@
-"""What every draft engine must do. One suite; each engine's test module says how to make the engine.
+"""What every draft engine must do: the tests of `DraftEngine`, for our engines and those of other packages.
 
-The reference is always the same: a fresh handle that is fed the whole text in one row.
+The reference is always the same: a fresh handle that is fed the whole sequence in one row.
+
+To test an engine of your own, copy this file into your tests; it needs specbranch, pytest and hypothesis. Then write::
+
+    ENGINE = MyEngine(EngineOptions("my-model", max_tokens=1024))
+
+    class TestMyEngine(EngineConformance):
+        @pytest.fixture
+        def engine(self):
+            return ENGINE
+
+        @pytest.fixture
+        def is_close(self):  # only if distributions are not equal to the last bit
+            return lambda a, b: ...
+
+    def test_random_histories():
+        run_state_machine_as_test(machine_for(ENGINE, is_close), settings=STATEFUL)
+
+The engine needs a vocabulary of at least 5 tokens, room for 13 handles and for about 1,000 tokens. One engine may serve
+all tests: each test closes its handles. `closeness.py` compares distributions up to a tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +38,7 @@ Close = Callable[[Distribution, Distribution], bool]
 
 
 def fresh_distribution(engine: DraftEngine, tokens: Sequence[int]) -> Distribution:
-    """The distribution after a text, by a handle that has seen nothing else."""
+    """The distribution behind a sequence, by a handle that has seen nothing else."""
     handle = engine.open()
     (distribution,) = engine.run([Row(handle, tuple(tokens))])
     engine.close(handle)
@@ -27,7 +46,7 @@ def fresh_distribution(engine: DraftEngine, tokens: Sequence[int]) -> Distributi
 
 
 class EngineConformance:
-    """Subclass with fixtures `engine` and `is_close`; both may be shared by all tests."""
+    """Subclass it and give the fixture `engine`; `is_close` too, unless distributions are equal to the last bit."""
 
     @pytest.fixture
     def engine(self) -> DraftEngine:
@@ -43,7 +62,7 @@ class EngineConformance:
         assert info.model and info.device
         assert info.vocab_len > 4 and info.row_limit >= 1
 
-    def test_a_distribution_is_a_head_with_falling_probabilities(self, engine: DraftEngine) -> None:
+    def test_a_distribution_is_a_top_k_with_falling_probabilities(self, engine: DraftEngine) -> None:
         distribution = fresh_distribution(engine, [1, 2, 3])
 
         assert len(distribution.ids) == len(distribution.probs) == len(set(distribution.ids))
@@ -120,6 +139,25 @@ class EngineConformance:
             engine.run([Row(handle, ())])
         engine.close(handle)
 
+    def test_a_step_without_rows_does_nothing(self, engine: DraftEngine) -> None:
+        before = engine.num_tokens
+
+        assert engine.run([]) == []
+        assert engine.num_tokens == before
+
+    def test_a_handle_that_is_not_open_is_refused(self, engine: DraftEngine) -> None:
+        handle = engine.open()
+        engine.close(handle)
+
+        with pytest.raises(KeyError):
+            engine.run([Row(handle, (1,))])
+        with pytest.raises(KeyError):
+            engine.fork(handle, 0)
+        with pytest.raises(KeyError):
+            engine.truncate(handle, 0)
+        with pytest.raises(KeyError):
+            engine.close(handle)
+
     def test_forks_share_their_cells_and_closing_gives_them_back(self, engine: DraftEngine) -> None:
         before = engine.num_tokens
         trunk = engine.open()
@@ -133,7 +171,7 @@ class EngineConformance:
 
         assert (shared, grown, engine.num_tokens) == (3, 6, before)
 
-    def test_a_place_that_a_handle_does_not_hold_is_refused(self, engine: DraftEngine) -> None:
+    def test_a_length_that_a_handle_does_not_hold_is_refused(self, engine: DraftEngine) -> None:
         handle = engine.open()
         engine.run([Row(handle, (1, 2))])
         with pytest.raises(ValueError, match="holds 2 tokens"):
