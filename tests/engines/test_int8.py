@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="8 bits need torch")
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
 from specbranch.engines.torch.int8 import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no products of 8 bits")
+pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 KINDS = list(PACKED.values())
 MOST_APART = {"Int8Linear": 0.02, "WeightOnlyLinear": 0.01}  # relative, over all outputs
 
@@ -67,7 +67,7 @@ def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_whatever_stands_beside_it(kind: type[PackedLinear]) -> None:
+def test_a_row_is_the_same_whatever_is_beside_it(kind: type[PackedLinear]) -> None:
     packed = kind(plain(256, 320))
     rows = torch.randn(9, 256) * torch.logspace(-3, 3, 9)[:, None]
 

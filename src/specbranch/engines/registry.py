@@ -44,7 +44,7 @@ ENGINES = tuple(_OPENERS)  # the engines of this package; `engine_names` has tho
 def register_engine(name: str, opener: Opener) -> None:
     """Make an engine known by name. `opener` is called with `EngineOptions`; an engine's class can be one.
 
-    A name stands for one opener: giving it to another one raises `EngineError`.
+    Raises `EngineError` for a name that cannot be typed easily, and for one that another opener has.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise EngineError(

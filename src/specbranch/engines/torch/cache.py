@@ -64,7 +64,7 @@ class Share:
 
 
 def shares_of(cells: Cells[KeyValueArena], rows: Sequence[Row], device: str, dtype: torch.dtype) -> list[Share]:
-    """The shares of a step whose rows have their cells already. Rows of one arena lie side by side."""
+    """The shares of a step whose rows have their cells already. Rows of one arena come one after the other."""
     by_arena: dict[KeyValueArena, list[Row]] = {}
     for row in rows:
         by_arena.setdefault(cells.arena(row.handle), []).append(row)

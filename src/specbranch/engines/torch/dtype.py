@@ -41,7 +41,7 @@ class Choice:
     def __str__(self) -> str:
         times = [f"{dtype} {_milliseconds(seconds)}" for dtype, seconds in self.seconds.items()]
         rows = " and ".join(str(count) for count in ROWS)
-        return f"{self.dtype}, by the time of the model's matrix products at {rows} rows: {', '.join(times)}"
+        return f"{self.dtype}, the fastest here; time of all matrix products at {rows} rows: {', '.join(times)}"
 
 
 def fastest_dtype(model: Any) -> Choice:

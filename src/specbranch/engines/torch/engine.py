@@ -1,7 +1,7 @@
 """A draft engine on a model of Transformers.
 
-A step is one forward pass: the rows of all sessions lie end to end in one sequence, and only attention goes session by
-session.
+A step is one forward pass: the rows of all sessions are concatenated to one sequence, and only attention treats each
+session by itself.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 
 
 class _Layer(nn.Module):
-    """In place of a layer of Transformers, which hands on a dozen arguments that nobody here reads."""
+    """Replaces a layer of Transformers, which passes on a dozen arguments that nobody here reads."""
 
     def __init__(self, layer: Any, attend: Attend, kind: type[PackedLinear]) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ with extra("torch"):
 
 LEARNED = 8192  # hidden states that the projection is fitted to
 _DIVISOR = 4  # the projection uses 1/4 of the hidden size
-_BLOCK = 64  # tokens; the largest logit of each block stands for the block when the threshold is set
+_BLOCK = 64  # tokens; thresholds are set by the largest logit of each block, which is cheaper than to sort
 _MAX_BLOCKS = 512  # a candidate's approximate logit is no less than the largest of the 512th best block,
 _MARGIN = 12.0  # and no further than this below the best one
 _MAX_CANDIDATES = 1024  # per row; a flat distribution has tens of thousands within the margin

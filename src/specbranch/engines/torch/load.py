@@ -1,4 +1,4 @@
-"""Loads a model of Transformers for the torch engine: where it lies, in which dtype, with which layers replaced."""
+"""Loads a model of Transformers for the torch engine: finds it, converts its weights, replaces its layers."""
 
 from __future__ import annotations
 
