@@ -153,6 +153,18 @@ def test_a_broken_engine_of_another_package_is_one_warning_and_breaks_nothing(
     assert open_engine("good", EngineOptions("any")).info.vocab_len == 7
 
 
+def test_a_package_whose_entry_points_cannot_be_read_hides_no_other(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("bad-engines", {})
+    Path(sys.path[0], "bad_engines-1.0.dist-info", "entry_points.txt").write_text("[specbranch.engines]\nno pair\n")
+    install("toy-engines", {"toy": "toy_engines:open_toy"})
+
+    assert {*ENGINES, "toy"} == set(engine_names())
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("ignoring the package 'bad-engines': its entry points cannot be read")
+
+
 def test_who_asks_for_a_broken_engine_is_told_which_package_to_repair(install: Install) -> None:
     install("toy-engines", {"toy": "toy_engines:open_toy"}, "import no_such_library")
 
