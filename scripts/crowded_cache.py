@@ -17,8 +17,9 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.profile import provenance
-from specbranch.engines.options import EngineOptions, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.registry import open_engine
 
 ROOT = Path(__file__).parents[1]
 _RANDOM = random.Random(0)

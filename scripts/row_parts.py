@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from specbranch.bench.profile import provenance
-from specbranch.engines.options import EngineOptions, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
-from specbranch.engines.screened import LEARNED
+from specbranch.engines.registry import open_engine
+from specbranch.engines.torch.head import LEARNED
 
 ROOT = Path(__file__).parents[1]
 _CONTEXTS = (256, 1024)

@@ -14,8 +14,9 @@ import typer
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import stay_on
-from specbranch.engines.options import DTYPES, ENGINES, EngineOptions, engine_for, open_engine
+from specbranch.engines.options import DTYPES, EngineOptions
 from specbranch.engines.protocol import EngineError
+from specbranch.engines.registry import ENGINES, engine_for, open_engine
 from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics

@@ -49,7 +49,7 @@ def plot_simulation(
 def _first_steps(trace: Trace, planner: str, pair: Pair, method_of: MethodOf, seed: int) -> list[Step]:
     steps: list[Step] = []
     short = replace(trace, answers=trace.answers[:1])
-    simulate(short, method_of(planner, pair), Layout(pair.c, pair.row_cost), seed, steps.append)
+    simulate(short, method_of(planner, pair), Layout(pair.c, pair.row_cost), seed, observe=steps.append)
     return steps
 
 

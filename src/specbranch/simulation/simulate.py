@@ -142,14 +142,13 @@ def simulate(
     chance = RandomChance(random.Random(seed + 1))
     elapsed_s, plain_s, stats = 0.0, 0.0, Stats()
     for start in range(0, len(trace.answers), layout.batch):
-        batch = trace.answers[start : start + layout.batch]
+        group = trace.answers[start : start + layout.batch]
         sessions = []
-        for index, answer in enumerate(batch, start=start):
-            predictor = _predictor(method, answer, chance)
-            planner = make_planner(method.planner, method.settings, predictor)
-            sessions.append(Session((index,), planner, TopDraw(), costs, Ending(max_new_tokens=len(answer.tokens))))
+        for index, answer in enumerate(group, start=start):
+            own = make_planner(method.planner, method.settings, _predictor(method, answer, chance))
+            sessions.append(Session((index,), own, TopDraw(), costs, Ending(max_new_tokens=len(answer.tokens))))
         elapsed_s += Loop(sessions, target, draft, costs, observe=observe).run()
-        plain_s += _plain_s(batch, layout)
+        plain_s += _plain_s(group, layout)
         for session in sessions:
             stats.add(session.stats)
     return Outcome(method, elapsed_s, plain_s / elapsed_s, stats)
@@ -158,7 +157,7 @@ def simulate(
 def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
     """The time in which the target alone says all answers of a batch."""
     lengths = [len(answer.tokens) for answer in batch]
-    return sum(layout.target.at(sum(length > place for length in lengths)) for place in range(max(lengths)))
+    return sum(layout.target.at(sum(length > position for length in lengths)) for position in range(max(lengths)))
 
 
 def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> Outcome:
@@ -174,7 +173,7 @@ def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predicto
         return RandomPredictor(chance)
     if method.predictor == "oracle":
         runs = answer.runs()
-        # Position 0 is the prompt, so answer token i stands at position i + 1.
+        # Position 0 is the prompt, so answer token i is at position i + 1.
         return OraclePredictor(lambda position: runs[position - 1], method.settings.get("gamma", 8))
     if method.predictor == "hrad":
         return RecordedPredictor([Signal(signal) for signal in answer.foreseen])
