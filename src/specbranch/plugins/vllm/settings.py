@@ -14,7 +14,7 @@ from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings:
     """Where the draft service is, how long a step may wait for it, and how it shall draft for us.
 
