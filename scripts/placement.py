@@ -17,7 +17,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from specbranch.bench.simulate import Layout, Method, simulate
-from specbranch.plugins.vllm.cores import split
+from specbranch.cli.placement import split
 from specbranch.trace import read_trace
 
 ROOT = Path(__file__).parents[1]

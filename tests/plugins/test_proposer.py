@@ -14,7 +14,8 @@ import pytest
 
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
-from specbranch.plugins.vllm import SpecBranchProposer, compat
+from specbranch.plugins.vllm import SpecBranchProposer
+from specbranch.plugins.vllm.compat import patches, runner
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.client import ClientOptions, Committed
@@ -45,9 +46,9 @@ class FixedClient:
 def proposer_with(
     monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, target: Any = None, **section: Any
 ) -> SpecBranchProposer:
-    monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
-    monkeypatch.setattr(compat, "mend_cpu_sampler", lambda: None)
-    monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
+    monkeypatch.setattr(patches, "warn_if_untested", lambda: None)
+    monkeypatch.setattr(patches, "patch_cpu_sampler", lambda: None)
+    monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
     monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", partial(FixedClient, [5, 6, 7]))
     config = SimpleNamespace(
         additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},

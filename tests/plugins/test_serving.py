@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores, split, without_siblings
+from specbranch.cli.placement import Cores, split, without_siblings
+from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.flags import FlagError, Flags
 from specbranch.plugins.vllm.serving import Endpoint, ServeOptions
 
@@ -194,7 +194,7 @@ def test_nobody_at_the_endpoint_is_not_healthy() -> None:
 def test_what_is_wrong_is_said_before_anything_starts(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "is_installed", lambda: True)
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
     result = CliRunner().invoke(app, ["serve", *words])
 
     assert result.exit_code == 2
@@ -202,7 +202,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "is_installed", lambda: False)
+    monkeypatch.setattr(launch, "is_installed", lambda: False)
     result = CliRunner().invoke(app, ["serve", "big", "--draft", "d"])
 
     assert result.exit_code == 2

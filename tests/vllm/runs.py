@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specbranch.plugins.vllm.cores import split, usable_cores
+from specbranch.cli.placement import split, usable_cores
 from specbranch.plugins.vllm.target import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
 

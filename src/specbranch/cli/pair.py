@@ -14,9 +14,9 @@ from typing import Any
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.cores import divide_cores
+from specbranch.cli.placement import Cores
 from specbranch.cli.quiet import quiet
-from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores
+from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.settings import read_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
@@ -41,7 +41,7 @@ class PairOptions:
 
     def check(self) -> None:
         """Raise now what would otherwise be raised after both models were loaded."""
-        if not compat.is_installed():
+        if not launch.is_installed():
             raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
         if self.draft is not None:
             read_settings(self.section).client_options(self.gamma)
@@ -120,4 +120,4 @@ class Pair:
 
 def _usual_arguments() -> dict[str, Any]:
     """One executor without processes of its own; on a CPU there are no graphs to capture."""
-    return {"distributed_executor_backend": "uni", "enforce_eager": compat.runs_on_cpu()}
+    return {"distributed_executor_backend": "uni", "enforce_eager": launch.runs_on_cpu()}

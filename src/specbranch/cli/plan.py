@@ -23,7 +23,7 @@ from specbranch.cli.values import numbers
 from specbranch.core.planners import PLANNERS
 from specbranch.engines.options import ENGINES, EngineOptions, engine_for, open_engine
 from specbranch.engines.protocol import EngineError
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import launch
 from specbranch.trace import write_trace
 
 # Real runs against forecasts: docs/benchmarks.md. A gain that is smaller than this is not promised.
@@ -58,7 +58,7 @@ def plan(
 ) -> None:
     """Measure the pair for a minute or two, forecast every planner with the simulator, and say what to do."""
     with friendly_errors(UsageError, PromptError, EngineError, WorkerError, OSError):
-        if not compat.is_installed():
+        if not launch.is_installed():
             raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
         at_once = numbers("--concurrency", concurrency)
         if 0 in at_once:
@@ -113,7 +113,7 @@ def _worker_options(target: str, dtype: str, cores: Any) -> dict[str, Any]:
         "dtype": dtype,
         "max_model_len": 2048,
         "max_num_seqs": max(_SIZES),
-        "enforce_eager": compat.runs_on_cpu(),
+        "enforce_eager": launch.runs_on_cpu(),
         "distributed_executor_backend": "uni",
         "enable_prefix_caching": False,
     }

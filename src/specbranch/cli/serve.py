@@ -17,12 +17,12 @@ from rich.table import Table
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import divide_cores
+from specbranch.cli.placement import Cores
 from specbranch.cli.values import table
 from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.engines.options import ENGINES, engine_for, found_model
 from specbranch.engines.protocol import EngineError
-from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores
+from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.flags import FlagError, Flags
 from specbranch.plugins.vllm.serving import Endpoint, ServeOptions, VllmServer
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
@@ -94,7 +94,7 @@ def serve(
             raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
         if (draft is None) != bare:
             raise UsageError("give either --draft with a model, or --bare for vLLM without one")
-        if not compat.is_installed():
+        if not launch.is_installed():
             raise UsageError("vLLM is not installed; pip install 'specbranch[vllm]'")
         section: dict[str, Any] = {
             "planner": planner,
@@ -103,7 +103,7 @@ def serve(
         }
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
-        on_cpu = compat.runs_on_cpu()
+        on_cpu = launch.runs_on_cpu()
         cores = divide_cores("none" if bare else draft_device, target_cores, draft_cores)
         engine, options = "", None
         if draft is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.round import Outlook
-from specbranch.plugins.vllm.compat import FeatureHook
+from specbranch.plugins.vllm.compat.features import FeatureHook
 from specbranch.predictor.hrad import Hrad
 
 log = logging.getLogger(__name__)

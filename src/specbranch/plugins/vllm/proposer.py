@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.gate import Gate
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import config, features, patches, runner
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
@@ -30,12 +30,12 @@ class SpecBranchProposer:
     """Made by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
 
     def __init__(self, vllm_config: Any) -> None:
-        compat.warn_if_untested()
-        compat.patch_cpu_sampler()
+        patches.warn_if_untested()
+        patches.patch_cpu_sampler()
         self._vllm_config = vllm_config
-        self._most = compat.num_speculative_tokens(vllm_config)
-        self._max_model_len = compat.max_model_len(vllm_config)
-        self._is_output_rank = compat.is_output_rank()
+        self._most = config.num_speculative_tokens(vllm_config)
+        self._max_model_len = config.max_model_len(vllm_config)
+        self._is_output_rank = runner.is_output_rank()
         self._client: DraftClient | None = None
         self._gate: Gate | None = None
         self._pace = Pace()
@@ -47,19 +47,19 @@ class SpecBranchProposer:
         self._model: Any = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
-        self.use(compat.own_config(vllm_config))
+        self.use(config.own_config(vllm_config))
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
-            compat.introduce_runners()
+            runner.introduce_runners()
             self._stats_file = open_stats_file(
-                lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config))
+                lambda: (config.model_name(vllm_config), config.engine_index(vllm_config))
             )
         self._show()
 
     def use(self, section: Mapping[str, Any]) -> None:
         """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
         settings = read_settings(section)
-        options = settings.client_options(self._most, compat.vocab_len(self._vllm_config))
+        options = settings.client_options(self._most, config.vocab_len(self._vllm_config))
         if settings == self._settings:
             return
         self._foresee_with(settings)
@@ -71,7 +71,7 @@ class SpecBranchProposer:
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
 
     @property
-    def feature_hook(self) -> compat.FeatureHook | None:
+    def feature_hook(self) -> features.FeatureHook | None:
         """What is to be told of every step; None where no trained predictor looks at the target."""
         return self._foresight.feature_hook if self._foresight else None
 
@@ -131,9 +131,9 @@ class SpecBranchProposer:
         hrad, foresight = None, None
         if settings.trained_predictor is not None:
             hrad = read_hrad(settings.trained_predictor)
-            compat.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
+            features.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
             if self._model is not None:
-                compat.refuse_late_embedder(self._vllm_config)
+                features.refuse_late_embedder(self._vllm_config)
                 foresight = self._foresight_on(hrad)
         if self._foresight is not None:
             self._foresight.feature_hook.close()
@@ -141,10 +141,10 @@ class SpecBranchProposer:
 
     def _foresight_on(self, hrad: Hrad) -> Foresight | None:
         """H-RAD at the loaded target; other ranks only lend their part of the embeddings."""
-        embed = compat.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
+        embed = features.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
         if not self._is_output_rank:
             return None
-        return Foresight(hrad, compat.FeatureHook(self._model, hrad.card.num_layers, embed))
+        return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], lengths: Sequence[int]) -> bool:
         """Tell the gate what the last step gave, and ask it about the next one."""
@@ -158,7 +158,7 @@ class SpecBranchProposer:
     def _without_aside(self, rows: Sequence[int], num_rows: int) -> Sequence[int]:
         if self._runner is None:
             return rows
-        aside = compat.rows_aside(self._runner, num_rows)
+        aside = runner.rows_aside(self._runner, num_rows)
         self._asides.update(aside[index] for index in rows if index in aside)
         return [index for index in rows if index not in aside]
 

@@ -22,14 +22,14 @@ def _show_metrics() -> None:
     """Once in a process. Whatever the process is: a collector that nobody asks costs nothing."""
     from prometheus_client import REGISTRY
 
-    from specbranch.plugins.vllm import compat
+    from specbranch.plugins.vllm.compat import launch
     from specbranch.plugins.vllm.metrics import Collector
     from specbranch.plugins.vllm.mirror import Mirror
     from specbranch.plugins.vllm.stats_file import begin_run, is_first_process, remove_stats_files
 
     run = begin_run()
     collector = Collector(run)
-    if compat.is_first_of_several_api_servers():
+    if launch.is_first_of_several_api_servers():
         Mirror(collector).start()
     else:
         REGISTRY.register(collector)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbranch.engines.options import found_model
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import engine, launch, patches
 
 PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
 
@@ -56,7 +56,7 @@ class Target:
     """The engine. Its environment is set here, so no vLLM may have been imported in this process before."""
 
     def __init__(self, options: TargetOptions) -> None:
-        compat.run_in_this_process(len(os.sched_getaffinity(0)))
+        launch.run_in_this_process(len(os.sched_getaffinity(0)))
         from vllm import LLM
 
         arguments = {"disable_log_stats": False, **options.arguments}
@@ -69,13 +69,13 @@ class Target:
             arguments["additional_config"] = {"specbranch": dict(options.section)}
         self.llm = LLM(model=found_model(options.model), **arguments)
         if "speculative_config" in arguments:
-            compat.patch_cpu_sampler()  # vLLM's own methods need it as much as ours
+            patches.patch_cpu_sampler()  # vLLM's own methods need it as much as ours
         self._has_proposer = options.section is not None
         self._num_requests = 0
 
     def use(self, section: Mapping[str, Any]) -> None:
         """Let the proposer go on with other settings, from the next request on."""
-        compat.proposer_of(self.llm).use(section)
+        engine.proposer_of(self.llm).use(section)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt of a chat by the model's own template, ready for the answer."""
@@ -94,32 +94,32 @@ class Target:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
+        llm_engine = self.llm.llm_engine
         indices: dict[str, int] = {}
         for index, request in enumerate(requests):
             self._num_requests += 1
             name = str(self._num_requests)
             indices[name] = index
             params = SamplingParams(**request.sampling, output_kind=RequestOutputKind.DELTA)
-            engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+            llm_engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
         try:
-            while engine.has_unfinished_requests():
-                outputs = engine.step()
+            while llm_engine.has_unfinished_requests():
+                outputs = llm_engine.step()
                 at_s = time.monotonic()
                 for output in outputs:
                     (part,) = output.outputs
                     index = indices[output.request_id]
-                    logprobs = compat.reported_logprobs(part)
+                    logprobs = engine.reported_logprobs(part)
                     yield Piece(index, list(part.token_ids), part.text, part.finish_reason, at_s, logprobs)
                     if output.finished:
                         del indices[output.request_id]
         finally:
-            engine.abort_request(list(indices))
+            llm_engine.abort_request(list(indices))
 
     def proposer_counts(self) -> dict[str, float]:
         """What the proposer did since it was last told what to `use`; nothing for bare vLLM."""
-        return dict(compat.proposer_of(self.llm).counts()) if self._has_proposer else {}
+        return dict(engine.proposer_of(self.llm).counts()) if self._has_proposer else {}
 
     def draft_tokens(self) -> tuple[int, int]:
         """Draft tokens that vLLM verified since its start, and those of them that it accepted."""
-        return compat.draft_tokens(self.llm)
+        return engine.draft_tokens(self.llm)

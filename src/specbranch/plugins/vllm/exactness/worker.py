@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import msgspec
 
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat.engine import describe, json_shape
 from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done, Job, News, Run
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
 
@@ -34,7 +34,7 @@ def work(job: Job) -> Iterator[News]:
         os.sched_setaffinity(0, job.cores)
     options = TargetOptions(job.model, job.section, job.num_speculative_tokens, job.arguments)
     target = Target(options)
-    yield News(engine=compat.describe(target.llm))
+    yield News(engine=describe(target.llm))
     section = job.section
     for run in job.runs:
         if run.section is not None and run.section != section:
@@ -82,7 +82,7 @@ def _answers(target: Target, run: Run, is_heard: bool) -> Generator[News, None, 
 
 def _request(target: Target, ask: Ask) -> Request:
     encode: Callable[[str], list[int]] = target.encode
-    schema = {} if ask.schema is None else {"structured_outputs": compat.json_shape(ask.schema)}
+    schema = {} if ask.schema is None else {"structured_outputs": json_shape(ask.schema)}
     return Request(encode(ask.prompt), {**ask.sampling, **schema})
 
 
