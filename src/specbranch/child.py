@@ -89,6 +89,11 @@ class Child:
         assert self._process.stdout is not None, "started without a pipe"
         return self._process.stdout
 
+    def close_input(self) -> None:
+        """Close its standard input; some programs end by that."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self.input.close()
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -134,9 +139,12 @@ class Child:
 @contextlib.contextmanager
 def _pinned(cores: Collection[int] | None) -> Iterator[None]:
     """Keep this thread to these cores for a moment: a child inherits the cores of the thread that starts it."""
+    if cores is None:
+        yield
+        return
     before = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, before if cores is None else cores)
+        os.sched_setaffinity(0, cores)
         yield
     finally:
         os.sched_setaffinity(0, before)

@@ -19,17 +19,17 @@ from specbranch.plugins.vllm.exactness.findings import (
     same_distribution,
     seeds_repeat,
 )
-from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done
+from specbranch.plugins.vllm.messages import Answer, Ask, Done
 
 ASKS = [Ask("one", {}), Ask("two", {})]
 
 
 def done(*answers: Answer, accepted: int = 7) -> Done:
-    return Done("run", list(answers), submitted=9, accepted=accepted)
+    return Done(answers=list(answers), submitted=9, accepted=accepted)
 
 
 def answer(*tokens: int, logprobs: list[dict[int, float]] | None = None, text: str = "") -> Answer:
-    return Answer(list(tokens), text, "length", logprobs or [])
+    return Answer(tokens=list(tokens), text=text, finish_reason="length", logprobs=logprobs or [])
 
 
 def sampled(distribution: list[float], size: int, seed: int) -> list[Answer]:

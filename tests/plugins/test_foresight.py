@@ -14,6 +14,7 @@ import pytest
 from specbranch.core.round import Outlook, Signal
 from specbranch.plugins.vllm import SpecBranchProposer
 from specbranch.plugins.vllm.compat.features import FeatureError
+from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.predictor.hrad import Hrad, HradError, read_hrad, write_hrad
 from tests.plugins.test_proposer import proposer_with, tokens
 
@@ -231,13 +232,13 @@ def test_only_the_layers_looked_at_are_hooked_and_other_settings_let_go_of_them(
         return [layer.number for layer in model.model.layers if layer._forward_hooks]
 
     assert hooked() == [1, 2, 3]
-    proposer.use({"predictor": trained(tmp_path / "two", 2)})
+    proposer.use(ProposerSettings(predictor=trained(tmp_path / "two", 2)))
     assert hooked() == [3]
-    proposer.use({"predictor": trained(tmp_path / "one", 1)})
+    proposer.use(ProposerSettings(predictor=trained(tmp_path / "one", 1)))
     assert hooked() == []
-    proposer.use({"predictor": str(tmp_path / "four")})
+    proposer.use(ProposerSettings(predictor=str(tmp_path / "four")))
     assert hooked() == [1, 2, 3]
-    proposer.use({"predictor": "confidence"})
+    proposer.use(ProposerSettings(predictor="confidence"))
     assert hooked() == [] and proposer.feature_hook is None
 
 
@@ -396,7 +397,7 @@ def test_ranks_share_their_embeddings_at_start_and_only_then(
     features = proposer.feature_hook.read([[7]], [0])
     assert features.tolist() == [[0.0] * WIDTH + model.table[7].tolist()]
     with pytest.raises(FeatureError, match="chosen at start"):
-        proposer.use({"predictor": directory, "deadline_ms": 7})
+        proposer.use(ProposerSettings(predictor=directory, deadline_ms=7))
 
 
 def test_every_signal_can_be_foreseen(

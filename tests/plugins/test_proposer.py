@@ -90,7 +90,7 @@ def test_a_draft_never_goes_beyond_what_vllm_takes_or_holds(monkeypatch: pytest.
 def test_the_client_knows_what_the_target_can_embed(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch)
     clients: list[Any] = [proposer._client]
-    proposer.use({"planner": "pearl"})
+    proposer.use(ProposerSettings(planner="pearl"))
     clients.append(proposer._client)
 
     assert clients[0] is not clients[1]
@@ -124,7 +124,7 @@ def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPat
 def test_the_same_settings_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, planner="pearl")
     client, gate = proposer._client, proposer._gate
-    proposer.use({"address": "ipc:///nowhere", "is_gated": False, "planner": "pearl"})
+    proposer.use(ProposerSettings(address="ipc:///nowhere", is_gated=False, planner="pearl"))
     assert (proposer._client, proposer._gate) == (client, gate)
 
 

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.cli.placement import Cores, split, without_siblings
 from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import FlagError, Flags
-from specbranch.plugins.vllm.serving import Endpoint, ServeOptions
+from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
+from specbranch.plugins.vllm.settings import ProposerSettings
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +24,14 @@ def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
 
 
-def options(*words: str, cores: tuple[int, ...] | None = (0,), **section: Any) -> ServeOptions:
-    return ServeOptions("/models/big", "big", {"address": "ipc:///d", **section}, 6, Flags(words), cores)
+OURS = {"address": "ipc:///d", "planner": "pearl"}  # what `specbranch serve` sets
+DEFAULTS = {"settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True}
+
+
+def options(*words: str, cores: tuple[int, ...] | None = (0,)) -> ServeOptions:
+    flags = Flags(words)
+    settings = merged_settings(OURS, flags)
+    return ServeOptions("/models/big", "big", settings=settings, num_speculative_tokens=6, flags=flags, cores=cores)
 
 
 def argument(words: list[str], name: str) -> Any:
@@ -41,12 +49,12 @@ def test_vllm_gets_the_proposer_its_settings_and_every_other_flag_unchanged() ->
         "model": "specbranch.plugins.vllm.SpecBranchProposer",
         "num_speculative_tokens": 6,
     }
-    assert argument(words, "--additional-config") == {"specbranch": {"address": "ipc:///d"}}
+    assert argument(words, "--additional-config") == {"specbranch": {**OURS, **DEFAULTS}}
 
 
 def test_clients_call_the_target_by_the_name_that_was_given() -> None:
     words = options().arguments()
-    as_it_is = ServeOptions("big", "big", {}).arguments()
+    as_it_is = ServeOptions("big", "big", settings=ProposerSettings()).arguments()
 
     assert words[words.index("--served-model-name") + 1] == "big"
     assert "--served-model-name" not in as_it_is
@@ -59,7 +67,9 @@ def test_beside_a_draft_on_the_cpu_vllm_asks_for_less_memory_than_is_free(monkey
     assert options().memory_flags(0.15) == [], "too little for both; vLLM says so itself"
     assert options().memory_flags(None) == []
     assert options(cores=None).memory_flags(0.8) == [], "on a GPU it is the GPU's memory"
-    assert ServeOptions("big", "big", None, cores=(0,)).memory_flags(0.8) == [], "bare vLLM has no draft beside it"
+    assert ServeOptions("big", "big", settings=None, cores=(0,)).memory_flags(0.8) == [], (
+        "bare vLLM has no draft beside it"
+    )
     assert options("--gpu_memory_utilization=0.5").memory_flags(0.8) == []
     assert options("--kv-cache-memory-bytes", "1G").memory_flags(0.8) == []
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -72,7 +82,7 @@ def test_additional_config_is_merged_whole_and_dotted() -> None:
 
     assert argument(words, "--additional-config") == {
         "x": {"y": 1, "z": 2},
-        "specbranch": {"namespace": "team", "address": "ipc:///d"},
+        "specbranch": {"namespace": "team", **OURS, **DEFAULTS},
     }
     assert words[-2:] == ["--port", "1"]
     assert words.count("--additional-config") == 1

@@ -43,6 +43,7 @@ def _compare(target: str, address: str, directory: Path, port: int, num_tokens: 
     from vllm import LLM, SamplingParams
 
     from specbranch.plugins.vllm.compat import engine
+    from specbranch.plugins.vllm.settings import read_settings
 
     common: dict[str, Any] = {
         "model": target,
@@ -77,7 +78,7 @@ def _compare(target: str, address: str, directory: Path, port: int, num_tokens: 
     for name, predictor in predictors.items():
         if name != "all":
             ours = drafting(address, **{**section, "predictor": predictor})["additional_config"]["specbranch"]
-            proposer.use(ours)
+            proposer.use(read_settings(ours))
         _watch(llm, proposer, seen)
         before = engine.draft_tokens(llm)
         found = tokens_of(llm.generate(PROMPTS, greedy, use_tqdm=False))

@@ -17,7 +17,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-from specbranch.plugins.vllm.target import PROPOSER
+from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
 
 PROMPTS = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specbranch.cli.placement import split, usable_cores
-from specbranch.plugins.vllm.target import PROPOSER
+from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
 
 # Apart from each other: threads that wait for one another suffer badly when a core has two things to do.

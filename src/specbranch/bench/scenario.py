@@ -10,6 +10,7 @@ import msgspec
 
 from specbranch.bench.prompts import TASKS
 from specbranch.core.planners import PLANNERS, SettingError, suggest
+from specbranch.plugins.vllm.settings import ProposerSettings
 
 BARE = "bare"
 
@@ -119,17 +120,19 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return len({*self.target_cores, *self.draft_cores})
         return len(method.cores or self.target_cores)
 
-    def section(self, method: BenchMethod, address: str) -> dict[str, Any]:
-        """Our section of vLLM's `additional_config` for a method."""
-        return {
-            "address": address,
-            "planner": method.planner or "none",
-            "settings": method.settings,
-            "predictor": method.predictor,
-            "is_gated": method.is_gated,
-            "deadline_ms": self.deadline_ms,
-            "namespace": method.name,
-        }
+    def proposer_settings(self, method: BenchMethod, address: str) -> ProposerSettings | None:
+        """The proposer's settings for a method; None if vLLM runs without our proposer."""
+        if method.planner is None:
+            return None
+        return ProposerSettings(
+            address=address,
+            planner=method.planner,
+            settings=method.settings,
+            predictor=method.predictor,
+            is_gated=method.is_gated,
+            deadline_ms=self.deadline_ms,
+            namespace=method.name,
+        )
 
 
 def scenario_of(document: dict[str, Any]) -> Scenario:

@@ -23,9 +23,11 @@ from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.engines.options import ENGINES, engine_for, found_model
 from specbranch.engines.protocol import EngineError
 from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import FlagError, Flags
-from specbranch.plugins.vllm.serving import Endpoint, ServeOptions, VllmServer
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.server import VllmServer
+from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
+from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions, StartError
 
@@ -50,14 +52,18 @@ class _Plan:
 
     def options(self, address: str | None) -> ServeOptions:
         """What vLLM is started with, once it is known where the draft service listens, if there is one."""
-        section = None if address is None else {"address": address, **self.section}
-        return ServeOptions(found_model(self.target), self.target, section, self.gamma, self.flags, self.cores.target)
+        return ServeOptions(
+            found_model(self.target),
+            self.target,
+            settings=None if address is None else merged_settings({"address": address, **self.section}, self.flags),
+            num_speculative_tokens=self.gamma,
+            flags=self.flags,
+            cores=self.cores.target,
+        )
 
     def settings(self) -> ProposerSettings:
         """The proposer's settings; raises for what vLLM's worker would refuse much later."""
-        table, _ = self.flags.take_json("--additional-config")
-        theirs = table.get("specbranch", {})
-        settings = read_settings({**theirs, **self.section} if isinstance(theirs, dict) else theirs)
+        settings = merged_settings(self.section, self.flags)
         settings.client_options(self.gamma)
         return settings
 
@@ -114,7 +120,7 @@ def serve(
                 if path
                 for word in (flag, str(path.absolute()))
             ]
-            options = DraftOptions(draft, engine, draft_device, cores.draft, extra=extra)
+            options = DraftOptions(draft, engine=engine, device=draft_device, cores=cores.draft, extra=extra)
         plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
         code = _run(plan, console_for(False))
     raise typer.Exit(code)

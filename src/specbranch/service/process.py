@@ -6,7 +6,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +26,7 @@ class DraftOptions:
     """The options of `specbranch draft`. `address` None means a new socket that only this user can reach."""
 
     model: str
+    _: KW_ONLY
     engine: str | None = None
     device: str = "cpu"
     cores: Sequence[int] | None = None

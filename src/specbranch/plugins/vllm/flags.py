@@ -57,7 +57,7 @@ class Flags:
             end = flag.end
             if flag.value is None:
                 raise FlagError(f"{name} has no value; give a JSON object")
-            merge(table, _nested(flag.path, flag.value, name))
+            _merge(table, _nested(flag.path, flag.value, name))
         return table, Flags(rest + self.words[end:])
 
     def _flags(self) -> Iterator[_Flag]:
@@ -71,11 +71,11 @@ class Flags:
             yield _Flag(name.replace("_", "-"), path, joined if is_joined else following, start, end)
 
 
-def merge(table: dict[str, Any], more: dict[str, Any]) -> None:
+def _merge(table: dict[str, Any], more: dict[str, Any]) -> None:
     """Put `more` into the table, tables into tables; the later value stands."""
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(table.get(key), dict):
-            merge(table[key], value)
+            _merge(table[key], value)
         else:
             table[key] = value
 

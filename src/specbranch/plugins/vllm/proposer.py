@@ -47,7 +47,7 @@ class SpecBranchProposer:
         self._model: Any = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
-        self.use(config.own_config(vllm_config))
+        self.use(read_settings(config.own_config(vllm_config)))
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
             runner.introduce_runners()
@@ -56,9 +56,8 @@ class SpecBranchProposer:
             )
         self._show()
 
-    def use(self, section: Mapping[str, Any]) -> None:
+    def use(self, settings: ProposerSettings) -> None:
         """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
-        settings = read_settings(section)
         options = settings.client_options(self._most, config.vocab_len(self._vllm_config))
         if settings == self._settings:
             return

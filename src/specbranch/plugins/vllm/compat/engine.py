@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from specbranch.plugins.vllm.messages import Engine
+
 
 def proposer_of(llm: Any) -> Any:
     """The proposer of an engine that runs in this process."""
@@ -33,13 +35,15 @@ def json_shape(schema: dict[str, Any]) -> Any:
     return StructuredOutputsParams(json=schema)
 
 
-def describe(llm: Any) -> dict[str, str]:
-    """The engine's vLLM version, dtype and device."""
+def describe(llm: Any) -> Engine:
+    """The engine's versions, dtype and device."""
+    import torch
+    import transformers
     import vllm
 
     config = llm.llm_engine.vllm_config
-    return {
-        "vllm": str(vllm.__version__),
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "device": str(config.device_config.device_type),
-    }
+    return Engine(
+        {module.__name__: str(module.__version__) for module in (vllm, torch, transformers)},
+        str(config.model_config.dtype).removeprefix("torch."),
+        str(config.device_config.device_type),
+    )

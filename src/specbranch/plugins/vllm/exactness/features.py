@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbranch.plugins.vllm.exactness.prompts import COIN, TOSS_SCHEMA, TOSSES, WEATHER
-from specbranch.plugins.vllm.exactness.runs import Ask
+from specbranch.plugins.vllm.messages import Ask
 
 STOP = "tails"
 _SEEDS = 1_000_000  # of one sample; the next has others, so that the samples are independent

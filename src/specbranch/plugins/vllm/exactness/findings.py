@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done
 from specbranch.plugins.vllm.exactness.statistics import (
     Test,
     compare_counts,
@@ -18,6 +18,7 @@ from specbranch.plugins.vllm.exactness.statistics import (
     holm,
     noticed_shift,
 )
+from specbranch.plugins.vllm.messages import Answer, Ask, Done
 
 HOLDS, FAILED, NOTE = "holds", "FAILED", "note"
 TIE = 1e-5  # log-probabilities in float32 that are this close count as equal
@@ -162,13 +163,7 @@ def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
 
 def ended(done: Done) -> Done:
     """The run without the outputs that its longest length cut off."""
-    return Done(
-        done.name,
-        [one for one in done.answers if one.finish_reason != "length"],
-        done.submitted,
-        done.accepted,
-        done.attempts,
-    )
+    return msgspec.structs.replace(done, answers=[one for one in done.answers if one.finish_reason != "length"])
 
 
 def is_json(keys: Sequence[str]) -> Callable[[Answer], bool]:
