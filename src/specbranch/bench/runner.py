@@ -21,7 +21,6 @@ from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
-from specbranch.engines.options import found_model
 from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.target import TargetOptions
@@ -215,14 +214,9 @@ def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
         **scenario.arguments,
     }
     if method.speculative_config is not None:
-        arguments["speculative_config"] = with_local_model(method.speculative_config)
+        arguments["speculative_config"] = method.found_speculative_config()
     options = TargetOptions(scenario.target, scenario.proposer_settings(method, address), scenario.gamma, arguments)
     return TargetProcess(options, log_file, method.cores or scenario.target_cores)
-
-
-def with_local_model(config: dict[str, Any]) -> dict[str, Any]:
-    """VLLM's `speculative_config` with its draft model found below $SPECBRANCH_MODELS, if it has one."""
-    return {**config, "model": found_model(config["model"])} if "model" in config else config
 
 
 def _step_ms(answers: list[Answer]) -> float | None:

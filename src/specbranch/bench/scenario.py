@@ -10,6 +10,7 @@ import msgspec
 
 from specbranch.bench.prompts import TASKS
 from specbranch.core.planners import PLANNERS, SettingError, suggest
+from specbranch.engines.options import found_model
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 BARE = "bare"
@@ -51,6 +52,11 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.planner is not None:
             return "ours"
         return json.dumps([self.speculative_config, self.cores], sort_keys=True)
+
+    def found_speculative_config(self) -> dict[str, Any]:
+        """The `speculative_config` of a method of vLLM; its draft model is found below $SPECBRANCH_MODELS."""
+        config = self.speculative_config or {}
+        return {**config, "model": found_model(config["model"])} if "model" in config else config
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
