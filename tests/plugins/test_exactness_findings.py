@@ -65,7 +65,7 @@ def test_equally_likely_tokens_are_the_only_excuse() -> None:
 def test_an_output_that_ends_early_is_a_difference() -> None:
     [found] = divergences([answer(1, 2)], [answer(1)])
 
-    assert (found.place, found.token, found.other_token, found.is_tie) == (1, 2, None, False)
+    assert (found.position, found.token, found.other_token, found.is_tie) == (1, 2, None, False)
 
 
 def test_without_accepted_drafts_nothing_was_checked() -> None:

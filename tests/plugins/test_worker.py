@@ -41,8 +41,12 @@ class FakeTarget:
         if self.returns_in is not None and attempt >= self.returns_in:
             self.drafts = (self.drafts[0] + 2, self.drafts[1] + 1)
         for index in range(len(requests)):
-            yield Piece(index, [attempt], str(attempt), None, time.monotonic())
-            yield Piece(index, [attempt], "", "stop", time.monotonic())
+            yield piece(index, attempt, str(attempt), None)
+            yield piece(index, attempt, "", "stop")
+
+
+def piece(index: int, token: int, text: str, finish_reason: str | None) -> Piece:
+    return Piece(index=index, tokens=[token], text=text, finish_reason=finish_reason, at_s=time.monotonic())
 
 
 def decoded(target: Any, attempts: int = 4) -> tuple[int, Done]:

@@ -32,7 +32,7 @@ _FIGURES = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unus
 _WARM_UP = "Count from one to ten."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One measurement: prompts answered together by one method."""
 
@@ -64,7 +64,17 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
             for methods in _turns(scenario, order):
                 for task, size, start, messages in groups[first : first + scenario.block]:
                     order.shuffle(methods)
-                    trials += [Trial(task, size, repeat, start, messages, method) for method in methods]
+                    trials += [
+                        Trial(
+                            task=task,
+                            concurrency=size,
+                            repeat=repeat,
+                            first_prompt=start,
+                            messages=messages,
+                            method=method,
+                        )
+                        for method in methods
+                    ]
     return trials
 
 

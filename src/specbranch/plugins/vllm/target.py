@@ -39,7 +39,7 @@ class Request:
     sampling: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """What one engine step added to one request: all but the last of the tokens were drafted and accepted."""
 
@@ -102,9 +102,14 @@ class Target:
                 at_s = time.monotonic()
                 for output in outputs:
                     (part,) = output.outputs
-                    index = indices[output.request_id]
-                    logprobs = engine.reported_logprobs(part)
-                    yield Piece(index, list(part.token_ids), part.text, part.finish_reason, at_s, logprobs)
+                    yield Piece(
+                        index=indices[output.request_id],
+                        tokens=list(part.token_ids),
+                        text=part.text,
+                        finish_reason=part.finish_reason,
+                        at_s=at_s,
+                        logprobs=engine.reported_logprobs(part),
+                    )
                     if output.finished:
                         del indices[output.request_id]
         finally:

@@ -83,7 +83,7 @@ def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: boo
     return torch.cat(parts) if parts else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Step:
     """The features of one step, of every sampled position, row after row."""
 
@@ -122,7 +122,7 @@ class FeatureHook:
 
     def begin(self, runner: Any, scheduler_output: Any) -> None:
         """The runner is about to run this step."""
-        self._step = _Step(runner, scheduler_output, [None] * self._num_hooked)
+        self._step = _Step(runner=runner, scheduler_output=scheduler_output, taken=[None] * self._num_hooked)
 
     def end(self, runner: Any) -> None:
         """The forward pass is done; nothing is sampled yet."""

@@ -1,4 +1,4 @@
-"""The kit: which engines run what, one after the other, and the report that comes of it."""
+"""The kit of `specbranch check`: which engines decode what, one after the other, and the report on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 
-_BATCH = 8  # of the engine's own noise, of the runs that are compared with it, and of all that is sampled
+_BATCH = 8  # of sampled requests, and of the greedy runs that show vLLM's own rounding
 _MOST_ROWS = 16
 _ATTEMPTS = 4  # at a run with drafts of which no token was accepted
 _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
@@ -42,7 +42,7 @@ _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is decoded. More samples notice smaller shifts."""
+    """How much is decoded. More samples detect smaller shifts."""
 
     num_prompts: int = 32
     num_tokens: int = 40
@@ -57,7 +57,7 @@ FULL, QUICK = Size(), Size(8, 24, 64, 8)
 class CheckOptions:
     """A pair, how it is served, and how much of it is checked.
 
-    `wrong_temperature` makes the second sample wrong on purpose: the kit's own check.
+    `wrong_temperature` makes the second sample wrong on purpose, to test the kit itself.
     """
 
     target: str
@@ -77,7 +77,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings, and what they hold for."""
+    """All findings, and what was checked."""
 
     options: CheckOptions
     engine: Engine
@@ -115,10 +115,9 @@ Listener = Callable[[str, int, int], None]  # stage, requests done, requests in 
 
 
 def check(options: CheckOptions, listen: Listener) -> Report:
-    """Start the draft service, then four engines one after the other, and judge what they decoded.
+    """Start the draft service, then four engines one after the other, and compare their outputs.
 
-    Exact equality is asked in float32, where shapes of batches hardly round; distributions are compared as they are
-    served.
+    Exact equality is tested in float32, where rounding hardly depends on the batch; distributions in the serving dtype.
     """
     with DraftProcess(options.draft) as draft, tempfile.TemporaryDirectory(prefix="specbranch-check-") as logs:
         settings = ProposerSettings(
@@ -190,7 +189,7 @@ def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": size.num_tokens}
     if num_logprobs is not None:
         sampling["logprobs"] = num_logprobs
-    # Beyond the built-in texts they come again, each with one more space behind it.
+    # Beyond the built-in prompts they are repeated, each with one more space at its end.
     texts = [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(size.num_prompts)]
     return [Ask(text, sampling) for text in texts]
 
