@@ -28,7 +28,7 @@ from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.service.reporter import Reach, Reporter
 
 _REPORT_S = 5.0
-_FIGURES = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")
+_COUNTED = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")
 _WARM_UP = "Count from one to ten."
 
 
@@ -149,9 +149,9 @@ class _Engines:
             while not self._has_room():
                 self._close_oldest()
             self._start(trial.method)
-        before, joules = self._figures(trial.method), read_joules()
+        before, joules = self._stats(trial.method), read_joules()
         done = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
-        after, joules_after = self._figures(trial.method), read_joules()
+        after, joules_after = self._stats(trial.method), read_joules()
         return {
             "task": trial.task,
             "concurrency": trial.concurrency,
@@ -171,18 +171,18 @@ class _Engines:
             "draft_us": self._draft_us(trial.method),
         }
 
-    def _figures(self, method: BenchMethod) -> dict[str, int]:
+    def _stats(self, method: BenchMethod) -> dict[str, int]:
         """The draft service's stats for a method so far."""
         reporter = self.reporters.get(method.name)
         if reporter is None or reporter.ask(_REPORT_S) is not Reach.ANSWERS or reporter.figures is None:
             return {}
-        return {name: getattr(reporter.figures, name) for name in _FIGURES}
+        return {name: getattr(reporter.figures, name) for name in _COUNTED}
 
     def _draft_us(self, method: BenchMethod) -> list[int] | None:
         """What a draft step of one row takes now, and each further row, in microseconds."""
         reporter = self.reporters.get(method.name)
-        figures = reporter.figures if reporter else None
-        return [figures.first_row_us, figures.more_row_us] if figures else None
+        stats = reporter.figures if reporter else None
+        return [stats.first_row_us, stats.more_row_us] if stats else None
 
     def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> Done:
         sampling = {"temperature": self.scenario.temperature, "max_tokens": max_tokens}

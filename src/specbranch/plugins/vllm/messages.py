@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is over. All figures are of its last attempt.
+    """A run that is over. All numbers are of its last attempt.
 
     `submitted` and `accepted` are draft tokens that vLLM verified and accepted; `counts` are the proposer's counters.
     """

@@ -36,14 +36,14 @@ _COUNTS = {
     "faults": ("faults", "Calls that failed by an error in specbranch itself."),
     "wait_s": ("wait_seconds", "Time that the target waited for drafts."),
 }
-_FIGURES: dict[str, tuple[str, Callable[[Figures], int]]] = {
-    "hits": ("Verification results for which a draft branch was ready.", lambda figures: figures.hits),
+_STATS: dict[str, tuple[str, Callable[[Figures], int]]] = {
+    "hits": ("Verification results for which a draft branch was ready.", lambda stats: stats.hits),
     "misses": (
         "Verification results for which no draft branch was ready.",
-        lambda figures: figures.rounds - figures.hits,
+        lambda stats: stats.rounds - stats.hits,
     ),
-    "accepted_tokens": ("Draft tokens that the target accepted.", lambda figures: figures.accepted),
-    "draft_rows": ("Rows that the draft model has run for this target.", lambda figures: figures.rows),
+    "accepted_tokens": ("Draft tokens that the target accepted.", lambda stats: stats.accepted),
+    "draft_rows": ("Rows that the draft model has run for this target.", lambda stats: stats.rows),
 }
 
 
@@ -173,11 +173,11 @@ def _buckets(lens: Sequence[int]) -> tuple[list[tuple[str, float]], float]:
 def _of_services(known: Sequence[tuple[list[Shown], Figures | None]]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    answered = [(_labels(group), figures) for group, figures in known if figures is not None]
-    for name, (text, value) in _FIGURES.items():
+    answered = [(_labels(group), stats) for group, stats in known if stats is not None]
+    for name, (text, value) in _STATS.items():
         family = CounterMetricFamily(f"specbranch_{name}", text, labels=_LABELS)
-        for labels, figures in answered:
-            family.add_metric(labels, value(figures))
+        for labels, stats in answered:
+            family.add_metric(labels, value(stats))
         yield family
     rolled_back = CounterMetricFamily(
         "specbranch_rolled_back_tokens",
@@ -187,9 +187,9 @@ def _of_services(known: Sequence[tuple[list[Shown], Figures | None]]) -> Iterato
     sessions = GaugeMetricFamily(
         "specbranch_sessions", "Sequences that the draft service keeps for this target.", labels=_LABELS
     )
-    for labels, figures in answered:
+    for labels, stats in answered:
         for cause in ("rejected", "unused", "cut"):
-            rolled_back.add_metric([*labels, cause], getattr(figures, cause))
-        sessions.add_metric(labels, figures.sessions)
+            rolled_back.add_metric([*labels, cause], getattr(stats, cause))
+        sessions.add_metric(labels, stats.sessions)
     yield rolled_back
     yield sessions
