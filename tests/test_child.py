@@ -44,6 +44,11 @@ def test_it_gets_its_environment_its_cores_and_its_log(log: Path) -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_cores_that_are_not_there_are_named() -> None:
+    with pytest.raises(OSError, match="cannot start a process on cores 100000; this process may use"):
+        Child(python(SLEEPS), cores=[100_000])
+
+
 def test_what_the_probe_finds_is_returned(log: Path) -> None:
     child = Child(python("print('up', flush=True);" + SLEEPS), log_file=log)
     found = child.wait_until(lambda: log.read_text() or None, 60, 0.01)

@@ -145,6 +145,10 @@ def _pinned(cores: Collection[int] | None) -> Iterator[None]:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)
+    except OSError as error:
+        asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
+        raise OSError(f"cannot start a process on cores {asked}; this process may use {have}") from error
+    try:
         yield
     finally:
         os.sched_setaffinity(0, before)
