@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbranch.plugins.vllm.compat import FeatureHook
+from specbranch.plugins.vllm.compat.features import FeatureHook
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.predictor.hrad import read_hrad, write_hrad
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specbranch.plugins.vllm.cores import split
+from specbranch.cli.placement import split
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 

@@ -62,7 +62,9 @@ def test_every_method_sees_every_group_of_prompts_side_by_side_in_an_order_of_it
     assert trials == plan_trials(scenario, data)
     few = read_scenario(written(data, "groups = 1\n" + SMALL))
     assert len(plan_trials(few, data)) == 2 * (1 + 1) * 2
-    assert scenario.section(scenario.methods[1], "ipc:///x")["settings"] == {"gamma": 3}
+    settings = scenario.proposer_settings(scenario.methods[1], "ipc:///x")
+    assert settings is not None and settings.settings == {"gamma": 3}
+    assert scenario.proposer_settings(scenario.methods[0], "ipc:///x") is None
 
 
 def test_a_scenario_is_known_again_from_its_results(data: Path) -> None:

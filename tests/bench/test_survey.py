@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specbranch.bench.survey import MESSAGES, record_distributions, take_survey
-from specbranch.bench.worker import Worker
 from specbranch.core.distribution import Distribution
 from specbranch.engines.scripted import ScriptedEngine, TextScript
+from specbranch.plugins.vllm.messages import Answer, Done, Run
+from specbranch.plugins.vllm.process import TargetProcess
+from specbranch.plugins.vllm.target import TargetOptions
 
 
-class FakeWorker(Worker):
+class FakeTarget(TargetProcess):
     """Steps that take a tenth of a second and a hundredth more for each further request."""
 
     def __init__(self) -> None:
-        super().__init__("none", {}, Path("none"))
+        super().__init__(TargetOptions("none"), Path("none"))
         self.asked: list[tuple[int, int, bool]] = []
 
-    def generate(
-        self, messages: Sequence[str], sampling: dict[str, Any], section: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def run(self, run: Run, on_finished: Any = None) -> Done:
+        sampling = run.asks[0].sampling
         num_tokens = sampling["max_tokens"]
-        self.asked.append((len(messages), num_tokens, sampling["ignore_eos"]))
-        step_s = 0.1 + 0.01 * (len(messages) - 1)
+        self.asked.append((len(run.asks), num_tokens, sampling["ignore_eos"]))
+        step_s = 0.1 + 0.01 * (len(run.asks) - 1)
         answer = [3, 4] * (num_tokens // 2)
-        steps = [[step_s * (1 + place), 1] for place in range(num_tokens)]
-        return {"requests": [{"prompt": [1, 2], "tokens": answer, "steps": steps} for _ in messages]}
+        steps = [(step_s * (1 + position), 1) for position in range(num_tokens)]
+        return Done(answers=[Answer(prompt=[1, 2], tokens=answer, steps=steps) for _ in run.asks])
 
 
 def engine() -> ScriptedEngine:
@@ -38,13 +38,13 @@ def engine() -> ScriptedEngine:
 
 
 def test_costs_are_measured_by_size_and_distributions_on_the_answers() -> None:
-    worker, stages = FakeWorker(), list[str]()
-    survey = take_survey(worker, engine(), MESSAGES[:5], (1, 2, 4), (1, 2), 12, stages.append)
+    target, stages = FakeTarget(), list[str]()
+    survey = take_survey(target, engine(), MESSAGES[:5], (1, 2, 4), (1, 2), 12, stages.append)
 
     assert {size: round(step_s, 3) for size, step_s in survey.target_alone_s.items()} == {1: 0.1, 2: 0.11, 4: 0.13}
     assert round(survey.target_beside_s, 3) == 0.1
     assert set(survey.draft_s) == {1, 2}
-    assert [asked for asked in worker.asked if not asked[2]] == [(4, 12, False), (1, 12, False)]
+    assert [asked for asked in target.asked if not asked[2]] == [(4, 12, False), (1, 12, False)]
     # 3 is right after 2, and 4 after 3; after a 4 the draft is wrong.
     assert survey.trace.num_tokens == 5 * 12
     assert survey.trace.match_share() == (1 + 6) / 12

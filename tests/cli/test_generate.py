@@ -125,7 +125,7 @@ def test_a_terminal_that_changed_its_size_has_its_last_line_elsewhere() -> None:
 def test_the_speed_is_that_of_decoding_and_the_first_piece_is_no_round() -> None:
     answer = Answer(asked_s=0.0)
     for at_s, tokens in ((1.0, [1]), (1.5, [2, 3, 4]), (2.0, [5])):
-        answer.take(Piece(0, tokens, "x" * len(tokens), None, at_s))
+        answer.take(Piece(index=0, tokens=tokens, text="x" * len(tokens), finish_reason=None, at_s=at_s))
     answer.wait_s = 0.25
 
     assert (answer.tokens, answer.text, answer.rounds, answer.accepted) == ([1, 2, 3, 4, 5], "xxxxx", 2, 2)

@@ -12,7 +12,7 @@ from specbranch.bench.forecast import advise
 from specbranch.bench.survey import Survey
 from specbranch.cli import app
 from specbranch.cli.plan import _sentences
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import launch
 from specbranch.simulation.presets import Pair, make_trace
 
 TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
@@ -34,7 +34,7 @@ def test_it_says_whether_it_pays_and_with_what() -> None:
 
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compat, "is_installed", lambda: True)
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
     for words, message in (
         (["--concurrency", "0"], "from 1 on"),
         (["--prompts", str(tmp_path / "none.jsonl")], "cannot read"),

@@ -158,7 +158,7 @@ def test_an_absent_model_is_one_line() -> None:
     result = runner.invoke(app, ["--model", "absent.gguf"])
 
     assert result.exit_code == 2
-    assert "no model 'absent.gguf' here" in result.stderr
+    assert "no model 'absent.gguf' on this machine" in result.stderr
 
 
 def test_a_real_model_is_profiled() -> None:

@@ -19,17 +19,17 @@ from specbranch.plugins.vllm.exactness.findings import (
     same_distribution,
     seeds_repeat,
 )
-from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done
+from specbranch.plugins.vllm.messages import Answer, Ask, Done
 
 ASKS = [Ask("one", {}), Ask("two", {})]
 
 
 def done(*answers: Answer, accepted: int = 7) -> Done:
-    return Done("run", list(answers), submitted=9, accepted=accepted)
+    return Done(answers=list(answers), submitted=9, accepted=accepted)
 
 
 def answer(*tokens: int, logprobs: list[dict[int, float]] | None = None, text: str = "") -> Answer:
-    return Answer(list(tokens), text, "length", logprobs or [])
+    return Answer(tokens=list(tokens), text=text, finish_reason="length", logprobs=logprobs or [])
 
 
 def sampled(distribution: list[float], size: int, seed: int) -> list[Answer]:
@@ -65,7 +65,7 @@ def test_equally_likely_tokens_are_the_only_excuse() -> None:
 def test_an_output_that_ends_early_is_a_difference() -> None:
     [found] = divergences([answer(1, 2)], [answer(1)])
 
-    assert (found.place, found.token, found.other_token, found.is_tie) == (1, 2, None, False)
+    assert (found.position, found.token, found.other_token, found.is_tie) == (1, 2, None, False)
 
 
 def test_without_accepted_drafts_nothing_was_checked() -> None:

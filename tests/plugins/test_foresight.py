@@ -13,7 +13,8 @@ import pytest
 
 from specbranch.core.round import Outlook, Signal
 from specbranch.plugins.vllm import SpecBranchProposer
-from specbranch.plugins.vllm.compat import FeatureError
+from specbranch.plugins.vllm.compat.features import FeatureError
+from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.predictor.hrad import Hrad, HradError, read_hrad, write_hrad
 from tests.plugins.test_proposer import proposer_with, tokens
 
@@ -231,13 +232,13 @@ def test_only_the_layers_looked_at_are_hooked_and_other_settings_let_go_of_them(
         return [layer.number for layer in model.model.layers if layer._forward_hooks]
 
     assert hooked() == [1, 2, 3]
-    proposer.use({"predictor": trained(tmp_path / "two", 2)})
+    proposer.use(ProposerSettings(predictor=trained(tmp_path / "two", 2)))
     assert hooked() == [3]
-    proposer.use({"predictor": trained(tmp_path / "one", 1)})
+    proposer.use(ProposerSettings(predictor=trained(tmp_path / "one", 1)))
     assert hooked() == []
-    proposer.use({"predictor": str(tmp_path / "four")})
+    proposer.use(ProposerSettings(predictor=str(tmp_path / "four")))
     assert hooked() == [1, 2, 3]
-    proposer.use({"predictor": "confidence"})
+    proposer.use(ProposerSettings(predictor="confidence"))
     assert hooked() == [] and proposer.feature_hook is None
 
 
@@ -290,11 +291,11 @@ def test_a_step_without_work_leaves_nothing_behind(
         (
             4,
             {"enforce_eager": False},
-            "compiled model shows only its last one: start vLLM with enforce_eager.*--layers 1",
+            "compiled model gives access to its last one only: start vLLM with enforce_eager.*--layers 1",
         ),
-        (4, {"get_hidden_size": lambda: 8}, "length 4, large has 8; train one for this target"),
+        (4, {"get_hidden_size": lambda: 8}, "size 4, large has 8; train one for this target"),
         (1, {"get_hidden_size": lambda: 8}, "train one for this target"),
-        (6, {}, "looks at 6 layers, the target has fewer"),
+        (6, {}, "needs 6 layers, the target has fewer"),
     ],
 )
 def test_a_predictor_that_cannot_work_here_is_refused_at_start(
@@ -333,7 +334,7 @@ def test_a_directory_without_a_predictor_is_refused_at_start(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
-    [("start_layer", 2, "several pipeline stages"), ("layers", None, "not where others have theirs")],
+    [("start_layer", 2, "several pipeline stages"), ("layers", None, "cannot be found")],
 )
 def test_a_target_whose_layers_are_not_at_hand_is_refused_when_it_is_loaded(
     attribute: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -353,7 +354,7 @@ def test_a_target_that_shows_no_embeddings_is_refused_when_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     proposer = foreseeing(monkeypatch, tmp_path, 1)
-    with pytest.raises(FeatureError, match="shows no input embeddings"):
+    with pytest.raises(FeatureError, match="gives no access to its input embeddings"):
         proposer.load_model(SimpleNamespace())
     model: Any = Model()
     model.embed_input_ids = lambda ids: ids  # what a stage without the table does
@@ -396,7 +397,7 @@ def test_ranks_share_their_embeddings_at_start_and_only_then(
     features = proposer.feature_hook.read([[7]], [0])
     assert features.tolist() == [[0.0] * WIDTH + model.table[7].tolist()]
     with pytest.raises(FeatureError, match="chosen at start"):
-        proposer.use({"predictor": directory, "deadline_ms": 7})
+        proposer.use(ProposerSettings(predictor=directory, deadline_ms=7))
 
 
 def test_every_signal_can_be_foreseen(

@@ -44,10 +44,11 @@ HITS = "specbranch_hits_total", "3"
 
 
 def show(address: str, namespace: bytes = b"ours", engine: int = 0, **changes: Any) -> StatsFile:
-    shown = Shown("target", engine, address, None, namespace, False, False, COUNTS, [4, 0, 3, 2], {"lora": 6})
+    common = {"model": "target", "engine": engine, "address": address, "namespace": namespace}
+    counters = {"counts": COUNTS, "lens": [4, 0, 3, 2], "asides": {"lora": 6}}
     written = open_stats_file(lambda: ("target", engine))
     assert written is not None
-    written.show(Shown(**{name: changes.get(name, getattr(shown, name)) for name in Shown.__struct_fields__}))
+    written.show(Shown(**{**common, **counters, **changes}))
     return written
 
 
@@ -185,7 +186,7 @@ def test_a_reader_never_sees_half_of_what_is_written(run: str) -> None:
         number = 0
         while not is_over.is_set():
             number += 1
-            written.show(Shown("m", 0, "a" * (number % 50), None, b"n", False, False, {}, [number] * 40, {}))
+            written.show(Shown(model="m", engine=0, address="a" * (number % 50), namespace=b"n", lens=[number] * 40))
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -269,7 +270,8 @@ MultiProcessCollector(registry)
 last = 'specbranch_submitted_tokens_bucket{engine="0",le="0.0",model_name="target"} '  # is carried over last
 for calls, total in ((5, 5), (9, 9), (2, 11)):
     lens = [calls, 0, 3]
-    stats_file.show(Shown("target", 0, "ipc:///nowhere", None, b"n", False, False, {"calls": calls}, lens, {"lora": 4}))
+    counters = {"counts": {"calls": calls}, "lens": lens, "asides": {"lora": 4}}
+    stats_file.show(Shown(model="target", engine=0, address="ipc:///nowhere", namespace=b"n", **counters))
     time.sleep(1.6)
     end_s = time.monotonic() + 30 * sys.argv[1].endswith("0")
     while f"{last}{total}.0" not in generate_latest(registry).decode() and time.monotonic() < end_s:

@@ -14,7 +14,8 @@ import pytest
 
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
-from specbranch.plugins.vllm import SpecBranchProposer, compat
+from specbranch.plugins.vllm import SpecBranchProposer
+from specbranch.plugins.vllm.compat import patches, runner
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.client import ClientOptions, Committed
@@ -45,9 +46,9 @@ class FixedClient:
 def proposer_with(
     monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, target: Any = None, **section: Any
 ) -> SpecBranchProposer:
-    monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
-    monkeypatch.setattr(compat, "patch_cpu_sampler", lambda: None)
-    monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
+    monkeypatch.setattr(patches, "warn_if_untested", lambda: None)
+    monkeypatch.setattr(patches, "patch_cpu_sampler", lambda: None)
+    monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
     monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", partial(FixedClient, [5, 6, 7]))
     config = SimpleNamespace(
         additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
@@ -89,7 +90,7 @@ def test_a_draft_never_goes_beyond_what_vllm_takes_or_holds(monkeypatch: pytest.
 def test_the_client_knows_what_the_target_can_embed(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch)
     clients: list[Any] = [proposer._client]
-    proposer.use({"planner": "pearl"})
+    proposer.use(ProposerSettings(planner="pearl"))
     clients.append(proposer._client)
 
     assert clients[0] is not clients[1]
@@ -123,7 +124,7 @@ def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPat
 def test_the_same_settings_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, planner="pearl")
     client, gate = proposer._client, proposer._gate
-    proposer.use({"address": "ipc:///nowhere", "is_gated": False, "planner": "pearl"})
+    proposer.use(ProposerSettings(address="ipc:///nowhere", is_gated=False, planner="pearl"))
     assert (proposer._client, proposer._gate) == (client, gate)
 
 

@@ -1,19 +1,19 @@
-"""How `vllm serve` is started, without vLLM: flags, merged settings, cores, refusals."""
+"""How `vllm serve` is started, without vLLM: flags, merged settings, refusals."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores, split, without_siblings
+from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import FlagError, Flags
-from specbranch.plugins.vllm.serving import Endpoint, ServeOptions
+from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
+from specbranch.plugins.vllm.settings import ProposerSettings
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +22,14 @@ def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
 
 
-def options(*words: str, cores: tuple[int, ...] | None = (0,), **section: Any) -> ServeOptions:
-    return ServeOptions("/models/big", "big", {"address": "ipc:///d", **section}, 6, Flags(words), cores)
+OURS = {"address": "ipc:///d", "planner": "pearl"}  # what `specbranch serve` sets
+DEFAULTS = {"settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True}
+
+
+def options(*words: str, cores: tuple[int, ...] | None = (0,)) -> ServeOptions:
+    flags = Flags(words)
+    settings = merged_settings(OURS, flags)
+    return ServeOptions("/models/big", "big", settings=settings, num_speculative_tokens=6, flags=flags, cores=cores)
 
 
 def argument(words: list[str], name: str) -> Any:
@@ -41,12 +47,12 @@ def test_vllm_gets_the_proposer_its_settings_and_every_other_flag_unchanged() ->
         "model": "specbranch.plugins.vllm.SpecBranchProposer",
         "num_speculative_tokens": 6,
     }
-    assert argument(words, "--additional-config") == {"specbranch": {"address": "ipc:///d"}}
+    assert argument(words, "--additional-config") == {"specbranch": {**OURS, **DEFAULTS}}
 
 
 def test_clients_call_the_target_by_the_name_that_was_given() -> None:
     words = options().arguments()
-    as_it_is = ServeOptions("big", "big", {}).arguments()
+    as_it_is = ServeOptions("big", "big", settings=ProposerSettings()).arguments()
 
     assert words[words.index("--served-model-name") + 1] == "big"
     assert "--served-model-name" not in as_it_is
@@ -59,7 +65,9 @@ def test_beside_a_draft_on_the_cpu_vllm_asks_for_less_memory_than_is_free(monkey
     assert options().memory_flags(0.15) == [], "too little for both; vLLM says so itself"
     assert options().memory_flags(None) == []
     assert options(cores=None).memory_flags(0.8) == [], "on a GPU it is the GPU's memory"
-    assert ServeOptions("big", "big", None, cores=(0,)).memory_flags(0.8) == [], "bare vLLM has no draft beside it"
+    assert ServeOptions("big", "big", settings=None, cores=(0,)).memory_flags(0.8) == [], (
+        "bare vLLM has no draft beside it"
+    )
     assert options("--gpu_memory_utilization=0.5").memory_flags(0.8) == []
     assert options("--kv-cache-memory-bytes", "1G").memory_flags(0.8) == []
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -72,7 +80,7 @@ def test_additional_config_is_merged_whole_and_dotted() -> None:
 
     assert argument(words, "--additional-config") == {
         "x": {"y": 1, "z": 2},
-        "specbranch": {"namespace": "team", "address": "ipc:///d"},
+        "specbranch": {"namespace": "team", **OURS, **DEFAULTS},
     }
     assert words[-2:] == ["--port", "1"]
     assert words.count("--additional-config") == 1
@@ -131,37 +139,6 @@ def test_on_a_gpu_nothing_is_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "target", "draft"),
-    [(1, (0,), (0,)), (2, (0,), (1,)), (3, (0, 1), (2,)), (8, (0, 1, 2, 3), (4, 5, 6, 7))],
-)
-def test_the_draft_gets_half_of_the_cores_and_at_least_one(
-    num: int, target: tuple[int, ...], draft: tuple[int, ...]
-) -> None:
-    assert split(range(num), target_on_cpu=True, draft_on_cpu=True) == Cores(target, draft)
-
-
-def test_cores_that_were_asked_for_stand_and_the_other_side_gets_the_rest() -> None:
-    both = partial(split, target_on_cpu=True, draft_on_cpu=True)
-
-    assert both(range(4), target=[0]) == Cores((0,), (1, 2, 3))
-    assert both(range(4), draft=[1]) == Cores((0, 2, 3), (1,))
-    assert both(range(2), target=[0, 1]) == Cores((0, 1), (0, 1))
-    assert both(range(2), target=[0, 1], draft=[1]) == Cores((0, 1), (1,))
-
-
-def test_beside_a_gpu_only_the_side_on_the_cpu_has_cores() -> None:
-    assert split(range(8), target_on_cpu=False, draft_on_cpu=True) == Cores(None, tuple(range(6)))
-    assert split(range(1), target_on_cpu=False, draft_on_cpu=True) == Cores(None, (0,))
-    assert split(range(2), target_on_cpu=True, draft_on_cpu=False) == Cores((0, 1), None)
-    assert split(range(2), target_on_cpu=False, draft_on_cpu=False) == Cores(None, None)
-
-
-def test_of_two_hyperthreads_one_is_used() -> None:
-    assert without_siblings({0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}) == [0, 1]
-    assert without_siblings({0: "0-1", 1: "0-1"}) == [0, 1]
-
-
-@pytest.mark.parametrize(
     ("words", "url"),
     [
         ([], "http://127.0.0.1:8000"),
@@ -194,7 +171,7 @@ def test_nobody_at_the_endpoint_is_not_healthy() -> None:
 def test_what_is_wrong_is_said_before_anything_starts(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "is_installed", lambda: True)
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
     result = CliRunner().invoke(app, ["serve", *words])
 
     assert result.exit_code == 2
@@ -202,7 +179,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "is_installed", lambda: False)
+    monkeypatch.setattr(launch, "is_installed", lambda: False)
     result = CliRunner().invoke(app, ["serve", "big", "--draft", "d"])
 
     assert result.exit_code == 2

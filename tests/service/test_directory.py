@@ -153,7 +153,7 @@ def test_stats_files_are_neither_written_to_nor_read_from_a_directory_that_other
     monkeypatch.setenv(RUN, "r1")
     first = open_stats_file(lambda: ("target", 0))
     assert first is not None
-    first.show(Shown("target", 0, "ipc:///nowhere", None, b"ours", False, False, {}, [], {}))
+    first.show(Shown(model="target", engine=0, address="ipc:///nowhere", namespace=b"ours"))
     assert [shown.model for shown in read_stats_files("r1")] == ["target"]
     own.chmod(0o777)
 

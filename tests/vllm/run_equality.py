@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import PLANNERS
+from specbranch.plugins.vllm.settings import read_settings
 from specbranch.service.client import ClientOptions, DraftClient
 from tests.service.rogue import rogue
 from tests.vllm.runs import draft_service, drafting, num_equal, tokens_of
@@ -72,7 +73,7 @@ def main() -> None:
             }
     accepted = _accepted(llm)
     with tempfile.TemporaryDirectory() as directory, rogue(Path(directory), "foreign") as service:
-        proposer.use(drafting(service.address)["additional_config"]["specbranch"])
+        proposer.use(read_settings(drafting(service.address)["additional_config"]["specbranch"]))
         few = tokens_of(llm.generate(prompts[:FEW], greedy, use_tqdm=False))
     wrong = {"equal": num_equal(texts["bare"][:FEW], few), "foreign": proposer.counts()["foreign"]}
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}

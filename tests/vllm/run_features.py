@@ -42,7 +42,8 @@ def main() -> None:
 def _compare(target: str, address: str, directory: Path, port: int, num_tokens: int) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    from specbranch.plugins.vllm import compat
+    from specbranch.plugins.vllm.compat import engine
+    from specbranch.plugins.vllm.settings import read_settings
 
     common: dict[str, Any] = {
         "model": target,
@@ -70,18 +71,18 @@ def _compare(target: str, address: str, directory: Path, port: int, num_tokens: 
     gc.collect()
 
     llm = LLM(**common, enforce_eager=True, **drafting(address, **section))
-    proposer = compat.proposer_of(llm)
+    proposer = engine.proposer_of(llm)
     runs: dict[str, Any] = {}
     seen: dict[tuple[int, ...], Any] = {}
     told = 0.0
     for name, predictor in predictors.items():
         if name != "all":
             ours = drafting(address, **{**section, "predictor": predictor})["additional_config"]["specbranch"]
-            proposer.use(ours)
+            proposer.use(read_settings(ours))
         _watch(llm, proposer, seen)
-        before = compat.draft_tokens(llm)
+        before = engine.draft_tokens(llm)
         found = tokens_of(llm.generate(PROMPTS, greedy, use_tqdm=False))
-        submitted, accepted = (after - count for after, count in zip(compat.draft_tokens(llm), before, strict=True))
+        submitted, accepted = (after - count for after, count in zip(engine.draft_tokens(llm), before, strict=True))
         told += proposer.counts()["outlooks"]
         runs[name] = {
             "equal": num_equal(texts, found),

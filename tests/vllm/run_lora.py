@@ -39,7 +39,7 @@ def main() -> None:
     }
     from vllm import LLM
 
-    from specbranch.plugins.vllm import compat
+    from specbranch.plugins.vllm.compat import engine
 
     with tempfile.TemporaryDirectory() as directory, draft_service(args.draft) as address:
         write_adapter(Path(args.target), Path(directory))
@@ -48,7 +48,7 @@ def main() -> None:
         del bare
         gc.collect()
         llm = LLM(**common, **drafting(address))
-        proposer = compat.proposer_of(llm)
+        proposer = engine.proposer_of(llm)
         drafted: dict[str, Counter[str]] = {}
         for name in ("told", "untold"):
             if name == "untold":

@@ -17,7 +17,8 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-from specbranch.plugins.vllm.target import PROPOSER
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.process import DraftOptions, DraftProcess
 
 PROMPTS = (
@@ -37,13 +38,8 @@ def main() -> None:
 
     bare, _ = _decode(args.target, args.tokens)
     with DraftProcess(DraftOptions(args.draft, cores=[1], threads=1)) as draft:
-        section = {"address": draft.address, "planner": "sps", "deadline_ms": 60000, "is_gated": False}
-        ours, accepted = _decode(
-            args.target,
-            args.tokens,
-            speculative_config={"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4},
-            additional_config={"specbranch": section},
-        )
+        settings = ProposerSettings(address=draft.address, planner="sps", deadline_ms=60000, is_gated=False)
+        ours, accepted = _decode(args.target, args.tokens, **proposer_arguments(settings, 4))
     equal = sum(one == other for one, other in zip(bare, ours, strict=True))
     print(json.dumps({"prompts": len(bare), "equal": equal, "accepted": accepted}))
 

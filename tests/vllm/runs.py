@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specbranch.plugins.vllm.cores import split, usable_cores
-from specbranch.plugins.vllm.target import PROPOSER
+from specbranch.cli.placement import split, usable_cores
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.settings import read_settings
 from specbranch.service.process import DraftOptions, DraftProcess
 
 # Apart from each other: threads that wait for one another suffer badly when a core has two things to do.
@@ -30,10 +31,7 @@ def draft_service(model: str, *arguments: str) -> Iterator[str]:
 def drafting(address: str, **section: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that make it draft through a service."""
     ours = {"address": address, "planner": "pearl", "deadline_ms": 60000, "is_gated": False, **section}
-    return {
-        "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4},
-        "additional_config": {"specbranch": ours},
-    }
+    return proposer_arguments(read_settings(ours), 4)
 
 
 def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:

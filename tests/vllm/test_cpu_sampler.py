@@ -1,4 +1,4 @@
-"""vLLM's verification on the CPU hands every draft token its own request's sampling parameters, once it is mended."""
+"""vLLM's verification on the CPU hands every draft token its own request's sampling parameters, with our workaround."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm.platforms import current_platform
 current_platform.import_kernels()
 current_platform.register_triton_kernel_overrides()
 from vllm.v1.sample import rejection_sampler
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import patches
 
-compat.patch_cpu_sampler()
+patches.patch_cpu_sampler()
 ends = torch.tensor([2, 2, 5], dtype=torch.int32)
 top_k, temperature = torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0.5, 0.75, 0.0])
 print(json.dumps([

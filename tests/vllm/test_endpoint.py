@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from specbranch.plugins.vllm.target import PROPOSER
+from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
 from tests.results import record
 from tests.vllm.pair import require_pair

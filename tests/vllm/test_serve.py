@@ -215,7 +215,7 @@ def test_a_killed_draft_loses_no_request_changes_no_output_and_comes_back(
     assert was_running > 0
     assert texts == bare
     wait_for(lambda: "the draft service is back" in served.out.read_text())
-    assert "was ended by SIGKILL; starting it again in 1 s" in served.out.read_text()
+    assert "was ended by SIGKILL; restarting it in 1 s" in served.out.read_text()
     assert served.draft_pid() != killed
     before = served.metric(ACCEPTED)
 

@@ -1,4 +1,4 @@
-"""Energy that the machine itself counts: Intel's and AMD's running average power limit, where the kernel shows it."""
+"""Energy by the machine's own counters (RAPL of Intel and AMD), where the kernel makes them readable."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _POWERCAP = Path("/sys/class/powercap")
 
 
 def read_joules(root: Path = _POWERCAP) -> float | None:
-    """Joules of all processor packages since some moment; None where the machine cannot tell or does not let us read.
+    """Joules of all processor packages since some moment; None if there are no counters or we may not read them.
 
-    The counters wrap around after some hours of load, so a difference below zero means nothing.
+    The counters wrap around after some hours of load, so a negative difference means nothing.
     """
     packages = sorted(root.glob("intel-rapl:[0-9]"))
     try:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from specbranch import __version__
 from specbranch.core.costs import StepCost
 from specbranch.engines.protocol import DraftEngine, EngineInfo, Row
+from specbranch.version import __version__
 
 Clock = Callable[[], float]
 

@@ -21,16 +21,18 @@ from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
-from specbranch.bench.worker import VLLM, Worker, step_gaps_s
+from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
+from specbranch.plugins.vllm.process import TargetProcess
+from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.service.reporter import Reach, Reporter
 
 _REPORT_S = 5.0
-_FIGURES = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")
+_COUNTED = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")
 _WARM_UP = "Count from one to ten."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One measurement: prompts answered together by one method."""
 
@@ -62,7 +64,17 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
             for methods in _turns(scenario, order):
                 for task, size, start, messages in groups[first : first + scenario.block]:
                     order.shuffle(methods)
-                    trials += [Trial(task, size, repeat, start, messages, method) for method in methods]
+                    trials += [
+                        Trial(
+                            task=task,
+                            concurrency=size,
+                            repeat=repeat,
+                            first_prompt=start,
+                            messages=messages,
+                            method=method,
+                        )
+                        for method in methods
+                    ]
     return trials
 
 
@@ -94,88 +106,89 @@ def run_scenario(
 
 @dataclass(slots=True)
 class _Engines:
-    """The draft service, the workers that are loaded now, oldest first, and who asks the service for figures."""
+    """The draft service, the targets that are loaded now, oldest first, and who asks the service for its stats."""
 
     scenario: Scenario
     draft: DraftProcess
     reporters: dict[str, Reporter]
     logs: Path
-    workers: dict[str, Worker] = field(default_factory=dict)
+    targets: dict[str, TargetProcess] = field(default_factory=dict)
 
     def provenance(self) -> dict[str, Any]:
         assert self.draft.welcome is not None
-        info = next(iter(self.workers.values())).info
-        return {**provenance(), **info, "draft": Path(self.draft.welcome.model).name}
+        versions = next(iter(self.targets.values())).engine.versions
+        return {**provenance(), **versions, "draft": Path(self.draft.welcome.model).name}
 
     def load(self) -> None:
         """Load as many engines as there is room for."""
         for method in self.scenario.methods:
-            if method.engine not in self.workers and self._has_room():
+            if method.engine not in self.targets and self._has_room():
                 self._start(method)
 
     def close(self) -> None:
-        while self.workers:
+        while self.targets:
             self._close_oldest()
 
     def _has_room(self) -> bool:
         limit = self.scenario.engines_at_once
-        return limit is None or len(self.workers) < limit
+        return limit is None or len(self.targets) < limit
 
     def _start(self, method: BenchMethod) -> None:
         """Load a method's engine, and let all methods that share it warm up."""
-        worker = _worker(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
-        self.workers[method.engine] = worker.__enter__()
+        target = _target(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
+        self.targets[method.engine] = target.__enter__()
         for one in self.scenario.methods:
             if one.engine == method.engine:
                 self._generate(one, (_WARM_UP,), max_tokens=24)
 
     def _close_oldest(self) -> None:
-        self.workers.pop(next(iter(self.workers))).__exit__(None, None, None)
+        self.targets.pop(next(iter(self.targets))).__exit__(None, None, None)
 
     def measure(self, trial: Trial) -> Record:
-        if trial.method.engine not in self.workers:
+        if trial.method.engine not in self.targets:
             while not self._has_room():
                 self._close_oldest()
             self._start(trial.method)
-        before, joules = self._figures(trial.method), read_joules()
-        answer = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
-        after, joules_after = self._figures(trial.method), read_joules()
+        before, joules = self._stats(trial.method), read_joules()
+        done = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
+        after, joules_after = self._stats(trial.method), read_joules()
         return {
             "task": trial.task,
             "concurrency": trial.concurrency,
             "repeat": trial.repeat,
             "prompt": trial.first_prompt,
             "method": trial.method.name,
-            "tokens": sum(len(request["tokens"]) for request in answer["requests"]),
-            "elapsed_s": answer["elapsed_s"],
-            "first_s": max(request["steps"][0][0] for request in answer["requests"]),
-            "rounds": sum(len(request["steps"]) for request in answer["requests"]),
-            "step_ms": _step_ms(answer["requests"]),
-            "digests": [_digest(request["tokens"]) for request in answer["requests"]],
-            "counts": answer["counts"],
-            "verified": answer["verified"],
+            "tokens": sum(len(answer.tokens) for answer in done.answers),
+            "elapsed_s": done.elapsed_s,
+            "first_s": max(answer.steps[0][0] for answer in done.answers),
+            "rounds": sum(len(answer.steps) for answer in done.answers),
+            "step_ms": _step_ms(done.answers),
+            "digests": [_digest(answer.tokens) for answer in done.answers],
+            "counts": done.counts,
+            "verified": [done.submitted, done.accepted],
             "joules": None if joules is None or joules_after is None else joules_after - joules,
             "draft": {name: after[name] - before.get(name, 0) for name in after},
             "draft_us": self._draft_us(trial.method),
         }
 
-    def _figures(self, method: BenchMethod) -> dict[str, int]:
-        """What the draft service has counted for a method so far."""
+    def _stats(self, method: BenchMethod) -> dict[str, int]:
+        """The draft service's stats for a method so far."""
         reporter = self.reporters.get(method.name)
         if reporter is None or reporter.ask(_REPORT_S) is not Reach.ANSWERS or reporter.stats is None:
             return {}
-        return {name: getattr(reporter.stats, name) for name in _FIGURES}
+        return {name: getattr(reporter.stats, name) for name in _COUNTED}
 
     def _draft_us(self, method: BenchMethod) -> list[int] | None:
         """What a draft step of one row takes now, and each further row, in microseconds."""
         reporter = self.reporters.get(method.name)
-        figures = reporter.stats if reporter else None
-        return [figures.first_row_us, figures.more_row_us] if figures else None
+        stats = reporter.stats if reporter else None
+        return [stats.first_row_us, stats.more_row_us] if stats else None
 
-    def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> dict[str, Any]:
+    def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> Done:
         sampling = {"temperature": self.scenario.temperature, "max_tokens": max_tokens}
-        section = None if method.planner is None else self.scenario.section(method, self.draft.address)
-        return self.workers[method.engine].generate(messages, sampling, section)
+        settings = self.scenario.proposer_settings(method, self.draft.address)
+        asks = [Ask(message, sampling, is_chat=True) for message in messages]
+        return self.targets[method.engine].run(Run(asks, settings=settings))
 
 
 @contextlib.contextmanager
@@ -199,8 +212,8 @@ def _engines(scenario: Scenario) -> Iterator[_Engines]:
         yield engines
 
 
-def _worker(scenario: Scenario, method: BenchMethod, address: str, log_file: Path) -> Worker:
-    arguments = {
+def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Path) -> TargetProcess:
+    arguments: dict[str, Any] = {
         "dtype": scenario.dtype,
         "max_model_len": scenario.max_model_len,
         "max_num_seqs": max(scenario.concurrency),
@@ -210,20 +223,15 @@ def _worker(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
         "enable_prefix_caching": False,
         **scenario.arguments,
     }
-    options = {
-        "model": scenario.target,
-        "section": None if method.planner is None else scenario.section(method, address),
-        "speculative_config": method.speculative_config,
-        "num_speculative_tokens": scenario.gamma,
-        "arguments": arguments,
-        "cores": method.cores or scenario.target_cores,
-    }
-    return Worker(VLLM, options, log_file)
+    if method.speculative_config is not None:
+        arguments["speculative_config"] = method.found_speculative_config()
+    options = TargetOptions(scenario.target, scenario.proposer_settings(method, address), scenario.gamma, arguments)
+    return TargetProcess(options, log_file, method.cores or scenario.target_cores)
 
 
-def _step_ms(requests: list[dict[str, Any]]) -> float | None:
-    """The middle of the times between steps: what a step takes when nothing disturbs it."""
-    gaps = step_gaps_s(requests)
+def _step_ms(answers: list[Answer]) -> float | None:
+    """The median time between steps: what a step takes when nothing disturbs it."""
+    gaps = step_gaps_s(answers)
     return 1e3 * median(gaps) if gaps else None
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from specbranch.bench.prompts import TASKS
-from specbranch.core.planners import PLANNERS, SettingError, suggest
+from specbranch.core.planners import SettingError, planner_names, suggest
+from specbranch.engines.options import found_model
+from specbranch.plugins.vllm.settings import ProposerSettings
 
 BARE = "bare"
 
@@ -50,6 +52,11 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.planner is not None:
             return "ours"
         return json.dumps([self.speculative_config, self.cores], sort_keys=True)
+
+    def found_speculative_config(self) -> dict[str, Any]:
+        """The `speculative_config` of a method of vLLM; its draft model is found below $SPECBRANCH_MODELS."""
+        config = self.speculative_config or {}
+        return {**config, "model": found_model(config["model"])} if "model" in config else config
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,17 +126,19 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return len({*self.target_cores, *self.draft_cores})
         return len(method.cores or self.target_cores)
 
-    def section(self, method: BenchMethod, address: str) -> dict[str, Any]:
-        """Our section of vLLM's `additional_config` for a method."""
-        return {
-            "address": address,
-            "planner": method.planner or "none",
-            "settings": method.settings,
-            "predictor": method.predictor,
-            "is_gated": method.is_gated,
-            "deadline_ms": self.deadline_ms,
-            "namespace": method.name,
-        }
+    def proposer_settings(self, method: BenchMethod, address: str) -> ProposerSettings | None:
+        """The proposer's settings for a method; None if vLLM runs without our proposer."""
+        if method.planner is None:
+            return None
+        return ProposerSettings(
+            address=address,
+            planner=method.planner,
+            settings=method.settings,
+            predictor=method.predictor,
+            is_gated=method.is_gated,
+            deadline_ms=self.deadline_ms,
+            namespace=method.name,
+        )
 
 
 def scenario_of(document: dict[str, Any]) -> Scenario:
@@ -154,6 +163,8 @@ def read_scenario(path: Path) -> Scenario:
     for method in scenario.methods:
         if method.planner is not None and (method.speculative_config is not None or method.cores is not None):
             raise ScenarioError(f"{path}: {method.name!r} has a planner; speculative_config and cores are vLLM's own")
-        if method.planner is not None and method.planner not in PLANNERS:
-            raise SettingError(f"{path}: no planner is called {method.planner!r}; {suggest(method.planner, PLANNERS)}")
+        if method.planner is not None and method.planner not in planner_names():
+            raise SettingError(
+                f"{path}: no planner is called {method.planner!r}; {suggest(method.planner, planner_names())}"
+            )
     return scenario

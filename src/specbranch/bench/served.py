@@ -1,7 +1,7 @@
 """Servers under load: `specbranch serve`, bare or with a draft, and requests that come at random moments.
 
-The load is vLLM's own `vllm bench serve`, so its figures are the field's: time to first token, time between tokens,
-throughput. One server runs at a time; the methods take turns in an order that is shuffled anew for every repeat.
+The load is vLLM's own `vllm bench serve`, with its usual metrics: time to first token, time between tokens, throughput.
+One server runs at a time; the methods take turns in an order that is shuffled anew for every repeat.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,9 @@ from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, Served
+from specbranch.child import Child
 from specbranch.engines.options import found_model
+from specbranch.plugins.vllm.endpoint import Endpoint
 
 _VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
 _START_S, _STOP_S, _LOOK_S = 300.0, 60.0, 0.5
@@ -34,7 +33,7 @@ _PERCENTILES = (50, 99)
 
 
 class LoadError(RuntimeError):
-    """A server that did not come up, or a load that could not be put on it."""
+    """A server that did not start, or a load that could not be run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +81,13 @@ def run_load(
                 _load(scenario, url, prompts, 4.0, 4, directory)  # warm-up
             measured = _load(scenario, url, prompts, trial.rate, scenario.served.requests, directory)
             write_line(
-                sink, {"method": trial.method.name, "rate": trial.rate, "repeat": trial.repeat, **_figures(measured)}
+                sink, {"method": trial.method.name, "rate": trial.rate, "repeat": trial.repeat, **_stats(measured)}
             )
         progress(len(trials), len(trials))
 
 
 def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
-    """The words behind `specbranch serve` for a method."""
+    """The arguments of `specbranch serve` for a method."""
     assert scenario.served is not None
     words = [scenario.target]
     if scenario.target_cores:
@@ -96,7 +95,7 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
     if method.planner is None:
         words.append("--bare")
         if method.speculative_config is not None:
-            words += ["--speculative-config", json.dumps(_local(method.speculative_config))]
+            words += ["--speculative-config", json.dumps(method.found_speculative_config())]
     else:
         words += ["--draft", scenario.draft]
         if scenario.draft_cores:
@@ -115,39 +114,26 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
 
 @contextlib.contextmanager
 def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
-    """A running `specbranch serve` with these words on a free port; its address. Stopped at the end."""
+    """A running `specbranch serve` with these arguments on a free port; its URL. Stopped at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "specbranch", "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
-    with log_file.open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    endpoint = Endpoint("127.0.0.1", port)
+    command = [sys.executable, "-m", "specbranch", "serve", *words, "--host", endpoint.host, "--port", str(port)]
+    child = Child(command, log_file=log_file)
     try:
-        _wait_until_up(url, process, log_file)
-        yield url
+        if not child.wait_until(lambda: endpoint.is_healthy() or None, _START_S, _LOOK_S):
+            state = f"did not answer within {_START_S:g} s" if child.is_running else child.ending
+            raise LoadError(f"the server {state}; the end of its log:\n{child.last_words()}")
+        yield str(endpoint)
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_until_up(url: str, process: subprocess.Popen[bytes], log_file: Path) -> None:
-    end_s = time.monotonic() + _START_S
-    while process.poll() is None and time.monotonic() < end_s:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(_LOOK_S)
-    raise LoadError(f"the server did not come up; the end of its log: {log_file.read_text()[-1500:]}")
+        child.stop(_STOP_S)
 
 
 def _load(
     scenario: Scenario, url: str, prompts: Path, rate: float, num_requests: int, directory: Path
 ) -> dict[str, Any]:
-    """Put a load on the server; what `vllm bench serve` says of it."""
+    """Run a load on the server; the results of `vllm bench serve`."""
     out = directory / "load.json"
     out.unlink(missing_ok=True)
     words = ["bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url]
@@ -159,13 +145,15 @@ def _load(
     words += ["--save-result", "--result-dir", str(directory), "--result-filename", out.name, "--disable-tqdm"]
     done = subprocess.run([sys.executable, "-m", _VLLM, *words], capture_output=True, text=True, check=False)
     if done.returncode or not out.exists():
-        raise LoadError(f"vllm bench serve failed: {done.stderr[-1500:]}")
+        raise LoadError(
+            f"vllm bench serve ended with code {done.returncode}; the end of its log:\n{done.stderr[-1500:]}"
+        )
     measured: dict[str, Any] = json.loads(out.read_text())
     return measured
 
 
-def _figures(measured: dict[str, Any]) -> Record:
-    """What is kept of a load: counts, throughput, and the spread of each time."""
+def _stats(measured: dict[str, Any]) -> Record:
+    """What is kept of a load: counts, throughput, and percentiles of each time."""
     times = {
         name: {f"p{percentile}": measured[f"p{percentile}_{name}_ms"] for percentile in _PERCENTILES}
         | {"mean": measured[f"mean_{name}_ms"]}
@@ -187,10 +175,6 @@ def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Pa
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in mixed))
     return path
-
-
-def _local(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "model": found_model(config["model"])} if "model" in config else config
 
 
 def _joined(numbers: Sequence[int]) -> str:

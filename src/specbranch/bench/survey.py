@@ -13,9 +13,11 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.profile import measure
-from specbranch.bench.worker import Worker, step_gaps_s
 from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.plugins.vllm.messages import Answer as Decoded
+from specbranch.plugins.vllm.messages import Ask, Run, step_gaps_s
+from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.trace import Answer, Header, Trace
 
 MESSAGES = (
@@ -67,7 +69,7 @@ class Survey:
 
 
 def take_survey(
-    worker: Worker,
+    target: TargetProcess,
     engine: DraftEngine,
     messages: Sequence[str],
     sizes: Sequence[int],
@@ -75,24 +77,24 @@ def take_survey(
     answer_len: int,
     tell: Tell,
 ) -> Survey:
-    """Measure a target in its worker and a draft engine in this process."""
+    """Measure a target in its process and a draft engine in this process."""
     alone_s: dict[int, list[float]] = {size: [] for size in sizes}
-    _ask(worker, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
+    _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     # The times alone are taken on both sides of the time together: a machine that drifts hits both.
     for size in sizes[::-1]:
         tell(f"target, {size} at once")
-        alone_s[size] += _steps_s(worker, messages, size)
+        alone_s[size] += _steps_s(target, messages, size)
     tell("target beside the draft")
-    beside_s, draft_s = _together(worker, engine, messages[0], 4 * _STEP_TOKENS, rows)
+    beside_s, draft_s = _together(target, engine, messages[0], 4 * _STEP_TOKENS, rows)
     for size in sizes:
         tell(f"target, {size} at once, again")
-        alone_s[size] += _steps_s(worker, messages, size)
+        alone_s[size] += _steps_s(target, messages, size)
     pairs: list[_Pair] = []
     for start in range(0, len(messages), max(sizes)):
         tell(f"answers, {start} of {len(messages)}")
         group = messages[start : start + max(sizes)]
-        requests = _ask(worker, group, answer_len, goes_on=False)
-        pairs += [(request["prompt"], request["tokens"]) for request in requests]
+        decoded = _ask(target, group, answer_len, goes_on=False)
+        pairs += [(one.prompt, one.tokens) for one in decoded]
     medians_s = {size: median(times_s) for size, times_s in alone_s.items()}
     return Survey(medians_s, beside_s, draft_s, record_distributions(engine, pairs, tell))
 
@@ -124,28 +126,27 @@ def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distributi
 
 
 def _together(
-    worker: Worker, engine: DraftEngine, message: str, num_tokens: int, rows: Sequence[int]
+    target: TargetProcess, engine: DraftEngine, message: str, num_tokens: int, rows: Sequence[int]
 ) -> tuple[float, dict[int, float]]:
     """Step times of both while both work."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_ask, worker, [message], num_tokens, goes_on=True)
+        asked = pool.submit(_ask, target, [message], num_tokens, goes_on=True)
         timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=asked.done)
         return median(_gaps_s(asked.result())), {count: spread.median_s for count, spread in timings.by_rows.items()}
 
 
-def _ask(worker: Worker, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[dict[str, Any]]:
+def _ask(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
     """Answers; with `goes_on` past their natural end, so that the batch keeps its size."""
     sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": goes_on}
-    requests: list[dict[str, Any]] = worker.generate(messages, sampling, None)["requests"]
-    return requests
+    return target.run(Run([Ask(message, sampling, is_chat=True) for message in messages])).answers
 
 
-def _steps_s(worker: Worker, messages: Sequence[str], size: int) -> list[float]:
+def _steps_s(target: TargetProcess, messages: Sequence[str], size: int) -> list[float]:
     """Times of steps with that many requests."""
     asked = [messages[index % len(messages)] for index in range(size)]
-    return _gaps_s(_ask(worker, asked, _STEP_TOKENS, goes_on=True))
+    return _gaps_s(_ask(target, asked, _STEP_TOKENS, goes_on=True))
 
 
-def _gaps_s(requests: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Times between steps; the first ones also read prompts and are left out."""
-    return step_gaps_s(requests, skip=len(requests))
+def _gaps_s(decoded: Sequence[Decoded]) -> list[float]:
+    """Times between steps; the first ones include prefill and are left out."""
+    return step_gaps_s(decoded, skip=len(decoded))

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from specbranch import __version__
 from specbranch.cli.bench import bench
 from specbranch.cli.check import check
 from specbranch.cli.draft import draft, keys
@@ -17,6 +16,7 @@ from specbranch.cli.serve import FLAGS_GO_THROUGH, serve
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
 from specbranch.cli.train import train
+from specbranch.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -15,9 +15,9 @@ from specbranch.bench.runner import run_scenario
 from specbranch.bench.scenario import Scenario, ScenarioError, read_scenario
 from specbranch.bench.served import LoadError, run_load
 from specbranch.bench.summary import Line, summarize
-from specbranch.bench.worker import WorkerError
 from specbranch.cli.console import console_for, friendly_errors, print_json, progress_bar
 from specbranch.core.planners import SettingError
+from specbranch.plugins.vllm.process import TargetFailure
 from specbranch.service.process import StartError
 
 _COLUMNS = (
@@ -41,7 +41,7 @@ def run(
 ) -> None:
     """Start the engines on their cores and measure; nothing else should run on the machine meanwhile."""
     with friendly_errors(
-        ScenarioError, SettingError, PromptError, ResultError, WorkerError, StartError, LoadError, OSError
+        ScenarioError, SettingError, PromptError, ResultError, TargetFailure, StartError, LoadError, OSError
     ):
         chosen = read_scenario(scenario)
         num_done = _num_done(chosen, out) if resume else 0

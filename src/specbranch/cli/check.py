@@ -16,10 +16,10 @@ from specbranch.cli.console import UsageError, console_for, friendly_errors, pri
 from specbranch.cli.cores import divide_cores
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 from specbranch.engines.registry import ENGINES
-from specbranch.plugins.vllm.exactness.engine import EngineFailure
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
 from specbranch.plugins.vllm.exactness.kit import check as run_check
+from specbranch.plugins.vllm.process import TargetFailure
 from specbranch.service.process import DraftOptions, StartError
 
 _COLOURS = {HOLDS: "green", FAILED: "bold red"}
@@ -52,25 +52,25 @@ def check(
     wrong_temperature: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Compare vLLM with and without the proposer. Exit code 0: all holds; 1: something failed; 2: wrong options."""
-    with friendly_errors(UsageError, SettingError, StartError, EngineFailure, ImportError, OSError):
+    with friendly_errors(UsageError, SettingError, StartError, TargetFailure, ImportError, OSError):
         if not 0 < alpha < 1:
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         cores = divide_cores(draft_device, target_cores, draft_cores)
         log_level = ("--log-level", "warning")
         options = CheckOptions(
-            target,
-            DraftOptions(draft, draft_engine, draft_device, cores.draft, extra=log_level),
-            _planners(planner, all_planners),
-            dtype,
-            draft_len,
-            deadline_ms,
-            alpha,
-            seed,
-            _size(quick, prompts, tokens, samples),
-            cores.target,
-            _arguments(vllm_arguments),
-            wrong_temperature,
-            predictor,
+            target=target,
+            draft=DraftOptions(draft, engine=draft_engine, device=draft_device, cores=cores.draft, extra=log_level),
+            planners=_planners(planner, all_planners),
+            dtype=dtype,
+            num_speculative_tokens=draft_len,
+            deadline_ms=deadline_ms,
+            alpha=alpha,
+            seed=seed,
+            size=_size(quick, prompts, tokens, samples),
+            target_cores=cores.target,
+            arguments=_arguments(vllm_arguments),
+            wrong_temperature=wrong_temperature,
+            predictor=predictor,
         )
         found = _run(options)
         console = console_for(as_json)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable
 
 from specbranch.cli.console import UsageError
+from specbranch.cli.placement import Cores, split, usable_cores
 from specbranch.cli.values import numbers
-from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores, split, usable_cores
+from specbranch.plugins.vllm.compat import launch
 
 
 def stay_on(text: str) -> None:
@@ -28,7 +28,7 @@ def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores
     """Cores for a target in vLLM and for its draft, as `--target-cores` and `--draft-cores` say or as suits both."""
     return split(
         usable_cores(),
-        target_on_cpu=compat.runs_on_cpu(),
+        target_on_cpu=launch.runs_on_cpu(),
         draft_on_cpu=draft_device == "cpu",
         target=_asked("--target-cores", target_cores),
         draft=_asked("--draft-cores", draft_cores),

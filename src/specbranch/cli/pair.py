@@ -14,10 +14,10 @@ from typing import Any
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.cores import divide_cores
+from specbranch.cli.placement import Cores
 from specbranch.cli.quiet import quiet
-from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores
-from specbranch.plugins.vllm.settings import read_settings
+from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 
@@ -41,7 +41,7 @@ class PairOptions:
 
     def check(self) -> None:
         """Raise now what would otherwise be raised after both models were loaded."""
-        if not compat.is_installed():
+        if not launch.is_installed():
             raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
         if self.draft is not None:
             read_settings(self.section).client_options(self.gamma)
@@ -59,11 +59,11 @@ class Pair:
 
     def use_planner(self, planner: str) -> None:
         """Let another planner draft, from the next request on; `none` is plain decoding."""
-        self.target.use({**self._options.section, **self._where(), "planner": planner, "settings": {}})
+        self.target.use(self._settings(planner=planner, settings={}))
 
     def use_own_planner(self) -> None:
         """Go back to the planner and settings of the options."""
-        self.target.use({**self._options.section, **self._where()})
+        self.target.use(self._settings())
 
     def wait_s(self) -> float:
         """How long the target has waited for drafts so far."""
@@ -97,10 +97,10 @@ class Pair:
                 self._exit.callback(draft.stop)
                 draft.start()
                 self._address = draft.address
-            section = {**options.section, **self._where()} if draft else None
+            settings = self._settings() if draft else None
             arguments = {**_usual_arguments(), **options.arguments}
             try:
-                self.target = Target(TargetOptions(options.target, section, options.gamma, arguments))
+                self.target = Target(TargetOptions(options.target, settings, options.gamma, arguments))
             except Exception as error:
                 raise LoadError(f"vLLM cannot load {options.target}: {error}; see {log_file}") from error
             if draft is not None:
@@ -111,13 +111,16 @@ class Pair:
         if options.draft is None:
             return None
         extra = ["--trace", str(options.trace.absolute())] if options.trace else []
-        how = DraftOptions(options.draft, options.draft_engine, options.draft_device, cores, extra=extra)
+        how = DraftOptions(
+            options.draft, engine=options.draft_engine, device=options.draft_device, cores=cores, extra=extra
+        )
         return DraftProcess(how, log_file)
 
-    def _where(self) -> dict[str, str]:
-        return {"address": self._address} if self._address else {}
+    def _settings(self, **changes: Any) -> ProposerSettings:
+        where = {"address": self._address} if self._address else {}
+        return read_settings({**self._options.section, **where, **changes})
 
 
 def _usual_arguments() -> dict[str, Any]:
     """One executor without processes of its own; on a CPU there are no graphs to capture."""
-    return {"distributed_executor_backend": "uni", "enforce_eager": compat.runs_on_cpu()}
+    return {"distributed_executor_backend": "uni", "enforce_eager": launch.runs_on_cpu()}

@@ -16,7 +16,6 @@ from specbranch.bench.forecast import Advice, Forecast, advise
 from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.survey import MESSAGES, Survey, take_survey
-from specbranch.bench.worker import VLLM, Worker, WorkerError
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.values import numbers
@@ -24,7 +23,9 @@ from specbranch.core.planners import PLANNERS
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.registry import ENGINES, engine_for, open_engine
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.process import TargetFailure, TargetProcess
+from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.trace import write_trace
 
 # Real runs against forecasts: docs/benchmarks.md. A gain that is smaller than this is not promised.
@@ -58,20 +59,20 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Measure the pair for a minute or two, forecast every planner with the simulator, and say what to do."""
-    with friendly_errors(UsageError, PromptError, EngineError, WorkerError, OSError):
-        if not compat.is_installed():
+    with friendly_errors(UsageError, PromptError, EngineError, TargetFailure, OSError):
+        if not launch.is_installed():
             raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
         at_once = numbers("--concurrency", concurrency)
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
         messages = MESSAGES if prompts is None else read_prompts("own", prompts, count, field)
         cores = divide_cores(draft_device, target_cores, draft_cores)
-        worker_options = _worker_options(target, dtype, cores.target)
+        target_options = TargetOptions(target, arguments=_arguments(dtype))
         before = os.sched_getaffinity(0)
         console = console_for(as_json)
         with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory, progress_bar() as bar:
             task = bar.add_task("loading the target", total=None)
-            with Worker(VLLM, worker_options, Path(directory) / "target.log") as worker:
+            with TargetProcess(target_options, Path(directory) / "target.log", cores.target) as process:
                 bar.update(task, description="loading the draft")
                 if cores.draft is not None:
                     os.sched_setaffinity(0, cores.draft)
@@ -80,7 +81,7 @@ def plan(
                 engine = open_engine(draft_engine or engine_for(draft), options)
                 try:
                     survey = take_survey(
-                        worker,
+                        process,
                         engine,
                         messages,
                         _SIZES,
@@ -109,22 +110,14 @@ def plan(
             print_json(document)
 
 
-def _worker_options(target: str, dtype: str, cores: Any) -> dict[str, Any]:
-    arguments = {
+def _arguments(dtype: str) -> dict[str, Any]:
+    return {
         "dtype": dtype,
         "max_model_len": 2048,
         "max_num_seqs": max(_SIZES),
-        "enforce_eager": compat.runs_on_cpu(),
+        "enforce_eager": launch.runs_on_cpu(),
         "distributed_executor_backend": "uni",
         "enable_prefix_caching": False,
-    }
-    return {
-        "model": target,
-        "section": None,
-        "speculative_config": None,
-        "num_speculative_tokens": 0,
-        "arguments": arguments,
-        "cores": list(cores) if cores else None,
     }
 
 

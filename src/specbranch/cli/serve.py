@@ -17,16 +17,18 @@ from rich.table import Table
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import divide_cores
+from specbranch.cli.placement import Cores
 from specbranch.cli.values import table
 from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.engines.options import found_model
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.registry import ENGINES, engine_for
-from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.cores import Cores
+from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import FlagError, Flags
-from specbranch.plugins.vllm.serving import Endpoint, ServeOptions, VllmServer
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.server import VllmServer
+from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
+from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions, StartError
 
@@ -51,14 +53,18 @@ class _Plan:
 
     def options(self, address: str | None) -> ServeOptions:
         """What vLLM is started with, once it is known where the draft service listens, if there is one."""
-        section = None if address is None else {"address": address, **self.section}
-        return ServeOptions(found_model(self.target), self.target, section, self.gamma, self.flags, self.cores.target)
+        return ServeOptions(
+            found_model(self.target),
+            self.target,
+            settings=None if address is None else merged_settings({"address": address, **self.section}, self.flags),
+            num_speculative_tokens=self.gamma,
+            flags=self.flags,
+            cores=self.cores.target,
+        )
 
     def settings(self) -> ProposerSettings:
         """The proposer's settings; raises for what vLLM's worker would refuse much later."""
-        table, _ = self.flags.take_json("--additional-config")
-        theirs = table.get("specbranch", {})
-        settings = read_settings({**theirs, **self.section} if isinstance(theirs, dict) else theirs)
+        settings = merged_settings(self.section, self.flags)
         settings.client_options(self.gamma)
         return settings
 
@@ -95,7 +101,7 @@ def serve(
             raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
         if (draft is None) != bare:
             raise UsageError("give either --draft with a model, or --bare for vLLM without one")
-        if not compat.is_installed():
+        if not launch.is_installed():
             raise UsageError("vLLM is not installed; pip install 'specbranch[vllm]'")
         section: dict[str, Any] = {
             "planner": planner,
@@ -104,7 +110,7 @@ def serve(
         }
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
-        on_cpu = compat.runs_on_cpu()
+        on_cpu = launch.runs_on_cpu()
         cores = divide_cores("none" if bare else draft_device, target_cores, draft_cores)
         engine, options = "", None
         if draft is not None:
@@ -115,7 +121,7 @@ def serve(
                 if path
                 for word in (flag, str(path.absolute()))
             ]
-            options = DraftOptions(draft, engine, draft_device, cores.draft, extra=extra)
+            options = DraftOptions(draft, engine=engine, device=draft_device, cores=cores.draft, extra=extra)
         plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
         code = _run(plan, console_for(False))
     raise typer.Exit(code)

@@ -164,7 +164,7 @@ class Tree:
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
         old = self.root
-        path = self._follow(tokens)
+        path = self._walk_used(tokens)
         is_drafted = len(path) == len(tokens)
         root = path[-1] if is_drafted else Node(tokens[-1], None, old.position + len(tokens), self._submissions)
         end = self.end if self.submitted is not None else None
@@ -235,7 +235,7 @@ class Tree:
             one.log_chance += change
             stack += one.children
 
-    def _follow(self, tokens: Sequence[int]) -> list[Node]:
+    def _walk_used(self, tokens: Sequence[int]) -> list[Node]:
         """The drafted nodes along a verdict's tokens, which are thereby used."""
         path: list[Node] = []
         node = self.root

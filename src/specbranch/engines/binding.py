@@ -52,7 +52,7 @@ class Binding:
 
         Of a sequence that is still to be read at most `piece_len` tokens are fed.
         """
-        self._follow(tokens, tree)
+        self._reattach(tokens, tree)
         if nodes and not self._tips:
             nodes = (tree.root,)  # without it nothing below can be reached
         covered = self._covered()
@@ -71,7 +71,7 @@ class Binding:
 
     def lend(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
         """A new handle that holds the first `length` committed tokens, for another session; None if none is held."""
-        self._follow(tokens, tree)
+        self._reattach(tokens, tree)
         if self._tips:
             return self._engine.fork(next(iter(self._tips)), length)
         if self._trunk and self._trunk[1] >= length:
@@ -117,7 +117,7 @@ class Binding:
         self._tips[handle] = node
         return Feed(Row(handle, tuple(reversed(path))), node, parent.position + 1)
 
-    def _follow(self, tokens: Sequence[int], tree: Tree) -> None:
+    def _reattach(self, tokens: Sequence[int], tree: Tree) -> None:
         """Bring the handles to the tree's present root. A tip is alive if the way up from it ends there."""
         stale: list[tuple[int, int]] = []  # how many committed tokens, and which handle holds them
         for handle, tip in list(self._tips.items()):

@@ -13,11 +13,11 @@ from specbranch.service.wire import Welcome
 _LOOK_S = 0.2
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_STEADY_S = 60.0  # a service that lived so long is not failing over and over
+_STEADY_S = 60.0  # a service that ran this long is not in a crash loop
 
 
 class DraftKeeper:
-    """Keeps one draft service alive. `say` is told in one line what happened to it, from another thread."""
+    """Keeps one draft service alive. `say` gets one line for each event, from another thread."""
 
     def __init__(self, options: DraftOptions, say: Callable[[str], None]) -> None:
         self._first = DraftProcess(options)
@@ -34,11 +34,11 @@ class DraftKeeper:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """The id of the process that runs now."""
         return self._process.pid
 
     def start(self) -> Welcome:
-        """Start the service and wait for it; this first time, a failure raises."""
+        """Start the service and wait for it. A failure raises, this first time only."""
         self._first.start()
         welcome = self._first.wait_until_up()
         self._thread.start()
@@ -55,7 +55,7 @@ class DraftKeeper:
         self._first.stop()
 
     def kill(self) -> None:
-        """Stop it without waiting for its own end."""
+        """Kill the service; it is not started again."""
         self._stopping.set()
         self._process.kill()
         self.stop()
@@ -67,7 +67,7 @@ class DraftKeeper:
                 continue
             if time.monotonic() - up_at_s > _STEADY_S:
                 pause_s = _FIRST_PAUSE_S
-            self._say(f"the draft service {self._process.ending}; starting it again in {pause_s:g} s")
+            self._say(f"the draft service {self._process.ending}; restarting it in {pause_s:g} s")
             if self._stopping.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from specbranch.child import PIPE, Child
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.wire import Welcome
 
@@ -21,14 +18,15 @@ _STOP_S = 10.0
 
 
 class StartError(RuntimeError):
-    """The service did not come up; the message says what it said."""
+    """The draft service did not start; the message says why, or where to read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """What `specbranch draft` shall run. `address` None means a new socket that only this user can reach."""
+    """The options of `specbranch draft`. `address` None means a new socket that only this user can reach."""
 
     model: str
+    _: KW_ONLY
     engine: str | None = None
     device: str = "cpu"
     cores: Sequence[int] | None = None
@@ -37,7 +35,7 @@ class DraftOptions:
     extra: Sequence[str] = ()
 
     def arguments(self, address: str) -> list[str]:
-        """The command's arguments."""
+        """The arguments of the command line."""
         chosen = {
             "--model": self.model,
             "--device": self.device,
@@ -57,70 +55,55 @@ class DraftProcess:
         self._options = options
         self._log_file = log_file
         self._exit = contextlib.ExitStack()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self.address = options.address or self._new_address()
         self.welcome: Welcome | None = None
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
-        assert self._process is not None, "start it first"
-        return self._process.pid
+        """The id of the running process."""
+        return self._started.pid
 
     @property
     def is_running(self) -> bool:
         """Whether the process is alive."""
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.is_running
 
     @property
     def ending(self) -> str:
         """How the process ended, in words."""
-        code = self._returncode()
-        if code is not None and code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with code {code}"
+        return self._started.ending
 
     def start(self) -> None:
-        """Start the process; it is not waited for."""
-        command = [sys.executable, "-m", "specbranch", *self._options.arguments(self.address)]
-        log = self._exit.enter_context(self._log_file.open("ab")) if self._log_file else None
-        # A session of its own: Ctrl-C in the terminal reaches the parent, which stops the service in its own time.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment(), start_new_session=True
+        """Start the process; `wait_until_up` waits for it."""
+        threads = self._options.threads or (len(self._options.cores) if self._options.cores else None)
+        self._child = Child(
+            [sys.executable, "-m", "specbranch", *self._options.arguments(self.address)],
+            environment={"OMP_NUM_THREADS": str(threads)} if threads else None,
+            log_file=self._log_file,
+            stdin=PIPE,  # the service ends when it closes, also when this process is killed
         )
 
     def wait_until_up(self, timeout_s: float = 120.0) -> Welcome:
         """What the service says of itself, as soon as it answers."""
-        end_s = time.monotonic() + timeout_s
         with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
-            while time.monotonic() < end_s and self.is_running:
-                self.welcome = client.hello(0.5)
-                if self.welcome is not None:
-                    return self.welcome
-        state = "did not answer in time" if self.is_running else self.ending
-        where = f"; see {self._log_file}" if self._log_file else "; its own message is above"
-        raise StartError(f"the draft service for {self._options.model} {state}{where}")
+            self.welcome = self._started.wait_until(lambda: client.hello(0.5), timeout_s)
+        if self.welcome is None:
+            state = f"did not answer within {timeout_s:g} s" if self.is_running else self.ending
+            where = f"; see {self._log_file}" if self._log_file else "; its own message is above"
+            raise StartError(f"the draft service for {self._options.model} {state}{where}")
+        return self.welcome
 
     def stop(self) -> None:
-        """Ask it to end; make it end if it does not."""
-        if self._process is not None:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGTERM)
-                self._process.send_signal(signal.SIGCONT)
-            try:
-                self._process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        """Ask it to end; kill it if it does not."""
+        if self._child is not None:
+            self._child.stop(_STOP_S)
         self._exit.close()
 
     def kill(self) -> None:
         """End it at once; `stop` then cleans up."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._child is not None:
+            self._child.kill()
 
     def __enter__(self) -> DraftProcess:
         self.start()
@@ -136,13 +119,11 @@ class DraftProcess:
     ) -> None:
         self.stop()
 
-    def _returncode(self) -> int | None:
-        return self._process.returncode if self._process else None
+    @property
+    def _started(self) -> Child:
+        assert self._child is not None, "start it first"
+        return self._child
 
     def _new_address(self) -> str:
         directory = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-"))
         return f"ipc://{directory}/draft.sock"
-
-    def _environment(self) -> dict[str, str]:
-        threads = self._options.threads or (len(self._options.cores) if self._options.cores else None)
-        return {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}

@@ -1,4 +1,4 @@
-"""vLLM's command line as somebody wrote it: read without vLLM's parser, which would load all of vLLM.
+"""vLLM's command line as the user wrote it, read without vLLM's parser, which would load all of vLLM.
 
 vLLM takes `--a-b X`, `--a_b X`, `--a-b=X`, and for JSON options also `--a-b.key X`.
 """
@@ -23,7 +23,7 @@ class _Flag(NamedTuple):
 
 
 class Flags:
-    """A list of words for vLLM."""
+    """The arguments of a vLLM command."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -47,7 +47,7 @@ class Flags:
         return int(value)
 
     def take_json(self, name: str) -> tuple[dict[str, Any], Flags]:
-        """The table that a JSON option and its dotted keys give together, and the flags without them."""
+        """The table that a JSON option and its dotted keys give together, and the remaining flags."""
         table: dict[str, Any] = {}
         rest, end = [], 0
         for flag in self._flags():
@@ -57,7 +57,7 @@ class Flags:
             end = flag.end
             if flag.value is None:
                 raise FlagError(f"{name} has no value; give a JSON object")
-            merge(table, _nested(flag.path, flag.value, name))
+            _merge(table, _nested(flag.path, flag.value, name))
         return table, Flags(rest + self.words[end:])
 
     def _flags(self) -> Iterator[_Flag]:
@@ -71,11 +71,11 @@ class Flags:
             yield _Flag(name.replace("_", "-"), path, joined if is_joined else following, start, end)
 
 
-def merge(table: dict[str, Any], more: dict[str, Any]) -> None:
-    """Put `more` into the table, tables into tables; the later value stands."""
+def _merge(table: dict[str, Any], more: dict[str, Any]) -> None:
+    """Put `more` into the table, tables into tables; a later value replaces an earlier one."""
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(table.get(key), dict):
-            merge(table[key], value)
+            _merge(table[key], value)
         else:
             table[key] = value
 
@@ -90,7 +90,7 @@ def _nested(path: Sequence[str], text: str, name: str) -> dict[str, Any]:
 
 
 def json_or_text(text: str) -> Any:
-    """The value that a text is in JSON, or the text itself."""
+    """The value of a text in JSON, or the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

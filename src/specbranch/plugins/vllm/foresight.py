@@ -1,4 +1,4 @@
-"""What the target foresees: H-RAD asked after every step, in vLLM's worker, from what the step has computed anyway."""
+"""A trained predictor (H-RAD) that runs after every step in vLLM's worker, on that step's hidden states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.round import Outlook
-from specbranch.plugins.vllm.compat import FeatureHook
+from specbranch.plugins.vllm.compat.features import FeatureHook
 from specbranch.predictor.hrad import Hrad
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _Array = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(slots=True)
 class ForesightCounts:
-    """What was foreseen, what could not be, and the time that it took."""
+    """Predictions that were made, steps that failed, and the time that predictions took."""
 
     outlooks: int = 0
     outlook_faults: int = 0  # steps
@@ -28,7 +28,7 @@ class ForesightCounts:
 
 
 class Foresight:
-    """A trained predictor on a target's features. A step that cannot be read goes without outlooks; nothing raises."""
+    """A trained predictor on a target's features. It never raises: a step that fails has no outlooks."""
 
     def __init__(self, hrad: Hrad, feature_hook: FeatureHook, clock: Callable[[], float] = time.perf_counter) -> None:
         self.feature_hook = feature_hook
@@ -37,7 +37,7 @@ class Foresight:
         self.counts = ForesightCounts()
 
     def outlooks(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, Outlook]:
-        """The outlooks of these rows of the last step, which sampled these tokens."""
+        """The predictions for these rows of the last step, which sampled these tokens."""
         if not rows:
             return {}
         start_s = self._clock()
@@ -46,7 +46,9 @@ class Foresight:
             found = dict(zip(rows, self._hrad.predict(features, _product), strict=True))
         except Exception:
             if not self.counts.outlook_faults:
-                log.exception("the target's features could not be read; drafts go by confidence. Said once, counted on")
+                log.exception(
+                    "the target's features could not be read; the draft's confidence is used instead. Logged once"
+                )
             self.counts.outlook_faults += 1
             return {}
         self.counts.outlooks += len(found)
@@ -57,7 +59,7 @@ class Foresight:
 def _product(one: _Array, other: _Array) -> _Array:
     """A matrix product on the target's own threads, which are idle now.
 
-    NumPy's would start threads on cores that were left to the draft, and both would wait for each other.
+    NumPy would start threads on the cores of the draft, and both would slow each other down.
     """
     import torch
 

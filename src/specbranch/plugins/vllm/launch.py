@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat.launch import run_command_line
 
 if __name__ == "__main__":  # vLLM's processes import this module again
-    compat.run_command_line()
+    run_command_line()

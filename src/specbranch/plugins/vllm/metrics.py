@@ -1,8 +1,8 @@
-"""Our metrics on vLLM's own Prometheus endpoint.
+"""Our metrics on vLLM's own Prometheus endpoint, fetched when somebody scrapes.
 
-The proposer counts in vLLM's worker and writes its counters to a stats file; hits and rolled-back tokens are known to
-the draft service alone. Both are fetched when somebody scrapes, so a target that is not watched pays for nothing. As
-long as no proposer of ours runs, nothing appears.
+The proposer writes its counters to a stats file; hits and rolled-back tokens are known to the draft service alone.
+Why both are collected here, and not by the draft service: a metric must be there while the service is dead, which is
+when it is needed most. And users need no second scrape target. The price is a stats file and this collector.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ STATES = ("on", "closed", "lagging", "unreachable", "off")
 _TIMEOUT_S = 0.04  # for all services together
 _LABELS = ["model_name", "engine"]
 _COUNTS = {
-    "calls": ("calls", "Engine steps in which the draft service was asked or told."),
-    "answered": ("answered", "Calls that were answered in time."),
-    "timeouts": ("timeouts", "Calls whose answer did not come in time."),
-    "unreachable": ("unreachable", "Calls for which there was no draft service."),
-    "unawaited": ("unawaited", "Calls that told the draft service and did not wait for it, because it lagged."),
-    "opened": ("opened", "Texts sent to the draft service in full."),
-    "refused": ("refused", "Messages that either side refused."),
-    "foreign": ("foreign", "Drafts cut before a token that is not in the target's vocabulary."),
-    "faults": ("faults", "Calls that met a fault of our own."),
+    "calls": ("calls", "Engine steps in which the proposer called the draft service."),
+    "answered": ("answered", "Calls that the draft service answered before the deadline."),
+    "timeouts": ("timeouts", "Calls that the draft service did not answer before the deadline."),
+    "unreachable": ("unreachable", "Calls for which no draft service could be reached."),
+    "unawaited": ("unawaited", "Calls that did not wait for an answer, because the draft service was lagging."),
+    "opened": ("opened", "Sequences sent to the draft service in full, because it did not know them."),
+    "refused": ("refused", "Messages refused by the proposer or by the draft service."),
+    "foreign": ("foreign", "Drafts cut at a token that is not in the target's vocabulary."),
+    "faults": ("faults", "Calls that failed by an error in specbranch itself."),
     "wait_s": ("wait_seconds", "Time that the target waited for drafts."),
 }
-_FIGURES: dict[str, tuple[str, Callable[[StatsReply], int]]] = {
-    "hits": ("Verdicts whose root the draft had drawn and run.", lambda figures: figures.hits),
-    "misses": ("Verdicts that were not prepared.", lambda figures: figures.rounds - figures.hits),
-    "accepted_tokens": ("Submitted tokens that were accepted.", lambda figures: figures.accepted),
-    "draft_rows": ("Draft rows run for this target.", lambda figures: figures.rows),
+_STATS: dict[str, tuple[str, Callable[[StatsReply], int]]] = {
+    "hits": ("Verification results for which a draft branch was ready.", lambda stats: stats.hits),
+    "misses": (
+        "Verification results for which no draft branch was ready.",
+        lambda stats: stats.rounds - stats.hits,
+    ),
+    "accepted_tokens": ("Draft tokens that the target accepted.", lambda stats: stats.accepted),
+    "draft_rows": ("Rows that the draft model has run for this target.", lambda stats: stats.rows),
 }
 
 
 class Collector:
-    """Gathers what the engines of a run show and what their draft services say. Never raises, never waits long."""
+    """Collects the counters of a run's proposers and of their draft services. Never raises, never waits long."""
 
     def __init__(self, run: str, timeout_s: float = _TIMEOUT_S) -> None:
         self._run = run
@@ -55,21 +58,23 @@ class Collector:
         self._lock = threading.Lock()
 
     def describe(self) -> list[Any]:
-        """Nothing can be said before a proposer runs."""
+        """Nothing is known before a proposer runs."""
         return []
 
     def collect(self) -> list[Any]:
-        """All metrics of this moment."""
+        """All metrics, as of now."""
         with self._lock:
             try:
                 stats_files = list(read_stats_files(self._run))
                 return [family for family in self._families(stats_files) if family.samples] if stats_files else []
             except Exception:
-                log.warning("the metrics of specbranch could not be collected", exc_info=True)
+                log.warning(
+                    "specbranch's metrics are missing in this scrape: they could not be collected", exc_info=True
+                )
                 return []
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         with self._lock:
             self._close_all_but([])
 
@@ -80,7 +85,7 @@ class Collector:
         yield from _of_services([(group, reporter.stats) for group, reporter, _ in groups if reporter is not None])
 
     def _ask(self, stats_files: Sequence[Shown]) -> list[tuple[list[Shown], Reporter | None, Reach]]:
-        """Engines that share a namespace, with what is known of their service; services have one deadline in all."""
+        """Engines that share a namespace, with the state of their service; all services share one deadline."""
         end_s = time.monotonic() + self._timeout_s
         asked: list[tuple[list[Shown], Reporter | None, Reach]] = []
         for key, group in itertools.groupby(sorted(stats_files, key=_service_of), key=_service_of):
@@ -99,7 +104,7 @@ class Collector:
         return self._reporters[key]
 
     def _close_all_but(self, wanted: Sequence[tuple[str, bytes, str]]) -> None:
-        """A proposer that took other settings has another namespace from then on."""
+        """Close connections that no proposer uses any more: other settings bring another namespace."""
         for key in [key for key in self._reporters if key not in wanted]:
             self._reporters.pop(key).close()
 
@@ -107,7 +112,7 @@ class Collector:
         from prometheus_client.core import GaugeMetricFamily
 
         family = GaugeMetricFamily(
-            "specbranch_state", "1 for the state that drafting is in, 0 for the others.", labels=[*_LABELS, "state"]
+            "specbranch_state", "1 for the current state of drafting, 0 for the others.", labels=[*_LABELS, "state"]
         )
         for group, reporter, reach in groups:
             for shown in group:
@@ -118,7 +123,7 @@ class Collector:
 
 
 def state_of(shown: Shown, reach: Reach) -> str:
-    """What drafting is, from the target's view and from our own question to the service."""
+    """The state of drafting, from the proposer's counters and from our own question to the service."""
     if reach is Reach.ABSENT:
         return "unreachable"
     if shown.is_lagging or reach is Reach.SILENT:
@@ -131,7 +136,7 @@ def _service_of(shown: Shown) -> tuple[str, bytes, str]:
 
 
 def _labels(group: Sequence[Shown]) -> list[str]:
-    """Engines that share a namespace share what the service counts for it."""
+    """One label for all engines that share a namespace: the service counts for them together."""
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
@@ -144,10 +149,12 @@ def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
             family.add_metric(_labels([shown]), shown.counts.get(key, 0.0))
         yield family
     aside = CounterMetricFamily(
-        "specbranch_aside_rows", "Rows that stood aside, by what the draft lacks.", labels=[*_LABELS, "cause"]
+        "specbranch_aside_rows",
+        "Rows without drafts, because they use what the draft model lacks.",
+        labels=[*_LABELS, "cause"],
     )
     submitted = HistogramMetricFamily(
-        "specbranch_submitted_tokens", "Length of submissions; 0 where a row went without.", labels=_LABELS
+        "specbranch_submitted_tokens", "Draft tokens per row and step; 0 for a row without a draft.", labels=_LABELS
     )
     for shown in stats_files:
         for cause in ("lora", "multimodal"):
@@ -158,7 +165,7 @@ def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
 
 
 def _buckets(lens: Sequence[int]) -> tuple[list[tuple[str, float]], float]:
-    """Rows of at most each length, and the sum of all lengths."""
+    """Cumulative counts by length, and the sum of all lengths."""
     totals = list(itertools.accumulate(lens))
     bounds: list[tuple[str, float]] = [(f"{length}.0", float(total)) for length, total in enumerate(totals)]
     return [*bounds, ("+Inf", float(totals[-1]))], float(sum(length * rows for length, rows in enumerate(lens)))
@@ -167,19 +174,23 @@ def _buckets(lens: Sequence[int]) -> tuple[list[tuple[str, float]], float]:
 def _of_services(known: Sequence[tuple[list[Shown], StatsReply | None]]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    answered = [(_labels(group), figures) for group, figures in known if figures is not None]
-    for name, (text, value) in _FIGURES.items():
+    answered = [(_labels(group), stats) for group, stats in known if stats is not None]
+    for name, (text, value) in _STATS.items():
         family = CounterMetricFamily(f"specbranch_{name}", text, labels=_LABELS)
-        for labels, figures in answered:
-            family.add_metric(labels, value(figures))
+        for labels, stats in answered:
+            family.add_metric(labels, value(stats))
         yield family
     rolled_back = CounterMetricFamily(
-        "specbranch_rolled_back_tokens", "Drafted tokens that a verdict made useless.", labels=[*_LABELS, "cause"]
+        "specbranch_rolled_back_tokens",
+        "Drafted tokens that a verification result made useless.",
+        labels=[*_LABELS, "cause"],
     )
-    sessions = GaugeMetricFamily("specbranch_sessions", "Sessions that the draft service remembers.", labels=_LABELS)
-    for labels, figures in answered:
+    sessions = GaugeMetricFamily(
+        "specbranch_sessions", "Sequences that the draft service keeps for this target.", labels=_LABELS
+    )
+    for labels, stats in answered:
         for cause in CAUSES:
-            rolled_back.add_metric([*labels, cause], getattr(figures, cause))
-        sessions.add_metric(labels, figures.sessions)
+            rolled_back.add_metric([*labels, cause], getattr(stats, cause))
+        sessions.add_metric(labels, stats.sessions)
     yield rolled_back
     yield sessions

@@ -1,7 +1,7 @@
 """Our metrics where several API servers share one endpoint.
 
-vLLM then shows what Prometheus' client keeps in files that all its processes share, and no collector is asked. So one
-process looks once a second and carries over what was added since. It must be one only: the files are summed up.
+vLLM then serves what the Prometheus client keeps in files that all its processes share, and asks no collector. So one
+process copies what was added, once a second. It must be one only, because the files are summed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _PERIOD_S = 1.0
 
 
 class Mirror:
-    """Carries the samples of a collector over to metrics of Prometheus' client."""
+    """Copies the samples of a collector to metrics of the Prometheus client."""
 
     def __init__(self, collector: Collector) -> None:
         from prometheus_client import CollectorRegistry
 
         self._collector = collector
-        self._registry = CollectorRegistry()  # not the common one, which nobody shows here
+        self._registry = CollectorRegistry()  # not the default one, which nobody serves here
         self._metrics: dict[str, Any] = {}
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def start(self) -> None:
-        """Go on until the process ends."""
+        """Copy until the process ends."""
         threading.Thread(target=self._run, name="specbranch-metrics", daemon=True).start()
 
     def refresh(self) -> None:
-        """Carry over what has changed since the last time."""
+        """Copy what has changed since the last time."""
         for family in self._collector.collect():
             if family.type == "histogram":
                 self._refresh_histogram(family)
@@ -76,7 +76,7 @@ class Mirror:
         return self._metrics[family.name]
 
     def _added(self, sample: Any) -> float:
-        """What a counter has gained; one that is smaller than before has begun anew."""
+        """By how much a counter has grown; one that is smaller than before was reset."""
         key = (sample.name, tuple(sample.labels.values()))
         before = self._seen.get(key, 0.0)
         self._seen[key] = sample.value
@@ -88,5 +88,5 @@ class Mirror:
             try:
                 self.refresh()
             except Exception:
-                log.warning("the metrics of specbranch end here", exc_info=True)
+                log.warning("specbranch's metrics stop here, because they could not be copied", exc_info=True)
                 return

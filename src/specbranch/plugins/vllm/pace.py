@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 
 class Pace:
-    """Asked once after every step. Only steps that did nothing but go on with the rows of the last one count."""
+    """Called once after every step. Only steps that decode the same rows as the one before can be compared."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -16,10 +16,10 @@ class Pace:
         self._lengths: Counter[int] = Counter()
 
     def step_s(self, num_new: Sequence[int], lengths: Sequence[int]) -> float | None:
-        """Seconds since the last step; None if rows came, left or were being prefilled.
+        """Seconds since the last step; None if rows came, left or were in prefill.
 
-        `num_new`: tokens that every row just got, none in prefill; `lengths`: those of the rows that got some. Rows
-        have no names here, so they are known by their lengths.
+        `num_new`: new tokens of each row, 0 in prefill; `lengths`: lengths of the rows that have new ones. Rows have
+        no ids here, so they are recognised by their lengths.
         """
         now_s = self._clock()
         elapsed_s, self._last_s = now_s - self._last_s, now_s

@@ -1,8 +1,8 @@
 """The proposer: a thin layer between vLLM's hook and the draft client.
 
-vLLM calls `propose` after every step, in the worker, and verifies what it returns in the next step. The hook gives rows
-without request ids, in an order that changes, and never says that a request ended; sessions are found by content, so
-none of this matters here.
+vLLM calls `propose` after every step, in the worker, and verifies what it returns in the next step. The hook passes
+rows without request ids, in an order that changes, and never tells that a request has ended. The service finds sessions
+by their tokens, so none of this matters here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.gate import Gate
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import config, features, patches, runner
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
@@ -27,39 +27,38 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class SpecBranchProposer:
-    """Made by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
+    """Created by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
 
     def __init__(self, vllm_config: Any) -> None:
-        compat.warn_if_untested()
-        compat.patch_cpu_sampler()
+        patches.warn_if_untested()
+        patches.patch_cpu_sampler()
         self._vllm_config = vllm_config
-        self._most = compat.num_speculative_tokens(vllm_config)
-        self._max_model_len = compat.max_model_len(vllm_config)
-        self._is_output_rank = compat.is_output_rank()
+        self._most = config.num_speculative_tokens(vllm_config)
+        self._max_model_len = config.max_model_len(vllm_config)
+        self._is_output_rank = runner.is_output_rank()
         self._client: DraftClient | None = None
         self._gate: Gate | None = None
         self._pace = Pace()
         self._had_drafts = False
         self._runner: Any = None
-        self._lens = [0] * (self._most + 1)  # rows by the length of their submission
+        self._lens = [0] * (self._most + 1)  # rows by the number of draft tokens
         self._asides: Counter[str] = Counter()
         self._settings: ProposerSettings | None = None
         self._model: Any = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
-        self.use(compat.own_config(vllm_config))
+        self.use(read_settings(config.own_config(vllm_config)))
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
-            compat.introduce_runners()
+            runner.introduce_runners()
             self._stats_file = open_stats_file(
-                lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config))
+                lambda: (config.model_name(vllm_config), config.engine_index(vllm_config))
             )
         self._show()
 
-    def use(self, section: Mapping[str, Any]) -> None:
+    def use(self, settings: ProposerSettings) -> None:
         """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
-        settings = read_settings(section)
-        options = settings.client_options(self._most, compat.vocab_len(self._vllm_config))
+        options = settings.client_options(self._most, config.vocab_len(self._vllm_config))
         if settings == self._settings:
             return
         self._foresee_with(settings)
@@ -71,26 +70,26 @@ class SpecBranchProposer:
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
 
     @property
-    def feature_hook(self) -> compat.FeatureHook | None:
-        """What is to be told of every step; None where no trained predictor looks at the target."""
+    def feature_hook(self) -> features.FeatureHook | None:
+        """The hook that records each step's features; None without a trained predictor."""
         return self._foresight.feature_hook if self._foresight else None
 
     def counts(self) -> dict[str, float]:
-        """What the client did since the settings were last taken, and what was foreseen."""
+        """Counters of the client and of the predictor since the settings last changed."""
         foreseen = asdict(self._foresight.counts) if self._foresight else {}
         return asdict(self._client.counts) | foreseen if self._client else {}
 
     def meet(self, runner: Any, prompts: Sequence[Sequence[int]]) -> None:
-        """The runner that calls us is about to read these prompts; vLLM's hook says neither. Never raises.
+        """The runner that calls us is about to prefill these prompts; vLLM's hook tells neither. Never raises.
 
-        The draft can read them at the same time, and then has something to offer after the first token already.
+        The draft prefills them at the same time, and so has a draft ready after the first token.
         """
         self._runner = runner
         if prompts and self._client is not None and (self._gate is None or self._gate.was_open):
             self._client.expect(prompts)
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """The target is loaded; a trained predictor that cannot look at it stops vLLM here."""
+        """The target is loaded; a trained predictor that does not fit it stops vLLM here."""
         self._model = model
         if self._hrad is not None:
             self._foresight = self._foresight_on(self._hrad)
@@ -104,7 +103,7 @@ class SpecBranchProposer:
     ) -> list[list[int]]:
         """Drafts for every row of the batch; empty for rows in chunked prefill, without a draft, or at their end.
 
-        Rows with an adapter or with images are left aside: the draft model knows neither, so the service is not told.
+        Rows with a LoRA adapter or with images get none: the draft model knows neither, so the service is not asked.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = [index for index, sampled in enumerate(sampled_token_ids) if len(sampled)]
@@ -127,27 +126,27 @@ class SpecBranchProposer:
         return drafts
 
     def _foresee_with(self, settings: ProposerSettings) -> None:
-        """Read the trained predictor of these settings, if they name one; one that does not fit raises."""
+        """Load the trained predictor of these settings, if they name one; one that does not fit raises."""
         hrad, foresight = None, None
         if settings.trained_predictor is not None:
             hrad = read_hrad(settings.trained_predictor)
-            compat.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
+            features.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
             if self._model is not None:
-                compat.refuse_late_embedder(self._vllm_config)
+                features.refuse_late_embedder(self._vllm_config)
                 foresight = self._foresight_on(hrad)
         if self._foresight is not None:
             self._foresight.feature_hook.close()
         self._hrad, self._foresight = hrad, foresight
 
     def _foresight_on(self, hrad: Hrad) -> Foresight | None:
-        """H-RAD at the loaded target; other ranks only lend their part of the embeddings."""
-        embed = compat.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
+        """H-RAD on the loaded target; other ranks only contribute their shard of the embeddings."""
+        embed = features.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
         if not self._is_output_rank:
             return None
-        return Foresight(hrad, compat.FeatureHook(self._model, hrad.card.num_layers, embed))
+        return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Tell the gate what the last step gave, and ask it about the next one."""
+        """Report the last step to the gate, and ask it about the next one."""
         if self._gate is None:
             return True
         step_s = self._pace.step_s(num_new, lengths)
@@ -158,39 +157,39 @@ class SpecBranchProposer:
     def _without_aside(self, rows: Sequence[int], num_rows: int) -> Sequence[int]:
         if self._runner is None:
             return rows
-        aside = compat.rows_aside(self._runner, num_rows)
+        aside = runner.rows_aside(self._runner, num_rows)
         self._asides.update(aside[index] for index in rows if index in aside)
         return [index for index in rows if index not in aside]
 
     def _ask(self, rows: Mapping[int, Committed]) -> dict[int, list[int]]:
-        """The drafts of these rows, cut to what vLLM can take."""
+        """The drafts of these rows, cut to the length that vLLM can take."""
         if not rows:
             return {}
-        assert self._client is not None, "without a client there is nobody to ask"
+        assert self._client is not None, "only called with a client"
         drafts: dict[int, list[int]] = {}
         for (index, row), draft in zip(rows.items(), self._client.propose(list(rows.values())), strict=True):
-            # vLLM adds a token of its own behind the draft; both must fit.
+            # vLLM adds one token of its own after the draft; both must fit.
             room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]
             self._lens[len(drafts[index])] += 1
         return drafts
 
     def _show(self) -> None:
-        """Let the process of vLLM's metrics endpoint see the counters."""
+        """Pass the counters to the process of vLLM's metrics endpoint."""
         if self._stats_file is None or self._settings is None:
             return
         client, gate = self._client, self._gate
         self._stats_file.show(
             Shown(
-                self._stats_file.model,
-                self._stats_file.engine,
-                self._settings.address,
-                self._settings.keys,
-                client.namespace if client else b"",
-                client.is_lagging if client else False,
-                gate is not None and not gate.was_open,
-                self.counts(),
-                self._lens,
-                dict(self._asides),
+                model=self._stats_file.model,
+                engine=self._stats_file.engine,
+                address=self._settings.address,
+                keys=self._settings.keys,
+                namespace=client.namespace if client else b"",
+                is_lagging=client.is_lagging if client else False,
+                is_closed=gate is not None and not gate.was_open,
+                counts=self.counts(),
+                lens=self._lens,
+                asides=dict(self._asides),
             )
         )

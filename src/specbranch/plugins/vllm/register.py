@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes when the package is installed: entry point `vllm.general_plugins`."""
+"""The entry point `vllm.general_plugins`, which vLLM calls in each of its processes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Let our metrics appear on vLLM's endpoint as soon as a proposer of ours runs. Never raises."""
+    """Add our metrics to vLLM's endpoint; they appear as soon as our proposer runs. Never raises."""
     try:
         _show_metrics()
     except Exception:
-        log.warning("the metrics of specbranch will be missing on vLLM's endpoint", exc_info=True)
+        log.warning(
+            "vLLM's metrics endpoint will have no metrics of specbranch; drafting is not affected", exc_info=True
+        )
 
 
 @functools.cache
 def _show_metrics() -> None:
-    """Once in a process. Whatever the process is: a collector that nobody asks costs nothing."""
+    """Once per process, whichever it is: a collector that nobody asks costs nothing."""
     from prometheus_client import REGISTRY
 
-    from specbranch.plugins.vllm import compat
+    from specbranch.plugins.vllm.compat import launch
     from specbranch.plugins.vllm.metrics import Collector
     from specbranch.plugins.vllm.mirror import Mirror
     from specbranch.plugins.vllm.stats_file import begin_run, is_first_process, remove_stats_files
 
     run = begin_run()
     collector = Collector(run)
-    if compat.is_first_of_several_api_servers():
+    if launch.is_first_of_several_api_servers():
         Mirror(collector).start()
     else:
         REGISTRY.register(collector)

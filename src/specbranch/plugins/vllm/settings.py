@@ -9,17 +9,18 @@ from typing import Any
 
 from specbranch.core.planners import SettingError, make_planner, setting_names, suggest
 from specbranch.engines.options import local_model
+from specbranch.extensions import load_planners
 from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings:
-    """Where the draft service is, how long a step may wait for it, and how it shall draft for us.
+    """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
 
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal sequences. `is_gated`: drafts are left out at loads where they were seen not to pay.
+    share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
     """
 
@@ -38,10 +39,11 @@ class ProposerSettings:
         return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
     def client_options(self, gamma: int, vocab_len: int | None = None) -> ClientOptions:
-        """Options for the client; `gamma` is the longest submission, unless the settings name a shorter one.
+        """Options for the client; `gamma` is the most draft tokens per step, unless the settings name another number.
 
-        `vocab_len` is of the target; whoever only checks the settings has none.
+        `vocab_len` is the target's; a caller that only checks the settings has none.
         """
+        load_planners()
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)
@@ -51,19 +53,19 @@ class ProposerSettings:
             hint = suggest(self.predictor, list(CONSTANTS))
             raise SettingError(f"no predictor is called {self.predictor!r}, nor a directory with a trained one; {hint}")
         return ClientOptions(
-            self.address,
-            self.planner,
-            settings,
-            "hrad" if trained else self.predictor,
-            self.deadline_ms / 1000,
-            self.namespace.encode() if self.namespace else None,
-            client_keys(self.keys),
-            vocab_len,
+            address=self.address,
+            planner=self.planner,
+            settings=settings,
+            predictor="hrad" if trained else self.predictor,
+            deadline_s=self.deadline_ms / 1000,
+            namespace=self.namespace.encode() if self.namespace else None,
+            keys=client_keys(self.keys),
+            vocab_len=vocab_len,
         )
 
 
 def read_settings(section: Any) -> ProposerSettings:
-    """Settings from the section; a name that nobody knows raises, with the nearest known one."""
+    """Settings from our section of `additional_config`; an unknown name raises, with the nearest known one."""
     if not isinstance(section, Mapping):
         raise SettingError(f"additional_config['specbranch'] is {section!r}; give a table of settings")
     known = [one.name for one in fields(ProposerSettings)]

@@ -1,8 +1,7 @@
-"""A small file through which the proposer, in vLLM's worker, shows its counters to the process of the endpoint.
+"""A small file by which the proposer, in vLLM's worker, passes its counters to the process of the metrics endpoint.
 
-The processes of one vLLM find each other by the name of the run, which they inherit as an environment variable. The
-file can be read by its owner only. It is written as a whole, with a checksum: a reader that meets the writer at work
-reads again.
+The processes of one vLLM find each other by the name of the run, which they inherit as an environment variable. Only
+the owner can read the file. It is written as a whole, with a checksum: a reader that finds a wrong one reads again.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ _HEAD = struct.Struct("<II")  # length, checksum
 _TRIES = 5
 
 
-class Shown(msgspec.Struct, array_like=True, frozen=True):
-    """What one engine's proposer shows. An empty namespace means that it does not draft at all."""
+class Shown(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The counters and state of one engine's proposer. An empty namespace means that it does not draft at all."""
 
     model: str
     engine: int
     address: str
-    keys: str | None
     namespace: bytes
-    is_lagging: bool
-    is_closed: bool  # the gate leaves drafts out at the present load
-    counts: dict[str, float]
-    lens: list[int]  # rows by the length of their submission
-    asides: dict[str, int]
+    keys: str | None = None
+    is_lagging: bool = False
+    is_closed: bool = False  # the gate leaves drafts out at the present load
+    counts: dict[str, float] = {}
+    lens: list[int] = []  # rows by the number of draft tokens
+    asides: dict[str, int] = {}  # rows without drafts, by cause
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -50,7 +49,7 @@ _decoder = msgspec.msgpack.Decoder(Shown)
 
 
 class StatsFile:
-    """The writer's side. It never raises: what cannot be shown is not shown."""
+    """The writer's side. `show` never raises: what does not fit is not shown."""
 
     def __init__(self, path: Path, model: str, engine: int) -> None:
         self.model = model
@@ -64,7 +63,7 @@ class StatsFile:
             os.close(file)
 
     def show(self, shown: Shown) -> None:
-        """Put this in the place of what was shown before."""
+        """Replace what was shown before."""
         body = _encoder.encode(shown)
         if len(body) <= _SIZE - _HEAD.size:
             frame = _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -72,7 +71,7 @@ class StatsFile:
 
 
 def begin_run() -> str:
-    """The name of this run of vLLM; its first process makes one, the others inherit it."""
+    """The name of this run of vLLM; its first process makes it, the others inherit it."""
     if is_first_process() or RUN not in os.environ:
         os.environ[RUN] = secrets.token_hex(8)
     return os.environ[RUN]
@@ -84,7 +83,7 @@ def is_first_process() -> bool:
 
 
 def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
-    """A stats file for the model and the engine of these names; None where no endpoint could read it."""
+    """A stats file for this model and engine; None where no endpoint could read it."""
     run = os.environ.get(RUN)
     if run is None:
         return None
@@ -92,12 +91,15 @@ def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
         model, engine = names()
         return StatsFile(claim_own_directory() / f"{_prefix(run)}{engine}", model, engine)
     except Exception:
-        log.warning("the counters of the proposer cannot be shown on vLLM's metrics endpoint", exc_info=True)
+        log.warning(
+            "no stats file can be written, so vLLM's metrics endpoint will lack the counters of specbranch",
+            exc_info=True,
+        )
         return None
 
 
 def read_stats_files(run: str) -> Iterator[Shown]:
-    """What the engines of a run show, by engine."""
+    """The counters of all engines of a run, in the order of their numbers."""
     for path in sorted(_stats_files(run)):
         shown = _read(path)
         if shown is not None:
@@ -105,7 +107,7 @@ def read_stats_files(run: str) -> Iterator[Shown]:
 
 
 def remove_stats_files(run: str) -> None:
-    """Take away what engines that were killed have left."""
+    """Delete the files of engines that were killed."""
     for path in _stats_files(run):
         path.unlink(missing_ok=True)
 

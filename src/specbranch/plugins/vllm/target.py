@@ -1,7 +1,7 @@
 """A vLLM engine inside this process, with our proposer or bare: for generating, checking and measuring.
 
-Serving goes through `vllm serve`. In one process there is no engine core that spins beside us, so a step takes what the
-model takes; on a machine with few cores that matters more than anything else.
+Serving goes through `vllm serve`. In one process no engine core spins beside the model, so a step takes only as long
+as the model; on a machine with few cores that matters most.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbranch.engines.options import found_model
-from specbranch.plugins.vllm import compat
-
-PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.compat import engine, launch, patches
+from specbranch.plugins.vllm.settings import ProposerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
     """What to load. `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the hub.
 
-    `section` is our section of `additional_config`; None means bare vLLM, without our proposer. `arguments` are passed
-    on to `vllm.LLM` as they are.
+    `settings` None means bare vLLM, without our proposer. `arguments` are passed on to `vllm.LLM` as they are.
     """
 
     model: str
-    section: Mapping[str, Any] | None = None
+    settings: ProposerSettings | None = None
     num_speculative_tokens: int = 8
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text to continue; `sampling` are the arguments of `vllm.SamplingParams`."""
+    """One prompt to continue; `sampling` are the arguments of `vllm.SamplingParams`."""
 
     prompt: Sequence[int]
     sampling: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """What one engine step added to one request: all but the last of the tokens were drafted and accepted."""
 
@@ -56,26 +55,21 @@ class Target:
     """The engine. Its environment is set here, so no vLLM may have been imported in this process before."""
 
     def __init__(self, options: TargetOptions) -> None:
-        compat.run_in_this_process(len(os.sched_getaffinity(0)))
+        launch.run_in_this_process(len(os.sched_getaffinity(0)))
         from vllm import LLM
 
         arguments = {"disable_log_stats": False, **options.arguments}
-        if options.section is not None:
-            arguments["speculative_config"] = {
-                "method": "custom_class",
-                "model": PROPOSER,
-                "num_speculative_tokens": options.num_speculative_tokens,
-            }
-            arguments["additional_config"] = {"specbranch": dict(options.section)}
+        if options.settings is not None:
+            arguments |= proposer_arguments(options.settings, options.num_speculative_tokens)
         self.llm = LLM(model=found_model(options.model), **arguments)
         if "speculative_config" in arguments:
-            compat.patch_cpu_sampler()  # vLLM's own methods need it as much as ours
-        self._has_proposer = options.section is not None
+            patches.patch_cpu_sampler()  # vLLM's own methods need it as much as ours
+        self._has_proposer = options.settings is not None
         self._num_requests = 0
 
-    def use(self, section: Mapping[str, Any]) -> None:
-        """Let the proposer go on with other settings, from the next request on."""
-        compat.proposer_of(self.llm).use(section)
+    def use(self, settings: ProposerSettings) -> None:
+        """Give the proposer other settings, from the next request on."""
+        engine.proposer_of(self.llm).use(settings)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt of a chat by the model's own template, ready for the answer."""
@@ -86,40 +80,45 @@ class Target:
         return list(encoded["input_ids"])
 
     def encode(self, text: str) -> list[int]:
-        """A text as tokens."""
+        """The tokens of a text."""
         return list(self.llm.get_tokenizer().encode(text))
 
     def stream(self, requests: Sequence[Request]) -> Generator[Piece, None, None]:
-        """Run requests together and yield what every step adds. One caller at a time; closing it aborts the rest."""
+        """Decode requests together and yield what every step adds. One caller at a time; closing it aborts the rest."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
+        llm_engine = self.llm.llm_engine
         indices: dict[str, int] = {}
         for index, request in enumerate(requests):
             self._num_requests += 1
             name = str(self._num_requests)
             indices[name] = index
             params = SamplingParams(**request.sampling, output_kind=RequestOutputKind.DELTA)
-            engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+            llm_engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
         try:
-            while engine.has_unfinished_requests():
-                outputs = engine.step()
+            while llm_engine.has_unfinished_requests():
+                outputs = llm_engine.step()
                 at_s = time.monotonic()
                 for output in outputs:
                     (part,) = output.outputs
-                    index = indices[output.request_id]
-                    logprobs = compat.reported_logprobs(part)
-                    yield Piece(index, list(part.token_ids), part.text, part.finish_reason, at_s, logprobs)
+                    yield Piece(
+                        index=indices[output.request_id],
+                        tokens=list(part.token_ids),
+                        text=part.text,
+                        finish_reason=part.finish_reason,
+                        at_s=at_s,
+                        logprobs=engine.reported_logprobs(part),
+                    )
                     if output.finished:
                         del indices[output.request_id]
         finally:
-            engine.abort_request(list(indices))
+            llm_engine.abort_request(list(indices))
 
     def proposer_counts(self) -> dict[str, float]:
-        """What the proposer did since it was last told what to `use`; nothing for bare vLLM."""
-        return dict(compat.proposer_of(self.llm).counts()) if self._has_proposer else {}
+        """The proposer's counters since its settings last changed; empty for bare vLLM."""
+        return dict(engine.proposer_of(self.llm).counts()) if self._has_proposer else {}
 
     def draft_tokens(self) -> tuple[int, int]:
-        """Draft tokens that vLLM verified since its start, and those of them that it accepted."""
-        return compat.draft_tokens(self.llm)
+        """Draft tokens that vLLM verified and accepted since its start."""
+        return engine.draft_tokens(self.llm)

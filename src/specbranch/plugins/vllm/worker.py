@@ -1,74 +1,89 @@
-"""vLLM as a worker for measurements: orders on standard input, answers on standard output, one JSON document a line.
+"""The process of a target: options and runs come in on standard input, news go out on standard output.
 
-The first line says what to load: `model`, `section` (of our proposer), `speculative_config` (of vLLM's own methods),
-bare if both are None, `num_speculative_tokens`, `arguments`, `cores`. Each further line is an order: `messages` to
-answer together, `sampling`, and the `section` to `use` from now on.
+A process for each engine: vLLM keeps global state, and its environment must be set before it is imported.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
 
-from specbranch.engines.options import found_model
+import msgspec
+
+from specbranch.plugins.vllm.compat import engine
+from specbranch.plugins.vllm.messages import Answer, Ask, Done, News, Run
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
+
+_PAUSE_S = 2.0  # before another attempt
 
 
 def main() -> None:
     """Serve until standard input closes."""
     # What vLLM prints must not come between our lines.
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "wb", buffering=0) as output:
         os.dup2(2, 1)
-        options = json.loads(sys.stdin.readline())
-        if options["cores"]:
-            os.sched_setaffinity(0, options["cores"])
-        target = _load(options)
-        _say(answers, _info())
-        for line in sys.stdin:
-            order = json.loads(line)
-            if order.get("use") is not None:
-                target.use(order["use"])
-            _say(answers, _generate(target, order))
+        for news in serve(sys.stdin.buffer):
+            output.write(msgspec.json.encode(news) + b"\n")
 
 
-def _load(options: dict[str, Any]) -> Target:
-    arguments, own = options["arguments"], options["speculative_config"]
-    if own is not None:
-        own = {**own, "model": found_model(own["model"])} if "model" in own else own
-        arguments = {**arguments, "speculative_config": own}
-    section, length = options["section"], options["num_speculative_tokens"]
-    return Target(TargetOptions(options["model"], section, length, arguments))
+def serve(lines: Iterator[bytes]) -> Iterator[News]:
+    """Load what the first line asks for, then do one run for each further line."""
+    target = Target(msgspec.json.decode(next(lines), type=TargetOptions))
+    yield News(engine=engine.describe(target.llm))
+    for line in lines:
+        yield from decode(target, msgspec.json.decode(line, type=Run))
 
 
-def _info() -> dict[str, Any]:
-    import torch
-    import transformers
-    import vllm
+def decode(target: Target, run: Run) -> Iterator[News]:
+    """Do a run; again, if it may, when no draft token was accepted: that run compares nothing.
 
-    return {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    This happens when the draft's process or the whole machine was stalled: a target does not wait for drafts.
+    """
+    if run.settings is not None:
+        target.use(run.settings)
+    requests = [_request(target, ask) for ask in run.asks]
+    for attempt in range(1, run.attempts + 1):
+        if attempt > 1:
+            time.sleep(_PAUSE_S)
+        done = yield from _attempt(target, requests, run.batch or max(1, len(requests)), is_first=attempt == 1)
+        if done.accepted:
+            break
+    yield News(done=msgspec.structs.replace(done, attempts=attempt))
 
 
-def _generate(target: Target, order: dict[str, Any]) -> dict[str, Any]:
-    prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in order["messages"]]
-    requests: list[dict[str, Any]] = [{"prompt": prompt, "tokens": [], "steps": []} for prompt in prompts]
-    before, verified_before = target.proposer_counts(), target.draft_tokens()
+def _attempt(target: Target, requests: Sequence[Request], batch: int, is_first: bool) -> Generator[News, None, Done]:
+    """Decode all requests; requests that finish are told in the first attempt only."""
+    answers = [Answer(prompt=list(request.prompt)) for request in requests]
+    counts, drafts = target.proposer_counts(), target.draft_tokens()
     start_s = time.monotonic()
-    for piece in target.stream([Request(prompt, order["sampling"]) for prompt in prompts]):
-        request = requests[piece.index]
-        request["tokens"] += piece.tokens
-        request["steps"].append([piece.at_s - start_s, len(piece.tokens)])
+    for first in range(0, len(requests), batch):
+        for piece in target.stream(requests[first : first + batch]):
+            answer = answers[first + piece.index]
+            answer.tokens += piece.tokens
+            answer.text += piece.text
+            answer.logprobs += piece.logprobs
+            answer.steps.append((piece.at_s - start_s, len(piece.tokens)))
+            answer.finish_reason = piece.finish_reason
+            if piece.finish_reason is not None and is_first:
+                yield News(num_finished=1)
     elapsed_s = time.monotonic() - start_s
-    counts = {name: count - before[name] for name, count in target.proposer_counts().items()}
-    verified = [after - count for after, count in zip(target.draft_tokens(), verified_before, strict=True)]
-    return {"requests": requests, "elapsed_s": elapsed_s, "counts": counts, "verified": verified}
+    submitted, accepted = (after - before for after, before in zip(target.draft_tokens(), drafts, strict=True))
+    return Done(
+        answers=answers,
+        submitted=submitted,
+        accepted=accepted,
+        elapsed_s=elapsed_s,
+        counts={name: count - counts[name] for name, count in target.proposer_counts().items()},
+    )
 
 
-def _say(sink: Any, document: dict[str, Any]) -> None:
-    sink.write(json.dumps(document) + "\n")
-    sink.flush()
+def _request(target: Target, ask: Ask) -> Request:
+    message = {"role": "user", "content": ask.prompt}
+    prompt = target.encode_chat([message]) if ask.is_chat else target.encode(ask.prompt)
+    schema = {} if ask.schema is None else {"structured_outputs": engine.json_shape(ask.schema)}
+    return Request(prompt, {**ask.sampling, **schema})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The sampling features under test: each samples one text many times, with and without the proposer."""
+"""The sampling features under test: each samples one prompt many times, with and without the proposer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from specbranch.plugins.vllm.exactness.prompts import COIN, TOSS_SCHEMA, TOSSES, WEATHER
-from specbranch.plugins.vllm.exactness.runs import Ask
+from specbranch.plugins.vllm.messages import Ask
 
 STOP = "tails"
 _SEEDS = 1_000_000  # of one sample; the next has others, so that the samples are independent
@@ -15,10 +15,11 @@ _SEEDS = 1_000_000  # of one sample; the next has others, so that the samples ar
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One text and one set of sampling parameters, at temperature 1."""
+    """One prompt and one set of sampling parameters, at temperature 1."""
 
     name: str
     prompt: str
+    _: KW_ONLY
     sampling: Mapping[str, Any] = field(default_factory=dict)
     num_tokens: int = 3
     schema: dict[str, Any] | None = None
@@ -39,11 +40,13 @@ class Feature:
 
 FEATURES = (
     Feature("temperature 1", COIN),
-    Feature("top-p 0.9", WEATHER, {"top_p": 0.9}),
-    Feature("top-k 5", WEATHER, {"top_k": 5}),
-    Feature("penalties", WEATHER, {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.05}),
+    Feature("top-p 0.9", WEATHER, sampling={"top_p": 0.9}),
+    Feature("top-k 5", WEATHER, sampling={"top_k": 5}),
+    Feature(
+        "penalties", WEATHER, sampling={"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.05}
+    ),
     Feature("seed per request", COIN, is_seeded=True),
     Feature("JSON schema", TOSSES, num_tokens=48, schema=TOSS_SCHEMA),
-    Feature("stop string", COIN, {"stop": [STOP]}),
-    Feature("logprobs", COIN, {"logprobs": 2}),
+    Feature("stop string", COIN, sampling={"stop": [STOP]}),
+    Feature("logprobs", COIN, sampling={"logprobs": 2}),
 )

@@ -1,4 +1,4 @@
-"""Findings: what the runs of two engines, bare and with the proposer, say. Pure; each function makes one finding."""
+"""Findings: what the outputs of bare vLLM and of vLLM with the proposer show. Pure; each function makes one kind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from specbranch.plugins.vllm.exactness.runs import Answer, Ask, Done
 from specbranch.plugins.vllm.exactness.statistics import (
     Test,
     compare_counts,
@@ -18,15 +18,16 @@ from specbranch.plugins.vllm.exactness.statistics import (
     holm,
     noticed_shift,
 )
+from specbranch.plugins.vllm.messages import Answer, Ask, Done
 
 HOLDS, FAILED, NOTE = "holds", "FAILED", "note"
 TIE = 1e-5  # log-probabilities in float32 that are this close count as equal
 LOGPROB_TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report. `figures` are for machines; `details` are further lines for people."""
+    """One line of the report. `figures` are for programs; `details` are further lines for people."""
 
     name: str
     compared: str
@@ -40,17 +41,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where two outputs of a prompt differ; `gap` is by how much the bare engine preferred its own."""
+    """The first position where two outputs differ; `gap` is by how much bare vLLM preferred its own token."""
 
     index: int
-    place: int
+    position: int
     token: int | None
     other_token: int | None
     gap: float | None
 
     @property
     def is_tie(self) -> bool:
-        """Whether the bare engine held both tokens to be equally likely."""
+        """Whether both tokens were equally likely for bare vLLM."""
         return self.gap is not None and self.gap <= TIE
 
 
@@ -62,14 +63,16 @@ def divergences(bare: Sequence[Answer], other: Sequence[Answer]) -> list[Diverge
             continue
         pairs = zip(one.tokens, two.tokens, strict=False)
         shortest = min(len(one.tokens), len(two.tokens))
-        place = next((at for at, (left, right) in enumerate(pairs) if left != right), shortest)
-        token, other_token = (answer.tokens[place] if place < len(answer.tokens) else None for answer in (one, two))
-        found.append(Divergence(index, place, token, other_token, _gap(one, place, token, other_token)))
+        position = next((at for at, (left, right) in enumerate(pairs) if left != right), shortest)
+        token, other_token = (
+            answer.tokens[position] if position < len(answer.tokens) else None for answer in (one, two)
+        )
+        found.append(Divergence(index, position, token, other_token, _gap(one, position, token, other_token)))
     return found
 
 
 def greedy_equality(name: str, asks: Sequence[Ask], bare: Done, other: Done) -> Finding:
-    """Equal token by token, or the finding fails; the only excuse is that both tokens were equally likely."""
+    """Outputs must be equal token by token; they may differ only where both tokens were equally likely."""
     found = divergences(bare.answers, other.answers)
     real = [one for one in found if not one.is_tie]
     equal = len(asks) - len(found)
@@ -79,30 +82,45 @@ def greedy_equality(name: str, asks: Sequence[Ask], bare: Done, other: Done) -> 
     result, says = _checked(other, FAILED if real else HOLDS, says)
     figures = {"equal": equal, "ties": len(found) - len(real), **_drafts(other)}
     details = [_shown(one, asks[one.index].prompt) for one in found]
-    return Finding(name, "with the proposer : bare, greedy", len(asks), result, says, None, figures, details)
+    return Finding(
+        name=name,
+        compared="with the proposer : bare, greedy",
+        n=len(asks),
+        result=result,
+        says=says,
+        figures=figures,
+        details=details,
+    )
 
 
 def logprob_agreement(bare: Done, other: Done) -> Finding:
-    """The chosen token's log-probability is reported for each token and is the bare engine's."""
-    missing, largest, places = 0, 0.0, 0
+    """Each chosen token has a log-probability, and it is the one that bare vLLM reports."""
+    missing, largest, num_compared = 0, 0.0, 0
     for one, two in zip(bare.answers, other.answers, strict=True):
         missing += _num_missing(one) + _num_missing(two)
-        # After a difference the texts are not the same any more.
+        # After the first difference the sequences are not the same any more.
         for token, other_token, left, right in zip(one.tokens, two.tokens, one.logprobs, two.logprobs, strict=False):
             if token != other_token:
                 break
             if token in left and token in right:
-                places += 1
+                num_compared += 1
                 largest = max(largest, abs(left[token] - right[token]))
     is_right = not missing and largest <= LOGPROB_TOLERANCE
     says = f"largest difference {largest:.1e} (allowed {LOGPROB_TOLERANCE:g}), {missing} missing"
-    result, says = _checked(other, HOLDS if is_right and places else FAILED, says)
+    result, says = _checked(other, HOLDS if is_right and num_compared else FAILED, says)
     figures = {"largest_difference": largest, "missing": missing, **_drafts(other)}
-    return Finding("logprobs agree", "chosen tokens, greedy", places, result, says, None, figures)
+    return Finding(
+        name="logprobs agree",
+        compared="chosen tokens, greedy",
+        n=num_compared,
+        result=result,
+        says=says,
+        figures=figures,
+    )
 
 
 def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Finding:
-    """How often the serving type rounds to another text: the proposer's share beside bare vLLM's own. Never fails."""
+    """How often rounding in the serving dtype changes an output: with the proposer, and in bare vLLM. Never fails."""
     own, ours = (divergences(together.answers, done.answers) for done in (alone, other))
     n = len(together.answers)
     says = f"proposer {len(ours)}/{n}{_largest_gap(ours)}; vLLM's own noise {len(own)}/{n}{_largest_gap(own)}"
@@ -114,8 +132,14 @@ def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Fi
         "own_gaps": [one.gap for one in own],
         **_drafts(other),
     }
-    compared = "proposer : bare, beside bare alone : in a batch"
-    return Finding(f"divergence in {dtype}", compared, n, NOTE, says, None, figures)
+    return Finding(
+        name=f"divergence in {dtype}",
+        compared="proposer : bare, beside bare alone : in a batch",
+        n=n,
+        result=NOTE,
+        says=says,
+        figures=figures,
+    )
 
 
 def same_distribution(
@@ -145,11 +169,19 @@ def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], b
         other, FAILED if is_bad else HOLDS, f"{len(wrong)} of {len(other.answers)} outputs break it"
     )
     details = [f"{answer.text!r} ({answer.finish_reason})" for answer in wrong[:5]]
-    return Finding(name, compared, len(other.answers), result, says, None, {"wrong": len(wrong)}, details)
+    return Finding(
+        name=name,
+        compared=compared,
+        n=len(other.answers),
+        result=result,
+        says=says,
+        figures={"wrong": len(wrong)},
+        details=details,
+    )
 
 
 def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
-    """Whether a request with a seed gives the same tokens when it is sent again, bare and with the proposer."""
+    """Whether a request with a seed gives the same tokens when it is repeated, bare and with the proposer."""
     own, ours = (
         sum(one.tokens == two.tokens for one, two in zip(first.answers, second.answers, strict=True))
         for first, second in (bare, other)
@@ -157,18 +189,12 @@ def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
     n = len(bare[0].answers)
     says = f"same tokens again: bare {own}/{n}, with the proposer {ours}/{n}"
     figures = {"bare": own, "proposer": ours}
-    return Finding("seed repeats", "the same request twice", n, NOTE, says, None, figures)
+    return Finding(name="seed repeats", compared="the same request twice", n=n, result=NOTE, says=says, figures=figures)
 
 
 def ended(done: Done) -> Done:
-    """The run without the outputs that its longest length cut off."""
-    return Done(
-        done.name,
-        [one for one in done.answers if one.finish_reason != "length"],
-        done.submitted,
-        done.accepted,
-        done.attempts,
-    )
+    """The run without the outputs that were cut off at `max_tokens`."""
+    return msgspec.structs.replace(done, answers=[one for one in done.answers if one.finish_reason != "length"])
 
 
 def is_json(keys: Sequence[str]) -> Callable[[Answer], bool]:
@@ -197,7 +223,15 @@ def _distribution_finding(
         says += f"; would notice a shift of {shift:.2f}" if shift < 1 else "; too few samples to notice any shift"
     result, says = _checked(other, FAILED if p_value <= alpha else HOLDS, says)
     figures = {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": shift, **_drafts(other)}
-    return Finding(f"distribution: {name}", compared, len(other.answers), result, says, p_value, figures)
+    return Finding(
+        name=f"distribution: {name}",
+        compared=compared,
+        n=len(other.answers),
+        result=result,
+        says=says,
+        p_value=p_value,
+        figures=figures,
+    )
 
 
 def _values(name: str, done: Done) -> list[Hashable]:
@@ -214,14 +248,14 @@ def _has_surprise(bare: Done, other: Done) -> bool:
 def _surprises(done: Done) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array(
         [
-            sum(place.get(token, 0.0) for token, place in zip(answer.tokens, answer.logprobs, strict=False))
+            sum(reported.get(token, 0.0) for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
             for answer in done.answers
         ]
     )
 
 
 def _checked(other: Done, result: str, says: str) -> tuple[str, str]:
-    """A check during which no draft token was accepted has checked nothing, and fails."""
+    """A run in which no draft token was accepted has checked nothing, so it fails."""
     if not other.accepted:
         return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
     return result, says if other.attempts == 1 else f"{says}; in attempt {other.attempts}, none accepted before"
@@ -232,15 +266,15 @@ def _drafts(other: Done) -> dict[str, int]:
 
 
 def _num_missing(answer: Answer) -> int:
-    reported = sum(token in place for token, place in zip(answer.tokens, answer.logprobs, strict=False))
-    return len(answer.tokens) - reported
+    num_reported = sum(token in reported for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
+    return len(answer.tokens) - num_reported
 
 
-def _gap(answer: Answer, place: int, token: int | None, other: int | None) -> float | None:
-    """By how much the token was preferred; a lower bound when the other one is not among those reported."""
-    if token is None or other is None or place >= len(answer.logprobs):
+def _gap(answer: Answer, position: int, token: int | None, other: int | None) -> float | None:
+    """By how much the token was preferred; a lower bound if the other one is not among those reported."""
+    if token is None or other is None or position >= len(answer.logprobs):
         return None
-    reported = answer.logprobs[place]
+    reported = answer.logprobs[position]
     return reported[token] - reported.get(other, min(reported.values())) if token in reported else None
 
 
@@ -251,4 +285,4 @@ def _largest_gap(found: Sequence[Divergence]) -> str:
 
 def _shown(one: Divergence, prompt: str) -> str:
     gap = "unknown" if one.gap is None else f"{one.gap:.2g}"
-    return f"{prompt!r} at token {one.place}: bare {one.token}, with the proposer {one.other_token}, gap {gap}"
+    return f"{prompt!r} at token {one.position}: bare {one.token}, with the proposer {one.other_token}, gap {gap}"

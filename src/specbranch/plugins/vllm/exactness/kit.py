@@ -1,17 +1,17 @@
-"""The kit: which engines run what, one after the other, and the report that comes of it."""
+"""The kit of `specbranch check`: which engines decode what, one after the other, and the report on it."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specbranch import __version__
 from specbranch.core.planners import setting_names
-from specbranch.plugins.vllm.exactness.engine import Worked, run_job
 from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, Feature
 from specbranch.plugins.vllm.exactness.findings import (
     FAILED,
@@ -27,17 +27,22 @@ from specbranch.plugins.vllm.exactness.findings import (
     seeds_repeat,
 )
 from specbranch.plugins.vllm.exactness.prompts import GREEDY, TOSS_KEYS
-from specbranch.plugins.vllm.exactness.runs import Ask, Done, Job, News, Run
+from specbranch.plugins.vllm.messages import Ask, Done, Engine, Run
+from specbranch.plugins.vllm.process import TargetProcess
+from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.version import __version__
 
-_BATCH = 8  # of the engine's own noise, of the runs that are compared with it, and of all that is sampled
+_BATCH = 8  # of sampled requests, and of the greedy runs that show vLLM's own rounding
 _MOST_ROWS = 16
+_ATTEMPTS = 4  # at a run with drafts of which no token was accepted
 _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is decoded. More samples notice smaller shifts."""
+    """How much is decoded. More samples detect smaller shifts."""
 
     num_prompts: int = 32
     num_tokens: int = 40
@@ -48,11 +53,11 @@ class Size:
 FULL, QUICK = Size(), Size(8, 24, 64, 8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
     """A pair, how it is served, and how much of it is checked.
 
-    `wrong_temperature` makes the second sample wrong on purpose: the kit's own check.
+    `wrong_temperature` makes the second sample wrong on purpose, to test the kit itself.
     """
 
     target: str
@@ -72,10 +77,10 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings, and what they hold for."""
+    """All findings, and what was checked."""
 
     options: CheckOptions
-    engine: Mapping[str, str]
+    engine: Engine
     findings: Sequence[Finding]
     stage_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -96,115 +101,130 @@ class Report:
             "alpha": options.alpha,
             "seed": options.seed,
             "size": asdict(options.size),
-            "versions": {"specbranch": __version__, **self.engine},
+            "versions": {"specbranch": __version__, **self._served_with()},
             "stage_s": {name: round(seconds, 1) for name, seconds in self.stage_s.items()},
             "findings": [asdict(finding) for finding in self.findings],
         }
+
+    def _served_with(self) -> dict[str, str]:
+        engine = self.engine
+        return {"vllm": engine.versions["vllm"], "dtype": engine.dtype, "device": engine.device}
 
 
 Listener = Callable[[str, int, int], None]  # stage, requests done, requests in all
 
 
 def check(options: CheckOptions, listen: Listener) -> Report:
-    """Start the draft service, then four engines one after the other, and judge what they decoded.
+    """Start the draft service, then four engines one after the other, and compare their outputs.
 
-    Exact equality is asked in float32, where shapes of batches hardly round; distributions are compared as they are
-    served.
+    Exact equality is tested in float32, where rounding hardly depends on the batch; distributions in the serving dtype.
     """
-    with DraftProcess(options.draft) as draft:
-        section = {
-            "address": draft.address,
-            "is_gated": False,
-            "deadline_ms": options.deadline_ms,
-            "planner": options.planners[0],
-            "predictor": options.predictor,
-        }
-        run = _Stages(options, listen, section)
-        bare = run.stage("bare, float32", "float32", _exact_runs(options, None))
-        ours = run.stage("proposer, float32", "float32", _exact_runs(options, section))
-        bare_served = run.stage(f"bare, {options.dtype}", options.dtype, _served_runs(options, None))
-        ours_served = run.stage(f"proposer, {options.dtype}", options.dtype, _served_runs(options, section))
+    with DraftProcess(options.draft) as draft, tempfile.TemporaryDirectory(prefix="specbranch-check-") as logs:
+        settings = ProposerSettings(
+            address=draft.address,
+            is_gated=False,
+            deadline_ms=options.deadline_ms,
+            planner=options.planners[0],
+            predictor=options.predictor,
+        )
+        stages = _Stages(options, listen, Path(logs))
+        bare = stages.run("float32", None, _exact_runs(options, None))
+        ours = stages.run("float32", settings, _exact_runs(options, settings))
+        bare_served = stages.run(options.dtype, None, _served_runs(options, None))
+        ours_served = stages.run(options.dtype, settings, _served_runs(options, settings))
     findings = [
-        *_exact_findings(options, bare.runs, ours.runs),
-        *_served_findings(options, ours_served.engine["dtype"], bare_served.runs, ours_served.runs),
+        *_exact_findings(options, bare.done, ours.done),
+        *_served_findings(options, ours_served.engine.dtype, bare_served.done, ours_served.done),
     ]
-    return Report(options, ours_served.engine, findings, run.stage_s)
+    return Report(options, ours_served.engine, findings, stages.stage_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What one engine has decoded, by the name of the run."""
+
+    engine: Engine
+    done: Mapping[str, Done]
 
 
 class _Stages:
-    """Runs one engine after the other and tells how far it is."""
+    """Runs one engine after the other and reports its progress."""
 
-    def __init__(self, options: CheckOptions, listen: Listener, section: dict[str, Any]) -> None:
+    def __init__(self, options: CheckOptions, listen: Listener, logs: Path) -> None:
         self._options = options
         self._listen = listen
-        self._section = section
+        self._logs = logs
         self.stage_s: dict[str, float] = {}
 
-    def stage(self, name: str, dtype: str, runs: list[Run]) -> Worked:
+    def run(self, dtype: str, settings: ProposerSettings | None, runs: Mapping[str, Run]) -> _Stage:
         options = self._options
-        arguments = {
+        name = f"{'bare' if settings is None else 'proposer'}, {dtype}"
+        total, finished = sum(len(run.asks) for run in runs.values()), 0
+        self._listen(f"{name}: starts", 0, total)
+
+        def on_finished(num: int) -> None:
+            nonlocal finished
+            finished += num
+            self._listen(name, finished, total)
+
+        start_s = time.monotonic()
+        target = TargetOptions(options.target, settings, options.num_speculative_tokens, self._arguments(dtype))
+        with TargetProcess(target, self._logs / f"{len(self.stage_s)}.log", options.target_cores) as process:
+            done = {key: process.run(run, on_finished) for key, run in runs.items()}
+        self.stage_s[name] = time.monotonic() - start_s
+        return _Stage(process.engine, done)
+
+    def _arguments(self, dtype: str) -> dict[str, Any]:
+        return {
             "dtype": dtype,
             "max_model_len": 512,
             "enforce_eager": True,
             "max_num_seqs": _MOST_ROWS,
             "distributed_executor_backend": "uni",
-            **options.arguments,
+            **self._options.arguments,
         }
-        section = self._section if name.startswith("proposer") else None
-        cores = list(options.target_cores) if options.target_cores else None
-        job = Job(options.target, arguments, runs, section, options.num_speculative_tokens, cores)
-        total, done = sum(len(run.asks) for run in runs), 0
-        self._listen(f"{name}: starts", 0, total)
-
-        def hear(news: News) -> None:
-            nonlocal done
-            done += news.num_ended
-            self._listen(name, done, total)
-
-        start_s = time.monotonic()
-        worked = run_job(job, hear)
-        self.stage_s[name] = time.monotonic() - start_s
-        return worked
 
 
 def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": size.num_tokens}
     if num_logprobs is not None:
         sampling["logprobs"] = num_logprobs
-    # Beyond the built-in texts they come again, each with one more space behind it.
+    # Beyond the built-in prompts they are repeated, each with one more space at its end.
     texts = [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(size.num_prompts)]
     return [Ask(text, sampling) for text in texts]
 
 
-def _exact_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[Run]:
+def _exact_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, Run]:
     size = options.size
-    if section is None:
-        return [Run("greedy with logprobs", _greedy_asks(size, 5), 0)]
-    with_logprobs = Run("greedy with logprobs", _greedy_asks(size, 5)[:_BATCH], 0, _waiting(section))
+    if settings is None:
+        return {"greedy with logprobs": Run(_greedy_asks(size, 5))}
     asks = _greedy_asks(size, None)
-    runs = [Run(f"greedy: {name}", asks, 0, _waiting({**section, "planner": name})) for name in options.planners]
-    return [*runs, with_logprobs]
+    runs = {f"greedy: {name}": _run(asks, 0, replace(settings, planner=name)) for name in options.planners}
+    return {**runs, "greedy with logprobs": _run(_greedy_asks(size, 5)[:_BATCH], 0, settings)}
 
 
-def _served_runs(options: CheckOptions, section: dict[str, Any] | None) -> list[Run]:
-    size, is_bare = options.size, section is None
-    sampled = None if section is None else _waiting(section, gamma=_SAMPLED_GAMMA)
+def _served_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, Run]:
+    size, is_bare = options.size, settings is None
     temperature = 1.0 if is_bare or options.wrong_temperature is None else options.wrong_temperature
-    together = Run("greedy together", _greedy_asks(size, 5), _BATCH, None if section is None else _waiting(section))
-    alone = [Run("greedy alone", _greedy_asks(size, None), 1)] if is_bare else []
-    distributions = [
-        Run(feature.name, feature.asks(size.num_samples, temperature, 0 if is_bare else 1), _BATCH, sampled)
-        for feature in FEATURES
-    ]
-    again = [Run(f"seeds, time {turn}", _seeded().asks(size.num_repeats), _BATCH, sampled) for turn in (1, 2)]
-    return [together, *alone, *distributions, *again]
+    runs = {"greedy together": _run(_greedy_asks(size, 5), _BATCH, settings)}
+    if is_bare:
+        runs["greedy alone"] = Run(_greedy_asks(size, None), 1)
+    for feature in FEATURES:
+        asks = feature.asks(size.num_samples, temperature, 0 if is_bare else 1)
+        runs[feature.name] = _run(asks, _BATCH, settings, gamma=_SAMPLED_GAMMA)
+    for turn in (1, 2):
+        runs[f"seeds, time {turn}"] = _run(_seeded().asks(size.num_repeats), _BATCH, settings, gamma=_SAMPLED_GAMMA)
+    return runs
 
 
-def _waiting(section: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """Drafts that are waited for: short outputs would else be over before the first draft comes."""
-    names = setting_names(section["planner"])
-    wanted = {"waits": True, **settings}
-    return {**section, "settings": {name: value for name, value in wanted.items() if name in names}}
+def _run(asks: list[Ask], batch: int, settings: ProposerSettings | None, **planner_settings: Any) -> Run:
+    """A run on a bare engine, or one whose drafts are waited for: short outputs would end before the first draft."""
+    if settings is None:
+        return Run(asks, batch)
+    names = setting_names(settings.planner)
+    wanted = {"waits": True, **planner_settings}
+    chosen = {name: value for name, value in wanted.items() if name in names}
+    return Run(asks, batch, replace(settings, settings=chosen), _ATTEMPTS)
 
 
 def _seeded() -> Feature:
@@ -218,7 +238,7 @@ def _exact_findings(options: CheckOptions, bare: Mapping[str, Done], ours: Mappi
         for name in options.planners
     ]
     logprobs = ours["greedy with logprobs"]
-    same_prompts = Done(reference.name, reference.answers[: len(logprobs.answers)])
+    same_prompts = Done(answers=reference.answers[: len(logprobs.answers)])
     return [*equal, logprob_agreement(same_prompts, logprobs)]
 
 

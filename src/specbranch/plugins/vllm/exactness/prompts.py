@@ -1,4 +1,4 @@
-"""The built-in texts: short beginnings for greedy decoding, and texts whose next words are a toss-up for sampling."""
+"""The built-in prompts: short beginnings for greedy decoding, and some whose next words are a toss-up for sampling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GREEDY = (
     "Reasons to learn a second language:\n1.",
 )
 
-# Short: whenever two samples part, the draft reads the whole text of one of them anew.
+# Short: whenever two samples differ, the draft prefills one of them from its start.
 COIN = "Coin tosses: heads, tails, tails, heads, tails, heads, heads, tails,"
 
 WEATHER = "Weather: sun, rain, cloud, sun, rain, rain, cloud, sun,"

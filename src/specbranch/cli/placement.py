@@ -36,7 +36,7 @@ def split(
     target: Sequence[int] | None = None,
     draft: Sequence[int] | None = None,
 ) -> Cores:
-    """Who gets which of `cores`; what `target` and `draft` ask for stands.
+    """Which side gets which of `cores`; what `target` and `draft` ask for is respected.
 
     Side by side, the draft gets half of the cores, and whoever asked for nothing gets what the other left. Beside
     a target on a GPU, whose own processes are not pinned, the draft leaves a quarter of the cores to them.

@@ -1,0 +1,44 @@
+"""A target here, its draft service on another machine. Keys make sure that nobody else reads or answers.
+
+On the machine of the draft:
+
+    specbranch keys keys                                     # once; copy client.key_secret and service.key over
+    specbranch draft DRAFT --listen tcp://0.0.0.0:5555 --keys keys
+
+On the machine of the target:
+
+    python examples/two_machines.py TARGET tcp://draft-host:5555 --keys keys
+"""
+
+import argparse
+
+from specbranch import DraftServer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("address")
+    parser.add_argument("--keys", required=True, help="directory with client.key_secret and service.key")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of memory that vLLM may take")
+    args = parser.parse_args()
+
+    from vllm import LLM, SamplingParams
+
+    draft = DraftServer.at(args.address, keys=args.keys)
+    llm = LLM(
+        args.target,
+        max_model_len=1024,
+        gpu_memory_utilization=args.memory,
+        disable_log_stats=False,
+        **draft.vllm_args(planner="budget", deadline_ms=200),
+    )
+    (output,) = llm.generate(["def fibonacci(n):"], SamplingParams(temperature=0, max_tokens=64))
+    print(output.prompt + output.outputs[0].text)
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_accepted_tokens":
+            print(f"accepted draft tokens: {metric.value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""A child process: start it, wait until it is up, read the end of its log, stop it.
+
+It knows nothing of what runs in the child; the caller brings the command and the probe that tells that it is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TypeVar
+
+_Found = TypeVar("_Found")
+
+PIPE = subprocess.PIPE
+_TAIL_LEN = 2000  # characters
+
+
+class Child:
+    """A running process; making one starts it.
+
+    `environment` is added to ours. `cores` None means those of this process. Output goes to `log_file`, or where ours
+    goes; `stdout` may be sent elsewhere. `has_group`: processes that the child has started are killed with it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
+        log_file: Path | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[str] | None = None,
+        has_group: bool = False,
+    ) -> None:
+        self._log_file = log_file
+        self._has_group = has_group
+        self._is_swept = False
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(log_file.open("ab")) if log_file else None
+            stack.enter_context(_pinned(cores))
+            self._process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+                # Ctrl-C in the terminal reaches the parent only, which stops the child in its own time.
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.returncode is None
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.returncode
+        if code is None:
+            return "is still running"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    @property
+    def input(self) -> IO[bytes]:
+        """Its standard input, if it was started with a pipe."""
+        assert self._process.stdin is not None, "started without a pipe"
+        return self._process.stdin
+
+    @property
+    def output(self) -> IO[bytes]:
+        """Its standard output, if it was started with a pipe."""
+        assert self._process.stdout is not None, "started without a pipe"
+        return self._process.stdout
+
+    def close_input(self) -> None:
+        """Close its standard input; some programs end by that."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self.input.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; whether it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return not self.is_running
+
+    def wait_until(self, probe: Callable[[], _Found | None], timeout_s: float, pause_s: float = 0.0) -> _Found | None:
+        """What `probe` finds first; None if the child ends or the time is over before."""
+        end_s = time.monotonic() + timeout_s
+        while self.is_running and time.monotonic() < end_s:
+            found = probe()
+            if found is not None:
+                return found
+            time.sleep(pause_s)
+        return None
+
+    def last_words(self) -> str:
+        """The end of its log; empty if it has none."""
+        return self._log_file.read_text(errors="replace")[-_TAIL_LEN:].strip() if self._log_file else ""
+
+    def stop(self, grace_s: float) -> None:
+        """Ask it to end; kill it if it does not within this time."""
+        if self.is_running:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGCONT)  # a suspended process cannot end
+            self.wait(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once, with its group if it has one, and close the pipes to it."""
+        if self._has_group and not self._is_swept:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        self._is_swept = True  # from now on the group's number may be somebody else's
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # what was not read is lost
+                    pipe.close()
+
+
+@contextlib.contextmanager
+def _pinned(cores: Collection[int] | None) -> Iterator[None]:
+    """Keep this thread to these cores for a moment: a child inherits the cores of the thread that starts it."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
+        raise OSError(f"cannot start a process on cores {asked}; this process may use {have}") from error
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,126 @@
+"""A draft service for a vLLM of your own: started, kept alive and stopped from Python.
+
+    with DraftServer("Qwen/Qwen2.5-Coder-0.5B-Instruct", device="cuda:1") as draft:
+        llm = LLM("Qwen/Qwen2.5-Coder-7B-Instruct", **draft.vllm_args(planner="budget"))
+
+vLLM itself stays as it is; this only gives it two arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from specbranch.extensions import load_planners
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.service.keeper import DraftKeeper
+from specbranch.service.process import DraftOptions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAddress:
+    """Where a draft service listens; `keys` is the directory of its CURVE keys, needed for TCP."""
+
+    address: str
+    keys: str | None = None
+
+    def vllm_args(
+        self,
+        planner: str = "specbranch",
+        max_draft_tokens: int = 8,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        predictor: str = "confidence",
+        deadline_ms: float = 100.0,
+        namespace: str | None = None,
+        is_gated: bool = True,
+    ) -> dict[str, Any]:
+        """Arguments for `vllm.LLM(model, **args)`: `speculative_config` and `additional_config`.
+
+        `planner` decides what is drafted, `settings` are the planner's own. vLLM verifies at most `max_draft_tokens`
+        per sequence and step, and a step waits at most `deadline_ms` for them. Targets with one `namespace` share
+        drafts for equal prompts. `is_gated`: drafts are left out at loads where they were measured not to pay.
+        """
+        load_planners()
+        chosen = ProposerSettings(
+            address=self.address,
+            planner=planner,
+            settings=dict(settings or {}),
+            predictor=predictor,
+            deadline_ms=deadline_ms,
+            namespace=namespace,
+            keys=self.keys,
+            is_gated=is_gated,
+        )
+        chosen.client_options(max_draft_tokens)  # raises now what vLLM's worker would refuse much later
+        return proposer_arguments(chosen, max_draft_tokens)
+
+
+class DraftServer:
+    """A draft service in a process of its own, with a private socket. Use it with `with`.
+
+    `model` is a path, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face hub. `engine` None is
+    chosen by the model's format. On a CPU, `cores` keeps the draft apart from the target. The service is started again
+    if it dies; meanwhile the target goes on without drafts. `timeline` and `record` are files to write.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        engine: str | None = None,
+        dtype: str | None = None,
+        cores: Sequence[int] | None = None,
+        threads: int | None = None,
+        timeline: str | Path | None = None,
+        record: str | Path | None = None,
+    ) -> None:
+        asked = {"--dtype": dtype, "--timeline": timeline, "--record": record}
+        extra = [word for flag, value in asked.items() if value is not None for word in (flag, str(value))]
+        options = DraftOptions(
+            model=str(model), engine=engine, device=device, cores=cores, threads=threads, extra=extra
+        )
+        self._keeper = DraftKeeper(options, say=log.warning)
+
+    @staticmethod
+    def at(address: str, keys: str | Path | None = None) -> DraftAddress:
+        """A draft service that runs already, such as `specbranch draft` on another machine."""
+        return DraftAddress(address, None if keys is None else str(keys))
+
+    @property
+    def address(self) -> str:
+        """Where the service listens."""
+        return self._keeper.address
+
+    def vllm_args(self, planner: str = "specbranch", max_draft_tokens: int = 8, **settings: Any) -> dict[str, Any]:
+        """Arguments for `vllm.LLM(model, **args)`; see `DraftAddress.vllm_args`."""
+        return DraftAddress(self.address).vllm_args(planner, max_draft_tokens, **settings)
+
+    def start(self) -> None:
+        """Start the service and wait until it answers."""
+        try:
+            self._keeper.start()
+        except BaseException:
+            self._keeper.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop the service."""
+        self._keeper.stop()
+
+    def __enter__(self) -> DraftServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

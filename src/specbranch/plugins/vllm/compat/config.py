@@ -1,0 +1,38 @@
+"""What the proposer reads from vLLM's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specbranch.plugins.vllm.arguments import SECTION
+
+
+def num_speculative_tokens(vllm_config: Any) -> int:
+    """The most draft tokens that vLLM verifies per sequence and step."""
+    return int(vllm_config.speculative_config.num_speculative_tokens)
+
+
+def max_model_len(vllm_config: Any) -> int:
+    """The longest sequence that vLLM allows, prompt and output together."""
+    return int(vllm_config.model_config.max_model_len)
+
+
+def vocab_len(vllm_config: Any) -> int:
+    """The size of the target's vocabulary; vLLM fails at a token id beyond it, also in a draft."""
+    return int(vllm_config.model_config.get_vocab_size())
+
+
+def own_config(vllm_config: Any) -> Any:
+    """Our section of `--additional-config`; vLLM passes it on without looking at it."""
+    return (vllm_config.additional_config or {}).get(SECTION, {})
+
+
+def engine_index(vllm_config: Any) -> int:
+    """Which of the data-parallel engines this is; vLLM's own metrics use the same number."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def model_name(vllm_config: Any) -> str:
+    """The name that the target is served by; vLLM's own metrics use the same."""
+    name = vllm_config.model_config.served_model_name
+    return str(name[0] if isinstance(name, list) else name)

@@ -1,0 +1,110 @@
+"""The examples that need no engine: a simulation, and a planner in a package of its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specbranch.core.session import Ending
+from specbranch.predictor.fixed import CONSTANTS
+from specbranch.simulation.presets import PAIRS, make_trace
+from tests.core.test_exactness import emitted_distribution, target_distribution
+from tests.examples.running import EXAMPLES, run
+from tests.toys import three_token_pair, two_token_pair
+
+PLANNER = EXAMPLES / "planner"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "mine.jsonl.gz"
+    make_trace(PAIRS["llama3-8b-70b"], 4, 60, random.Random(0)).write(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of a new environment with the example's package, and below it what is installed here."""
+    directory = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    inside = str(directory / "bin" / "python")
+    found = subprocess.run(
+        [inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = next(path for path in sys.path if path.endswith("site-packages"))
+    # Packages that were installed for editing are found only where such directories are treated as sites.
+    Path(found.stdout.strip(), "below.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    subprocess.run([inside, "-m", "pip", "install", "-q", "--no-deps", str(PLANNER)], check=True)
+    return inside
+
+
+def test_planners_are_compared_on_a_recorded_trace(trace: str) -> None:
+    printed = run("examples/simulate.py", trace, "--c", "5")
+
+    assert "240 tokens" in printed
+    speeds = dict(re.findall(r"^(\w+) +([\d.]+)x", printed, re.MULTILINE))
+    assert list(speeds) == ["sps", "pearl", "specbranch", "budget"]
+    assert all(float(speed) > 1 for speed in speeds.values())
+
+
+def test_a_planner_of_another_package_is_simulated_by_its_name(trace: str, python: str) -> None:
+    printed = run("examples/simulate.py", trace, "--planners", "cautious", python=python)
+
+    assert re.search(r"^cautious +[12]\.\d\dx", printed, re.MULTILINE)
+
+
+def test_the_command_line_knows_it_and_its_settings(python: str) -> None:
+    words = ("simulate", "--c", "6", "--acceptance", "0.8", "--tokens", "500", "--planners", "pearl,cautious", "--json")
+    printed = run("-m", "specbranch", *words, python=python)
+    wrong = subprocess.run(
+        [python, "-m", "specbranch", "serve", "x", "--draft", "y", "--planner", "cautiuos"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert json.loads(printed.splitlines()[-1])["planners"]["cautious"]["speedup"] > 1
+    assert "did you mean 'cautious'?" in wrong.stderr
+
+
+def test_a_package_that_cannot_be_loaded_costs_a_warning_and_nothing_else(trace: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken-1.dist-info"
+    broken.mkdir()
+    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (broken / "entry_points.txt").write_text("[specbranch.planners]\nbroken = nowhere:Planner\npearl = builtins:int\n")
+    code = f"""
+import logging, sys
+sys.path.insert(0, {str(tmp_path)!r})
+logging.basicConfig()
+from specbranch import Trace, simulate
+print(simulate(Trace.read({trace!r}), "pearl", c=5).speedup > 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.stdout == "True\n", done.stderr
+    assert "planner 'broken' of package broken cannot be used" in done.stderr
+    assert "planner 'pearl' of package broken cannot be used" in done.stderr
+
+
+def test_the_example_leaves_the_distribution_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enumeration in rational numbers, as for our own planners, with verification by match as in vLLM."""
+    monkeypatch.syspath_prepend(str(PLANNER / "src"))
+    example = importlib.import_module("cautious_planner")
+
+    for pair, ending in (
+        (two_token_pair(), Ending(max_new_tokens=3)),
+        (three_token_pair(), Ending(max_new_tokens=5, eos_ids=frozenset({2}))),
+    ):
+        make = lambda chance: example.CautiousPlanner(example.CautiousSettings(gamma=2), CONSTANTS["confidence"])  # noqa: E731
+
+        assert emitted_distribution(pair, make, "match", ending) == target_distribution(pair, ending)

@@ -1,0 +1,90 @@
+"""The examples with real vLLM, real weights and real processes."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.examples.running import ROOT, run
+from tests.examples.test_simulate import python
+from tests.vllm.pair import SHORT, require_pair
+from tests.vllm.serving import serving
+
+__all__ = ["python"]  # the fixture
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[str, str]:
+    target, draft = require_pair(name=SHORT)
+    return str(target), str(draft)
+
+
+def num_accepted(printed: str) -> int:
+    (found,) = re.findall(r"^accepted draft tokens: (\d+)$", printed, re.MULTILINE)
+    return int(found)
+
+
+def test_vllm_with_a_draft_server(pair: tuple[str, str]) -> None:
+    printed = run("examples/offline.py", *pair, "--memory", "0.3")
+
+    assert "def fibonacci(n):" in printed
+    assert num_accepted(printed) > 0
+
+
+@pytest.fixture
+def draft_elsewhere(pair: tuple[str, str], tmp_path: Path) -> Iterator[str]:
+    """A draft service that listens at TCP, with keys in `tmp_path / "keys"`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    run("-m", "specbranch", "keys", str(tmp_path / "keys"))
+    command = [sys.executable, "-m", "specbranch", "draft", "--model", pair[1], "--listen", address]
+    with (tmp_path / "draft.log").open("wb") as log:
+        process = subprocess.Popen([*command, "--keys", str(tmp_path / "keys")], cwd=ROOT, stdout=log, stderr=log)
+    try:
+        end_s = time.monotonic() + 120
+        while "listening at" not in (tmp_path / "draft.log").read_text():
+            assert process.poll() is None and time.monotonic() < end_s, (tmp_path / "draft.log").read_text()
+            time.sleep(0.1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_target_with_its_draft_on_another_machine(
+    pair: tuple[str, str], draft_elsewhere: str, tmp_path: Path
+) -> None:
+    words = (pair[0], draft_elsewhere, "--keys", str(tmp_path / "keys"), "--memory", "0.3")
+
+    assert num_accepted(run("examples/two_machines.py", *words)) > 0
+
+
+def test_a_planner_of_another_package_drafts_for_vllm_and_the_kit_finds_its_output_exact(
+    pair: tuple[str, str], python: str
+) -> None:
+    sizes = ("--num-prompts", "2", "--num-tokens", "12", "--num-samples", "24")
+    words = ("check", pair[0], "--draft", pair[1], "--planner", "cautious", "--dtype", "float32", *sizes)
+    printed = run("-m", "specbranch", *words, python=python, timeout_s=580)
+
+    assert "greedy in float32: cautious" in printed
+    assert "all checks hold" in printed
+
+
+def test_the_openai_client_in_front_of_serve(pair: tuple[str, str], tmp_path: Path) -> None:
+    require_pair("openai", name=SHORT)
+    words = ["--draft", pair[1], "--planner", "budget", "--dtype", "float32", "--max-model-len", "512"]
+    words += ["--enforce-eager", "--served-model-name", "short"]
+    with serving(tmp_path, pair[0], *words) as served:
+        printed = run("examples/client.py", "--model", "short", "--url", f"{served.url}/v1")
+
+    assert printed.strip()

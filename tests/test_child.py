@@ -1,0 +1,107 @@
+"""Child processes: started as asked, waited for, heard when they fail, and gone after a stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specbranch.child import PIPE, Child
+
+SLEEPS = "import time; time.sleep(600)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);" + SLEEPS
+PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); print(p.pid, flush=True)"
+
+
+def python(program: str, *words: str) -> list[str]:
+    return [sys.executable, "-c", program, *words]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "child.log"
+
+
+def test_it_gets_its_environment_its_cores_and_its_log(log: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    program = "import os; print(os.environ['COLOUR'], os.sched_getaffinity(0), os.getsid(0) == os.getpid())"
+    child = Child(python(program), environment={"COLOUR": "blue"}, cores=[core], log_file=log)
+
+    assert child.wait(60)
+    assert child.last_words() == f"blue {{{core}}} True"
+    assert os.sched_getaffinity(0) == before
+
+
+def test_cores_that_are_not_there_are_named() -> None:
+    with pytest.raises(OSError, match="cannot start a process on cores 100000; this process may use"):
+        Child(python(SLEEPS), cores=[100_000])
+
+
+def test_what_the_probe_finds_is_returned(log: Path) -> None:
+    child = Child(python("print('up', flush=True);" + SLEEPS), log_file=log)
+    found = child.wait_until(lambda: log.read_text() or None, 60, 0.01)
+    child.stop(60)
+
+    assert found == "up\n"
+    assert child.ending == "was ended by SIGTERM"
+
+
+def test_a_child_that_ends_early_is_not_waited_for(log: Path) -> None:
+    child = Child(python("raise SystemExit('no such model')"), log_file=log)
+
+    assert child.wait_until(lambda: None, 600, 0.01) is None
+    assert (child.ending, child.returncode) == ("ended with code 1", 1)
+    assert child.last_words() == "no such model"
+
+
+def test_a_child_that_is_never_up_is_given_up() -> None:
+    child = Child(python(SLEEPS))
+    try:
+        assert child.wait_until(lambda: None, 0.1, 0.01) is None
+        assert child.ending == "is still running"
+    finally:
+        child.kill()
+
+
+def test_one_that_does_not_listen_is_killed(log: Path) -> None:
+    child = Child(python(DEAF), log_file=log)
+    child.wait_until(lambda: log.read_text() or None, 60, 0.01)
+    child.stop(0.1)
+
+    assert child.ending == "was ended by SIGKILL"
+    child.stop(0.1)  # once more changes nothing
+
+
+def test_a_group_is_killed_although_its_first_process_has_ended() -> None:
+    child = Child(python(PARENT, SLEEPS), stdout=PIPE, has_group=True)
+    grandchild = int(child.output.readline())
+    child.wait(60)
+    assert is_alive(grandchild)
+    child.kill()
+
+    end_s = time.monotonic() + 30
+    while is_alive(grandchild) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not is_alive(grandchild)
+
+
+def test_a_child_that_reads_ends_when_its_input_closes() -> None:
+    child = Child(python("import sys; sys.exit(len(sys.stdin.read()))"), stdin=PIPE)
+    child.input.write(b"four")
+    child.close_input()
+
+    assert child.wait(60)
+    assert child.returncode == 4
+    child.kill()
