@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from tests.bench.test_recording import known_run
+from tests.bench.test_timeline_file import known_run
 
 runner = CliRunner()
 
@@ -43,7 +43,7 @@ def test_a_picture_is_drawn(trace: Path, tmp_path: Path, stretch: list[str]) -> 
     ("arguments", "message"),
     [
         (["--from", "3", "--to", "2"], "not before"),
-        (["--from", "300"], "choose another stretch"),
+        (["--from", "300"], "choose another range"),
         (["--plot", "out.txt"], "end its name in"),
     ],
 )

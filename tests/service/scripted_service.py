@@ -18,7 +18,7 @@ from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
 from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.timeline import Timeline
+from specbranch.service.timeline import TimelineRecorder
 from tests.service.harness import DRAFT
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     set_up_logs("json", "error")
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
-    timeline = Timeline() if args.trace else None
+    timeline = TimelineRecorder() if args.trace else None
     recorder = Recorder(args.record, "scripted") if args.record else None
     server = Server(SlowEngine(args.step_ms / 1000, args.fatal_step), options, timeline, recorder)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

@@ -21,7 +21,7 @@ from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
 from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.timeline import Timeline
+from specbranch.service.timeline import TimelineRecorder
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def draft(
             row_limit=row_limit,
         )
         service = ServiceOptions(listen or default_address(), service_keys(keys), max_sessions)
-        timeline = Timeline() if trace else None
+        timeline = TimelineRecorder() if trace else None
         draft_engine = open_engine(engine or engine_for(model), options)
         recorder = Recorder(record, Path(model).name) if record else None
         server = Server(draft_engine, service, timeline, recorder)

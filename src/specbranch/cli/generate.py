@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from specbranch.bench.recording import RecordingError, read_recording, shares
+from specbranch.bench.timeline_file import TimelineError, read_timeline, shares
 from specbranch.cli.answer import Answer
 from specbranch.cli.chat import Chat, Message
 from specbranch.cli.console import UsageError, friendly_errors, print_json
@@ -69,7 +69,7 @@ def generate(
 
     In a chat: /quit or Ctrl-D leaves, /clear forgets the history, Ctrl-C stops an answer.
     """
-    errors = (UsageError, LoadError, StartError, SettingError, RecordingError, OSError)
+    errors = (UsageError, LoadError, StartError, SettingError, TimelineError, OSError)
     with friendly_errors(*errors), _leaving_at_ctrl_c():
         if not bare and draft is None:
             raise UsageError("give --draft MODEL, or --bare to go without one")
@@ -229,8 +229,8 @@ def _tell(line: str) -> None:
 
 
 def _print_trace(path: Path) -> None:
-    recording = read_recording(path).between(0.0, math.inf)
-    print_shares(Console(stderr=True), recording, [shares(recording, lane) for lane in recording.targets])
+    timeline = read_timeline(path).between(0.0, math.inf)
+    print_shares(Console(stderr=True), timeline, [shares(timeline, lane) for lane in timeline.targets])
 
 
 def _screen() -> Screen:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.bench.profile_plot import PlotError, check_plot
-from specbranch.bench.recording import Recording, RecordingError, Shares, read_recording, shares
+from specbranch.bench.timeline_file import Shares, Timeline, TimelineError, read_timeline, shares
 from specbranch.bench.timeline_plot import choose_stretches, plot_timeline
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 
@@ -26,21 +26,21 @@ def timeline(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Tell from a trace how long the target worked and waited, how busy the draft was, and how often it hit."""
-    with friendly_errors(UsageError, RecordingError, PlotError, ImportError, OSError):
+    with friendly_errors(UsageError, TimelineError, PlotError, ImportError, OSError):
         if plot:
             check_plot(plot)
         stretch = _stretch(start, end)
-        recording = read_recording(file).between(*stretch)
-        figures = [shares(recording, lane) for lane in recording.targets]
+        timeline = read_timeline(file).between(*stretch)
+        figures = [shares(timeline, lane) for lane in timeline.targets]
         console = console_for(as_json)
-        print_shares(console, recording, figures)
+        print_shares(console, timeline, figures)
         if plot:
             is_whole = start is None and end is None
-            stretches = choose_stretches(recording, rounds) if is_whole else _equal(recording, stretch)
-            plot_timeline(plot, recording, stretches, title or file.name)
+            stretches = choose_stretches(timeline, rounds) if is_whole else _equal(timeline, stretch)
+            plot_timeline(plot, timeline, stretches, title or file.name)
             console.print(f"drawn to {plot}", highlight=False)
         if as_json:
-            print_json({"file": str(file), "is_cut": recording.is_cut, "targets": [one.as_json() for one in figures]})
+            print_json({"file": str(file), "is_cut": timeline.is_cut, "targets": [one.as_json() for one in figures]})
 
 
 def _stretch(start: float | None, end: float | None) -> tuple[float, float]:
@@ -50,14 +50,14 @@ def _stretch(start: float | None, end: float | None) -> tuple[float, float]:
     return stretch
 
 
-def _equal(recording: Recording, stretch: tuple[float, float]) -> list[tuple[float, float]]:
+def _equal(timeline: Timeline, stretch: tuple[float, float]) -> list[tuple[float, float]]:
     """The same stretch for every target, ending where the last of them ends."""
-    last_s = max(span.end_s for lane in recording.targets for span in lane.steps + lane.waits)
-    return [(stretch[0], min(stretch[1], last_s))] * len(recording.targets)
+    last_s = max(span.end_s for lane in timeline.targets for span in lane.steps + lane.waits)
+    return [(stretch[0], min(stretch[1], last_s))] * len(timeline.targets)
 
 
-def print_shares(console: Console, recording: Recording, figures: list[Shares]) -> None:
-    """The figures of a recording as a table."""
+def print_shares(console: Console, timeline: Timeline, figures: list[Shares]) -> None:
+    """The figures of a timeline as a table."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("target", no_wrap=True)
     for column in ("seconds", "busy", "waits", "draft\nbusy", "rounds", "hit\nrate", "emitted\n/round", "rows\n/step"):
@@ -75,5 +75,5 @@ def print_shares(console: Console, recording: Recording, figures: list[Shares]) 
             f"{one.rows_per_draft_step:.1f}",
         )
     console.print(table)
-    if recording.is_cut:
+    if timeline.is_cut:
         console.print("The run was longer than a trace can hold; this is its beginning.")

@@ -21,7 +21,7 @@ from specbranch.engines.binding import Feed
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
 from specbranch.service.faults import Faults
 from specbranch.service.sessions import DraftSession, SessionStore
-from specbranch.service.timeline import Timeline
+from specbranch.service.timeline import TimelineRecorder
 
 _DRAFTING_SHARE = 4  # of a piece of sequence is read beside sessions that draft: one part in so many
 
@@ -58,7 +58,7 @@ class Compute:
         store: SessionStore,
         notify: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        timeline: Timeline | None = None,
+        timeline: TimelineRecorder | None = None,
         piece_len: int = 128,
     ) -> None:
         self._piece_len = piece_len
@@ -331,7 +331,9 @@ def _pairs(wish: _Wish) -> list[tuple[float, Node]]:
     return list(zip(wish.worths, wish.nodes, strict=True))
 
 
-def _note_step(timeline: Timeline, feeds: list[tuple[DraftSession, Feed]], start_s: float, end_s: float) -> None:
+def _note_step(
+    timeline: TimelineRecorder, feeds: list[tuple[DraftSession, Feed]], start_s: float, end_s: float
+) -> None:
     """Record a step before its distributions are put into the trees: a session without any is still in prefill."""
     num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
     is_prefill = any(feed.node is None or not session.core.stats.rows for session, feed in feeds)

@@ -29,7 +29,7 @@ from specbranch.service.digest import Digest
 from specbranch.service.faults import Faults
 from specbranch.service.recorder import Note, Recorder
 from specbranch.service.sessions import DraftSession, SessionStore, StepCounter
-from specbranch.service.timeline import RowVerdict, Timeline
+from specbranch.service.timeline import RowVerdict, TimelineRecorder
 from specbranch.service.wire import (
     VERSION,
     Figures,
@@ -107,7 +107,7 @@ class Lookup:
         store: SessionStore,
         compute: Compute,
         clock: Callable[[], float] = time.monotonic,
-        timeline: Timeline | None = None,
+        timeline: TimelineRecorder | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._timeline = timeline

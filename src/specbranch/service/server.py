@@ -18,7 +18,7 @@ from specbranch.service.endpoint import ServiceKeys, listening
 from specbranch.service.lookup import Answer, Lookup
 from specbranch.service.recorder import Recorder
 from specbranch.service.sessions import SessionStore
-from specbranch.service.timeline import Timeline
+from specbranch.service.timeline import TimelineRecorder
 from specbranch.service.wire import encode
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Server:
         self,
         engine: DraftEngine,
         options: ServiceOptions,
-        timeline: Timeline | None = None,
+        timeline: TimelineRecorder | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._engine = engine
