@@ -198,7 +198,7 @@ def test_a_full_trace_says_so_once_and_takes_no_more(caplog: pytest.LogCaptureFi
 def test_a_service_writes_its_trace_when_it_is_told_to_end(tmp_path: Path) -> None:
     """A real process with sockets and both threads, ended by SIGTERM."""
     path = tmp_path / "trace.json"
-    with scripted_service(tmp_path, "--trace", str(path)) as service:
+    with scripted_service(tmp_path, "--timeline", str(path)) as service:
         with closing(
             DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, deadline_s=PATIENCE_S))
         ) as client:

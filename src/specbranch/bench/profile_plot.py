@@ -1,4 +1,4 @@
-"""A picture of a profile: step time against rows, the fitted line, the bound that memory sets. Needs matplotlib."""
+"""Drawing a profile: step time against rows, the fitted line, and the bound of memory bandwidth. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 
 
 class PlotError(ValueError):
-    """A file that no picture can be drawn to."""
+    """A file that no figure can be drawn to."""
 
 
 def check_plot(path: Path) -> None:

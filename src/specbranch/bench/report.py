@@ -23,8 +23,8 @@ _LOAD_HEADS = (
 )  # fmt: skip
 SAME = (
     "Same: share of answers equal to bare vLLM's, token by token. Less than 100 % is expected in bfloat16: two nearly "
-    "equally likely tokens may swap when the batch has another shape, with any speculative method. In float32 answers "
-    "are equal; `specbranch check` tests this for your models."
+    "equally likely tokens may swap when the batch has another shape, with any speculative method. In float32 this is "
+    "very rare; `specbranch check` tests it for your models."
 )
 NOTE = (
     "Over bare: tokens per second from request to last token, relative to bare vLLM in the same run. The range holds "

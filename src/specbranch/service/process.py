@@ -39,7 +39,6 @@ class DraftOptions:
     def arguments(self, address: str) -> list[str]:
         """The command's arguments."""
         chosen = {
-            "--model": self.model,
             "--device": self.device,
             "--listen": address,
             "--engine": self.engine,
@@ -47,7 +46,7 @@ class DraftOptions:
             "--cores": ",".join(str(core) for core in self.cores) if self.cores else None,
         }
         pairs = [part for name, value in chosen.items() if value is not None for part in (name, str(value))]
-        return ["draft", *pairs, "--until-eof", *self.extra]
+        return ["draft", self.model, *pairs, "--until-eof", *self.extra]
 
 
 class DraftProcess:
