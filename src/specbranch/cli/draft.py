@@ -67,13 +67,14 @@ def draft(
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Also stop when standard input is closed.")] = False,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Format of the log lines.")] = "text",
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="Least severe messages to log.")
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(metavar="LEVEL", help="Least severe messages to log: debug, info, warning or error."),
     ] = "info",
 ) -> None:
     """Run the draft service alone, for targets that are started separately.
 
-    `serve` and `generate` start one by themselves. Stop it with Ctrl-C or SIGTERM.
-    Targets keep running without it.
+    `serve` and `generate` start one by themselves.
+    Stop it with Ctrl-C or SIGTERM; targets keep running without it.
     """
     with friendly_errors(EngineError, EndpointError, UsageError, ImportError, OSError):
         set_up_logs(log_format, log_level)

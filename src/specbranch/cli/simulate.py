@@ -80,7 +80,14 @@ def simulate(
         float | None,
         typer.Option(metavar="X", help="Cost of each additional draft row, as a share of a step with one row."),
     ] = None,
-    planners: Annotated[str, typer.Option(metavar="LIST", help="Planners, separated by commas.")] = ",".join(PLANNERS),
+    planners: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Planners, separated by commas. Default: all ({', '.join(PLANNERS)}).",
+            show_default=False,
+        ),
+    ] = ",".join(PLANNERS),
     predictor: Annotated[
         str, typer.Option(metavar="NAME", help=f"What predicts acceptance: {', '.join(PREDICTORS)}.")
     ] = "confidence",
@@ -100,7 +107,7 @@ def simulate(
     """Compare planners in a simulation, without models or devices.
 
     Target and draft run on two devices at the same time.
-    Step times and the draft's accuracy come from a preset, a trace or your options.
+    Step times and the draft's accuracy come from a preset, a trace or options.
     """
     if list_presets:
         _print_presets(console_for(False))
