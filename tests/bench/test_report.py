@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.report import write_report
+from specbranch.bench.figures import method_colors
+from specbranch.bench.report import as_markdown, section_of, write_report
 from specbranch.bench.results import read_results
+from specbranch.bench.summary import NO_RANGE
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -28,6 +30,24 @@ def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
     assert re.search(r"- humaneval: specbranch is 1\.\d\d times as fast as sps", text)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert (tmp_path / link).stat().st_size > 1000
+
+
+def test_every_method_has_a_color_of_its_own() -> None:
+    for path in RESULTS.glob("bench-*.jsonl"):
+        methods = read_results(path).scenario.methods
+        colors = method_colors(methods)
+
+        assert len(set(colors.values())) == len(colors) == len(methods), path.name
+
+
+def test_equality_with_bare_vllm_is_explained_and_one_trial_has_no_range() -> None:
+    text = as_markdown("Few", [section_of(read_results(RESULTS / "bench-flagship-sampled.jsonl"), "specbranch")])
+
+    assert "Less than 100 % is expected in bfloat16" in text
+    assert "(1 trials)" not in text and "(1 trial)" in text
+    for row in text.splitlines():
+        cells = row.split(" | ")
+        assert len(cells) != 15 or cells[4] in ("", NO_RANGE, "95 % of resamples", "---"), row
 
 
 def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:

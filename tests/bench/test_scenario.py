@@ -76,6 +76,13 @@ def test_a_scenario_is_known_again_from_its_results(data: Path) -> None:
     assert scenario_of({**document, "seed": 1}) != scenario
 
 
+def test_the_old_name_of_the_timeline_is_still_known(data: Path) -> None:
+    old = read_scenario(written(data, 'draft_arguments = ["--trace", "run.json"]\n' + SMALL))
+    new = read_scenario(written(data, 'draft_arguments = ["--timeline", "run.json"]\n' + SMALL))
+
+    assert old == new == scenario_of({**new.as_json(), "draft_arguments": ["--trace", "run.json"]})
+
+
 def test_prompts_are_spread_over_the_file(data: Path) -> None:
     assert read_prompts("gsm8k", data / "g.jsonl", 4) == [f"question {number}" for number in (0, 10, 20, 30)]
 
@@ -87,8 +94,8 @@ def test_prompts_are_spread_over_the_file(data: Path) -> None:
         (('task = "gsm8k"', 'task = "gsm"'), "did you mean 'gsm8k'"),
         (('"specbranch"', '"specbranh"'), "did you mean 'specbranch'"),
         (('name = "bare"', 'name = "ours"'), "different names"),
-        (("count = 4", "count = "), "is no scenario"),
-        (("settings = {", "cores = [0]\nsettings = {"), "are vLLM's own"),
+        (("count = 4", "count = "), "is not a scenario"),
+        (("settings = {", "cores = [0]\nsettings = {"), "only for methods without one"),
     ],
 )
 def test_a_mistake_in_a_scenario_is_named(data: Path, change: tuple[str, str], message: str) -> None:
@@ -140,7 +147,7 @@ def test_any_file_of_prompts_will_do(data: Path) -> None:
 
 def test_prompts_that_are_not_there_are_named(data: Path) -> None:
     for task, name, count, message in (
-        ("gsm8k", "none.jsonl", 1, "--data names the directory"),
+        ("gsm8k", "none.jsonl", 1, "in the directory --data"),
         ("gsm8k", "g.jsonl", 50, "holds 40 prompts"),
         ("humaneval", "g.jsonl", 1, "does not hold prompts of humaneval"),
         ("poems", "g.jsonl", 1, "no task is called 'poems'"),

@@ -73,7 +73,7 @@ def test_the_table_has_a_row_for_every_method_at_every_rate(tmp_path: Path) -> N
         ["ours", "2", "0.5", "2", "50.0", "25", "50"],
         ["bare", "1", "2", "1", "50.0", "60", "120"],
     ]
-    assert "cut off: 4 of 12 trials" in section_of(results, "ours").facts
+    assert "interrupted: 4 of 12 trials" in section_of(results, "ours").facts
     pytest.importorskip("matplotlib")
     page = write_report([results], tmp_path, "ours", "Load").read_text()
     assert "<svg" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from specbranch.bench.results import Record, ResultError, Results, drop_unfinished, header, read_results
 from specbranch.bench.scenario import BenchMethod, PromptSet, Scenario
-from specbranch.bench.summary import losses, mean_speeds, summarize
+from specbranch.bench.summary import NO_RANGE, losses, mean_speeds, summarize
 
 METHODS = [
     BenchMethod("bare"),
@@ -67,6 +68,14 @@ def test_speed_is_tokens_over_time_against_bare() -> None:
     assert ours.lost == pytest.approx(0.1)
     assert (ours.accepted_share, ours.joules_per_token) == (0.75, None)
     assert ours.same_as_bare == 0.5
+    assert ours.speed.range == NO_RANGE, "two trials are too few"
+
+
+def test_a_range_is_shown_from_three_trials_on() -> None:
+    methods = [(name, prompt) for name in ("bare", "ours") for prompt in range(3)]
+    _, ours = summarize(results_of(*(record(name, prompt, 100, 10.0 + prompt) for name, prompt in methods)))
+
+    assert (ours.speed.num_trials, ours.speed.range) == (3, "1.00-1.00")
 
 
 def test_a_run_that_was_cut_off_is_read_as_far_as_it_went() -> None:
@@ -106,10 +115,25 @@ def test_losses_are_told_in_all_and_for_each_core() -> None:
 
 def test_a_file_without_results_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    for text in ("", "no json", json.dumps({"format": "other"}), "[]"):
-        path.write_text(text)
-        with pytest.raises(ResultError):
+    trace = json.dumps({"format": "specbranch-trace"})
+    for content, kind in (
+        (b"", "it is empty"),
+        (b"no json", "not a file that specbranch wrote"),
+        (json.dumps({"format": "other"}).encode(), "not a file that specbranch wrote"),
+        (b"[]", "not a file that specbranch wrote"),
+        (trace.encode(), "`specbranch simulate --trace` reads it"),
+        (gzip.compress(trace.encode()), "`specbranch simulate --trace` reads it"),
+        (gzip.compress(b"x")[:5], "a gzip file of another program"),
+        (b'{"traceEvents": []}', "`specbranch timeline` reads it"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ResultError, match=f"is not a result file of .* it is .*{kind.removeprefix('it is ')}"):
             read_results(path)
+    path.write_text(json.dumps({"format": "specbranch-bench"}) + "\n")
+    with pytest.raises(ResultError, match="damaged result file"):
+        read_results(path)
+    with pytest.raises(ResultError, match="cannot read"):
+        read_results(tmp_path / "none.jsonl")
 
 
 def test_a_file_that_was_cut_off_within_a_line_can_be_gone_on_with(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from specbranch.bench.summary import NO_RANGE
 from specbranch.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +24,33 @@ def test_the_table_names_every_method_of_every_task() -> None:
     assert shown.exit_code == 0
     for word in ("humaneval", "gsm8k", "bare", "sps", "pearl", "specbranch"):
         assert word in shown.output
+    assert "…" not in shown.output
+
+
+def test_a_trial_alone_has_no_range_and_equality_is_explained() -> None:
+    shown = run(app, ["bench", "show", str(ROOT / "results" / "bench-flagship-sampled.jsonl")])
+    text = " ".join(shown.stdout.split())
+
+    assert f" {NO_RANGE} " in text
+    assert "1.12-1.12" not in text
+    assert "Less than 100 % is expected in bfloat16" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b'{"format": "specbranch-trace"}\n'), "it is a trace of verdicts"),
+        (b'{"traceEvents": []}', "it is a timeline"),
+        (b"name = 1", "not a file that specbranch wrote"),
+    ],
+)
+def test_another_file_is_called_what_it_is(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    refused = run(app, ["bench", "show", str(path)])
+
+    assert refused.exit_code == 2
+    assert message in refused.stderr
 
 
 def test_json_is_one_document_on_the_last_line() -> None:

@@ -1,4 +1,4 @@
-"""The parts of `specbranch generate` that need no model: colours, the screen, the chat, the figures, wrong options."""
+"""The parts of `specbranch generate` that need no model: colours, the screen, the chat, the stats, wrong options."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_without_a_terminal_there_is_the_text_and_nothing_else() -> None:
     file = io.StringIO()
     with Screen(file, is_terminal=False, has_colors=False) as screen:
         screen.write([Run("a\x1b", True), Run("b\n", False)])
-        screen.show_figures("3 tokens")
+        screen.show_stats("3 tokens")
 
     assert file.getvalue() == "a\x1bb\n"
 
@@ -97,17 +97,17 @@ def test_on_a_terminal_drafted_text_is_green_and_no_command_of_the_model_gets_th
     assert file.getvalue() == "\x1b[32ma[2J\x1b[0mb\t\n"
 
 
-def test_the_figures_stand_on_the_last_line_which_is_given_back() -> None:
+def test_the_stats_are_on_the_last_line_which_is_given_back() -> None:
     file, clock = io.StringIO(), Clock()
     with Screen(file, True, False, clock, size=lambda: (20, 10)) as screen:
         assert "\x1b[1;9r" in file.getvalue()
-        screen.show_figures("a line that is much longer than that")
+        screen.show_stats("a line that is much longer than that")
         assert file.getvalue().endswith("\x1b7\x1b[10;1H\x1b[2Ka line that is much\x1b8")
         before = file.getvalue()
-        screen.show_figures("too soon")
+        screen.show_stats("too soon")
         assert file.getvalue() == before
         clock.now_s += 0.2
-        screen.show_figures("now")
+        screen.show_stats("now")
         assert "now" in file.getvalue()
 
     assert file.getvalue().endswith("\x1b[10;1H\x1b[2K\x1b[r\x1b8")
@@ -117,7 +117,7 @@ def test_a_terminal_that_changed_its_size_has_its_last_line_elsewhere() -> None:
     file, clock, sizes = io.StringIO(), Clock(), [(80, 30)]
     with Screen(file, True, False, clock, size=lambda: sizes[0]) as screen:
         sizes[0] = (80, 20)
-        screen.show_figures("here")
+        screen.show_stats("here")
 
     assert "\x1b[1;19r" in file.getvalue() and "\x1b[20;1H\x1b[2Khere" in file.getvalue()
 
@@ -130,11 +130,13 @@ def test_the_speed_is_that_of_decoding_and_the_first_piece_is_no_round() -> None
 
     assert (answer.tokens, answer.text, answer.rounds, answer.accepted) == ([1, 2, 3, 4, 5], "xxxxx", 2, 2)
     assert (answer.tokens_per_s, answer.first_token_s, answer.wait_share) == (4.0, 1.0, 0.25)
-    assert answer.figures() == "5 tokens · 4.0 tokens/s · 1.00 accepted a round · waits 25%"
+    assert answer.stats() == (
+        "5 tokens · 4.0 tokens/s · first token after 1.00 s · 1.00 draft tokens accepted per round · waited 25%"
+    )
 
 
-def test_an_answer_of_nothing_has_figures() -> None:
-    assert Answer(0.0).figures() == "0 tokens · 0.0 tokens/s"
+def test_an_answer_of_nothing_has_stats() -> None:
+    assert Answer(0.0).stats() == "0 tokens · 0.0 tokens/s"
     assert Answer(0.0).as_json()["first_token_s"] is None
 
 
@@ -164,7 +166,7 @@ def test_a_cleared_chat_starts_with_the_system_message_only() -> None:
     _, asked, told = chat_with("hello", "/clear", "again")
 
     assert [message["content"] for message in asked[-1]] == ["be brief", "again"]
-    assert told == ["The history is empty."]
+    assert told == ["History cleared."]
 
 
 def test_a_question_that_cannot_be_taken_is_forgotten_and_a_wrong_command_explained() -> None:
@@ -214,6 +216,14 @@ def test_on_a_terminal_a_spinner_turns_and_what_libraries_say_goes_to_the_file(t
         assert noise in log and noise not in seen
 
 
+def test_without_a_terminal_loading_is_one_plain_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NOISY, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert done.stderr == "specbranch: loading\n"
+    assert done.stdout == "afterwards\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -221,7 +231,7 @@ def test_on_a_terminal_a_spinner_turns_and_what_libraries_say_goes_to_the_file(t
         (["--bare", "--compare", "--prompt", "x"], "--bare has no draft"),
         (["--bare", "--chat", "--json"], "a chat takes none of"),
         (["--draft", "d", "--prompt", "x", "--set", "gamma"], "give KEY=VALUE"),
-        (["--draft", "d", "--prompt", "x", "--trace", "/no/such/place/t.json"], "there is no directory"),
+        (["--draft", "d", "--prompt", "x", "--timeline", "/no/such/place/t.json"], "there is no directory"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(arguments: list[str], message: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from specbranch.bench.forecast import advise
+from specbranch.bench.pair_survey import PairOptions
 from specbranch.bench.survey import Survey
 from specbranch.cli import app
-from specbranch.cli.plan import _sentences
+from specbranch.cli.plan import _chosen_flags, sentences
 from specbranch.plugins.vllm.compat import launch
 from specbranch.simulation.presets import Pair, make_trace
 
@@ -19,18 +22,49 @@ TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
 run = CliRunner().invoke
 
 
-def said(draft_s: dict[int, float]) -> str:
+def said(draft_s: dict[int, float], chosen: Sequence[str] = ()) -> str:
     survey = Survey({1: 0.1, 2: 0.101}, 0.11, draft_s, TRACE)
-    return "\n".join(_sentences(survey, advise(survey, ["none", "pearl"], [1, 4])))
+    advice = advise(survey, ["none", "pearl"], [1, 4])
+    return "\n".join(sentences(survey, advice, ["big one", "--draft", "d.gguf"], chosen))
 
 
 def test_it_says_whether_it_pays_and_with_what() -> None:
     cheap = said({1: 0.02, 2: 0.021})
 
-    assert "it pays: --planner pearl --set gamma=" in cheap
-    assert "c is 5.5" in cheap
+    assert "it pays: pearl is forecast to decode" in cheap
+    assert "c (target step / draft step) is 5.5" in cheap
     assert "a second draft device" in cheap
     assert "it does not pay" in said({1: 0.2, 2: 0.3})
+
+
+def test_the_last_line_is_the_whole_command_to_copy() -> None:
+    *_, command = said({1: 0.02, 2: 0.021}, ["--draft-dtype", "int8"]).splitlines()
+    *_, bare = said({1: 0.2, 2: 0.3}, ["--draft-dtype", "int8", "--dtype", "bfloat16"]).splitlines()
+
+    assert re.fullmatch(
+        r"  specbranch serve 'big one' --draft d.gguf --planner pearl --gamma \d --draft-dtype int8", command
+    )
+    assert bare == "  specbranch serve 'big one' --bare --dtype bfloat16"
+
+
+def test_it_claims_no_more_than_its_docs() -> None:
+    cheap = said({1: 0.02, 2: 0.021})
+
+    assert "3 to 20 % up to 4 requests" in cheap and "a third to a half too high" in cheap
+    assert "within 10" not in cheap and "for each of" not in cheap
+
+
+def test_what_was_chosen_here_is_passed_on_to_serve() -> None:
+    options = PairOptions(
+        target="t", draft="d", messages=["x"], max_tokens=8, draft_device="cuda:1", draft_engine="torch", dtype="half"
+    )
+    words = _chosen_flags(options, "0", None, {"enforce_eager": True, "max_model_len": 512, "enable_lora": False})
+
+    assert " ".join(words) == (
+        "--draft-device cuda:1 --draft-engine torch --target-cores 0 --dtype half --enforce-eager --max-model-len 512 "
+        "--no-enable-lora"
+    )
+    assert options.target_options().arguments["dtype"] == "half"
 
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -38,6 +72,8 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for words, message in (
         (["--concurrency", "0"], "from 1 on"),
         (["--prompts", str(tmp_path / "none.jsonl")], "cannot read"),
+        (["--record", str(tmp_path / "none" / "trace.jsonl.gz")], "there is no directory"),
+        (["--vllm-arg", "x"], "give KEY=VALUE"),
     ):
         refused = run(app, ["plan", "t", "--draft", "d", *words])
 

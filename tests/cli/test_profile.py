@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from specbranch.cli.profile import profile
+from specbranch.cli import app
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.scripted import ScriptedEngine
@@ -20,8 +19,6 @@ from tests.engines.models import model_path
 from tests.toys import random_script
 
 runner = CliRunner()
-app = typer.Typer()
-app.command()(profile)
 
 FIGURES = {
     "model", "engine", "device", "dtype", "threads", "context", "vocab_len", "rows", "fit", "fork_us",
@@ -64,7 +61,7 @@ def same_cores() -> Iterator[set[int]]:
 
 
 def test_json_is_one_document_on_the_last_line(opened: Opened) -> None:
-    result = runner.invoke(app, ["--model", "some.gguf", *SMALL, "--json"])
+    result = runner.invoke(app, ["profile", "some.gguf", *SMALL, "--json"])
 
     assert result.exit_code == 0
     document = json.loads(result.stdout)
@@ -75,7 +72,7 @@ def test_json_is_one_document_on_the_last_line(opened: Opened) -> None:
 
 
 def test_the_table_shows_every_row_count_and_the_limit(opened: Opened) -> None:
-    result = runner.invoke(app, ["--model", "some.gguf", *SMALL])
+    result = runner.invoke(app, ["profile", "some.gguf", *SMALL])
 
     assert result.exit_code == 0
     assert all(word in result.stdout for word in ("median ms", "p10", "p90", "fit:", "prefill:", "limit:"))
@@ -85,7 +82,7 @@ def test_the_table_shows_every_row_count_and_the_limit(opened: Opened) -> None:
 
 def test_options_reach_the_engine(opened: Opened) -> None:
     opened.is_broken = True  # the options are enough
-    call = ["--model", "a/b", "--engine", "torch", "--threads", "3", "--dtype", "bfloat16", "--rows", "1,200"]
+    call = ["profile", "a/b", "--engine", "torch", "--threads", "3", "--dtype", "bfloat16", "--rows", "1,200"]
     result = runner.invoke(app, [*call, "--context", "20000"])
 
     assert (result.exit_code, result.stderr) == (2, "error: the device is gone\n")
@@ -96,15 +93,15 @@ def test_options_reach_the_engine(opened: Opened) -> None:
 
 
 def test_the_engine_suits_the_model_unless_told(opened: Opened) -> None:
-    runner.invoke(app, ["--model", "some.gguf", *SMALL])
-    runner.invoke(app, ["--model", "some/model", *SMALL])
+    runner.invoke(app, ["profile", "some.gguf", *SMALL])
+    runner.invoke(app, ["profile", "some/model", *SMALL])
 
     assert [name for name, _ in opened.calls] == ["llamacpp", "torch"]
 
 
 def test_the_process_stays_on_the_given_cores(opened: Opened, same_cores: set[int]) -> None:
     core = max(same_cores)
-    result = runner.invoke(app, ["--model", "some.gguf", *SMALL, "--cores", str(core), "--json"])
+    result = runner.invoke(app, ["profile", "some.gguf", *SMALL, "--cores", str(core), "--json"])
 
     assert os.sched_getaffinity(0) == {core}
     assert json.loads(result.stdout)["threads"] == 1
@@ -113,7 +110,7 @@ def test_the_process_stays_on_the_given_cores(opened: Opened, same_cores: set[in
 def test_the_plot_is_drawn(opened: Opened, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "profile.png"
-    result = runner.invoke(app, ["--model", "some.gguf", *SMALL, "--plot", str(path)])
+    result = runner.invoke(app, ["profile", "some.gguf", *SMALL, "--plot", str(path)])
 
     assert result.exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -136,7 +133,7 @@ def test_the_plot_is_drawn(opened: Opened, tmp_path: Path) -> None:
 )
 def test_a_mistake_is_one_line_with_its_advice(arguments: list[str], message: str) -> None:
     cores = os.sched_getaffinity(0)
-    result = runner.invoke(app, ["--model", "absent.gguf", *arguments])
+    result = runner.invoke(app, ["profile", "absent.gguf", *arguments])
 
     assert result.exit_code == 2
     assert message in result.stderr
@@ -146,7 +143,7 @@ def test_a_mistake_is_one_line_with_its_advice(arguments: list[str], message: st
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_loaded(opened: Opened, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = runner.invoke(app, ["--model", "some.gguf", "--plot", str(tmp_path / "absent" / "plot.png")])
+    result = runner.invoke(app, ["profile", "some.gguf", "--plot", str(tmp_path / "absent" / "plot.png")])
 
     assert result.exit_code == 2
     assert "there is no directory" in result.stderr
@@ -155,7 +152,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_loaded(opened
 
 def test_an_absent_model_is_one_line() -> None:
     pytest.importorskip("llama_cpp")
-    result = runner.invoke(app, ["--model", "absent.gguf"])
+    result = runner.invoke(app, ["profile", "absent.gguf"])
 
     assert result.exit_code == 2
     assert "no model 'absent.gguf' on this machine" in result.stderr
@@ -164,7 +161,7 @@ def test_an_absent_model_is_one_line() -> None:
 def test_a_real_model_is_profiled() -> None:
     pytest.importorskip("llama_cpp")
     path = model_path("smollm2-135m")
-    call = ["--model", str(path), "--rows", "1,2,4", "--steps", "2", "--context", "32", "--threads", "1", "--json"]
+    call = ["profile", str(path), "--rows", "1,2,4", "--steps", "2", "--context", "32", "--threads", "1", "--json"]
     result = runner.invoke(app, call)
 
     assert result.exit_code == 0

@@ -9,20 +9,20 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from tests.bench.test_recording import known_run
+from tests.bench.test_timeline_file import known_run
 
 runner = CliRunner()
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.json"
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.json"
     known_run().write(path)
     return path
 
 
-def test_the_table_and_the_document_hold_the_same_figures(trace: Path) -> None:
-    done = runner.invoke(app, ["timeline", str(trace), "--json"])
+def test_the_table_and_the_document_hold_the_same_figures(run_file: Path) -> None:
+    done = runner.invoke(app, ["timeline", str(run_file), "--json"])
     (target,) = json.loads(done.stdout)["targets"]
 
     assert done.exit_code == 0
@@ -31,9 +31,9 @@ def test_the_table_and_the_document_hold_the_same_figures(trace: Path) -> None:
 
 
 @pytest.mark.parametrize("stretch", [[], ["--from", "0.1"], ["--from", "0.1", "--to", "0.3"]])
-def test_a_picture_is_drawn(trace: Path, tmp_path: Path, stretch: list[str]) -> None:
+def test_a_picture_is_drawn(run_file: Path, tmp_path: Path, stretch: list[str]) -> None:
     pytest.importorskip("matplotlib")
-    done = runner.invoke(app, ["timeline", str(trace), "--plot", str(tmp_path / "out.png"), *stretch])
+    done = runner.invoke(app, ["timeline", str(run_file), "--plot", str(tmp_path / "out.png"), *stretch])
 
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -43,19 +43,19 @@ def test_a_picture_is_drawn(trace: Path, tmp_path: Path, stretch: list[str]) -> 
     ("arguments", "message"),
     [
         (["--from", "3", "--to", "2"], "not before"),
-        (["--from", "300"], "choose another stretch"),
+        (["--from", "300"], "choose another range"),
         (["--plot", "out.txt"], "end its name in"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(trace: Path, arguments: list[str], message: str) -> None:
-    done = runner.invoke(app, ["timeline", str(trace), *arguments])
+def test_what_cannot_be_done_is_said_in_one_line(run_file: Path, arguments: list[str], message: str) -> None:
+    done = runner.invoke(app, ["timeline", str(run_file), *arguments])
 
     assert done.exit_code == 2
     assert message in done.stderr
 
 
-def test_a_trace_to_a_directory_that_is_not_there_is_refused_before_the_model_loads() -> None:
-    done = runner.invoke(app, ["draft", "--model", "nowhere", "--trace", "/no/such/place/trace.json"])
+def test_a_timeline_to_a_directory_that_is_not_there_is_refused_before_the_model_loads() -> None:
+    done = runner.invoke(app, ["draft", "nowhere", "--timeline", "/no/such/place/run.json"])
 
     assert done.exit_code == 2
     assert "there is no directory" in done.stderr

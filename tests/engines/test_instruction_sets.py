@@ -85,7 +85,7 @@ def test_a_draft_answers_within_a_minute_on_one_core(
     program = shutil.which("specbranch", path=str(Path(sys.executable).parent))
     assert program is not None
     address, core = f"ipc://{tmp_path}/draft.sock", str(max(os.sched_getaffinity(0)))
-    command = [program, "draft", "--model", str(model_path(model)), "--listen", address, "--threads", "1"]
+    command = [program, "draft", str(model_path(model)), "--listen", address, "--threads", "1"]
     start_s = time.monotonic()
     with running(Service([*command, "--cores", core], address)):
         ready_s = time.monotonic() - start_s

@@ -47,7 +47,7 @@ def draft_elsewhere(pair: tuple[str, str], tmp_path: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     run("-m", "specbranch", "keys", str(tmp_path / "keys"))
-    command = [sys.executable, "-m", "specbranch", "draft", "--model", pair[1], "--listen", address]
+    command = [sys.executable, "-m", "specbranch", "draft", pair[1], "--listen", address]
     with (tmp_path / "draft.log").open("wb") as log:
         process = subprocess.Popen([*command, "--keys", str(tmp_path / "keys")], cwd=ROOT, stdout=log, stderr=log)
     try:

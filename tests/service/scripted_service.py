@@ -19,7 +19,7 @@ from specbranch.service.metrics import serve_metrics
 from specbranch.service.observer import Observer
 from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.timeline import Timeline
+from specbranch.service.timeline import TimelineRecorder
 from tests.service.harness import DRAFT
 
 
@@ -49,13 +49,13 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--fatal-step", type=int)
     parser.add_argument("--metrics-port", type=int)
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--timeline", type=Path)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--max-sessions", type=int, default=256)
     args = parser.parse_args()
     set_up_logs("json", "error")
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
-    timeline = Timeline() if args.trace else None
+    timeline = TimelineRecorder() if args.timeline else None
     recorder = Recorder(args.record, "scripted") if args.record else None
     server = Server(SlowEngine(args.step_ms / 1000, args.fatal_step), options, Observer(timeline, recorder))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -63,7 +63,7 @@ def main() -> None:
         serve_metrics(server, args.metrics_port)
     server.serve()
     if timeline is not None:
-        timeline.write(args.trace)
+        timeline.write(args.timeline)
 
 
 if __name__ == "__main__":

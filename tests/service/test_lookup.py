@@ -14,7 +14,7 @@ from specbranch.service.digest import Digest
 from specbranch.service.dispatch import Dispatch
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import SessionStore
-from specbranch.service.timeline import Timeline
+from specbranch.service.timeline import TimelineRecorder
 from specbranch.service.wire import (
     VERSION,
     Hello,
@@ -37,7 +37,7 @@ class Bench:
     """A service on a table: a clock that is turned by hand."""
 
     def __init__(
-        self, engine: ScriptedEngine | None = None, max_sessions: int = 8, timeline: Timeline | None = None
+        self, engine: ScriptedEngine | None = None, max_sessions: int = 8, timeline: TimelineRecorder | None = None
     ) -> None:
         self.now_s = 100.0
         self.engine = engine or ScriptedEngine(DRAFT)

@@ -46,7 +46,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     assert program is not None
     address = f"ipc://{tmp_path}/draft.sock"
     options = ["--threads", "1", "--cache-tokens", "2048", "--log-format", "json", "--log-level", "warning"]
-    command = [program, "draft", "--model", str(model_path("smollm2-135m")), "--listen", address, *options]
+    command = [program, "draft", str(model_path("smollm2-135m")), "--listen", address, *options]
     with running(Service(command, address)) as service:
         yield service
 

@@ -17,7 +17,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.timeline import RowVerdict, Timeline
+from specbranch.service.timeline import RowVerdict, TimelineRecorder
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench, likely
 
@@ -35,14 +35,14 @@ class TimedEngine(ScriptedEngine):
         return super().run(rows)
 
 
-def timed_bench() -> tuple[Bench, Timeline]:
-    timeline, engine = Timeline(), TimedEngine(DRAFT)
+def timed_bench() -> tuple[Bench, TimelineRecorder]:
+    timeline, engine = TimelineRecorder(), TimedEngine(DRAFT)
     bench = Bench(engine, timeline=timeline)
     engine.bench = bench
     return bench, timeline
 
 
-def spans(timeline: Timeline, category: str) -> list[dict[str, Any]]:
+def spans(timeline: TimelineRecorder, category: str) -> list[dict[str, Any]]:
     return [event for event in timeline.trace_events() if event.get("cat") == category]
 
 
@@ -143,7 +143,7 @@ def test_no_two_spans_of_a_lane_overlap_and_a_target_never_works_while_it_waits(
 
 
 def test_every_client_and_namespace_has_its_own_named_lanes() -> None:
-    timeline = Timeline()
+    timeline = TimelineRecorder()
     for lane in ((b"a", b"x"), (b"b", b"x"), (b"a", b"y")):
         timeline.answer(lane, 1.0, 1.5, num_held=1)
         timeline.arrive(lane, 2.0, [ROW])
@@ -154,7 +154,7 @@ def test_every_client_and_namespace_has_its_own_named_lanes() -> None:
 
 
 def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:
-    timeline = Timeline()
+    timeline = TimelineRecorder()
     timeline.open(LANE, 5.0, "pearl", 1, 12)
     timeline.answer(LANE, 5.0, 5.1, num_held=0)
     timeline.arrive(LANE, 5.2, [ROW, ROW])
@@ -176,14 +176,14 @@ def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:
 
 
 def test_an_empty_trace_is_a_valid_file(tmp_path: Path) -> None:
-    Timeline().write(tmp_path / "trace.json")
+    TimelineRecorder().write(tmp_path / "trace.json")
 
     document = json.loads((tmp_path / "trace.json").read_text())
     assert all(event["ph"] == "M" for event in document["traceEvents"])
 
 
 def test_a_full_trace_says_so_once_and_takes_no_more(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    timeline = Timeline(max_events=3)
+    timeline = TimelineRecorder(max_events=3)
     with caplog.at_level(logging.WARNING):
         for index in range(10):
             timeline.draft(index, index + 0.5, 1, 1, False, {1})
@@ -191,14 +191,14 @@ def test_a_full_trace_says_so_once_and_takes_no_more(caplog: pytest.LogCaptureFi
     timeline.write(tmp_path / "trace.json")
 
     assert len(timeline) == 3
-    assert len(caplog.records) == 1 and "takes no more" in caplog.records[0].message
+    assert len(caplog.records) == 1 and "the timeline is full after" in caplog.records[0].message
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["is_cut"]
 
 
 def test_a_service_writes_its_trace_when_it_is_told_to_end(tmp_path: Path) -> None:
     """A real process with sockets and both threads, ended by SIGTERM."""
     path = tmp_path / "trace.json"
-    with scripted_service(tmp_path, "--trace", str(path)) as service:
+    with scripted_service(tmp_path, "--timeline", str(path)) as service:
         with closing(
             DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, deadline_s=PATIENCE_S))
         ) as client:
@@ -223,7 +223,7 @@ def test_a_timeline_can_be_read_by_its_owner_only(tmp_path: Path, umask: int) ->
     (tmp_path / "trace.json.part").chmod(0o666)
     before = os.umask(umask)
     try:
-        Timeline().write(path)
+        TimelineRecorder().write(path)
     finally:
         os.umask(before)
 

@@ -30,8 +30,8 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("train")
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"Which is larger, {n} or {3 * n}?"}) + "\n" for n in range(12)))
-    arguments = ["train", "collect", str(target), "--draft", str(target), "--prompts", f"gsm8k={prompts}:12"]
-    arguments += ["--answer", str(_NEW), "--batch", "5", "--layers", "3", "--temperature", "1"]
+    arguments = ["train", "collect", str(target), "--draft", str(target), "--task", f"gsm8k={prompts}:12"]
+    arguments += ["--max-tokens", str(_NEW), "--batch", "5", "--layers", "3", "--temperature", "1"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(directory / "out")])
     assert result.exit_code == 0, result.output
     assert "12 prompts" in result.output
@@ -88,7 +88,14 @@ def test_a_collection_that_was_cut_off_goes_on(collection: Path) -> None:
     last.unlink()
     target = model_path("smollm2-135m-dense")
     arguments = ["train", "collect", str(target), "--draft", str(target), "--layers", "3", "--temperature", "1"]
-    arguments += ["--prompts", f"gsm8k={collection.parent / 'prompts.jsonl'}:12", "--answer", str(_NEW), "--batch", "5"]
+    arguments += [
+        "--task",
+        f"gsm8k={collection.parent / 'prompts.jsonl'}:12",
+        "--max-tokens",
+        str(_NEW),
+        "--batch",
+        "5",
+    ]
     result = CliRunner().invoke(app, [*arguments, "--out", str(collection)])
 
     assert result.exit_code == 0, result.output
@@ -114,10 +121,10 @@ def test_fit_writes_a_predictor_with_its_card_and_scores(collection: Path, tmp_p
 
 def test_a_prompt_that_is_written_wrongly_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        app, ["train", "collect", "x", "--draft", "y", "--prompts", "gsm8k", "--out", str(tmp_path)]
+        app, ["train", "collect", "x", "--draft", "y", "--task", "gsm8k", "--out", str(tmp_path)]
     )
 
-    assert result.exit_code == 2 and "task=FILE:COUNT" in result.output
+    assert result.exit_code == 2 and "TASK=FILE:COUNT" in result.output
 
 
 class _Words:

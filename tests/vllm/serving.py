@@ -53,7 +53,7 @@ class Served:
         return found
 
     def draft_pid(self) -> int:
-        (pid,) = (pid for pid, command in self.descendants().items() if " draft --model " in command)
+        (pid,) = (pid for pid, command in self.descendants().items() if " specbranch draft " in command)
         return pid
 
     def stop(self) -> int:

@@ -100,7 +100,7 @@ def test_servers_are_measured_under_load(directory: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_plan_is_made_from_what_is_measured(directory: Path) -> None:
     trace = directory / "own.jsonl.gz"
-    words = ["--prompts", str(directory / "own.jsonl"), "--field", "text", "--count", "2", "--answer", "24"]
+    words = ["--prompts", str(directory / "own.jsonl"), "--field", "text", "--num-prompts", "2", "--max-tokens", "24"]
     said = specbranch(
         "plan",
         TARGET,
@@ -109,7 +109,7 @@ def test_a_plan_is_made_from_what_is_measured(directory: Path) -> None:
         *words,
         "--concurrency",
         "1,4",
-        "--trace",
+        "--record",
         str(trace),
         "--json",
     )

@@ -27,7 +27,7 @@ def run_check(*options: str) -> tuple[int, dict[str, Any]]:
 def test_a_right_pair_holds(tmp_path: Path) -> None:
     """False alarms: at most one in ten thousand runs, by --alpha. Every check had accepted drafts, or it would fail."""
     report = tmp_path / "report.md"
-    size = ["--prompts", "4", "--tokens", "16", "--samples", "16"]
+    size = ["--num-prompts", "4", "--num-tokens", "16", "--num-samples", "16"]
     code, document = run_check("--alpha", "1e-4", *size, "--report", str(report))
 
     assert code == 0, json.dumps([one for one in document["findings"] if one["result"] == "FAILED"], indent=1)
@@ -42,7 +42,9 @@ def test_a_right_pair_holds(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_wrong_distribution_is_caught() -> None:
     """The second engine samples at temperature 2, not 1; greedy decoding is as it should be and still holds."""
-    code, document = run_check("--prompts", "2", "--tokens", "8", "--samples", "32", "--wrong-temperature", "2")
+    code, document = run_check(
+        "--num-prompts", "2", "--num-tokens", "8", "--num-samples", "32", "--wrong-temperature", "2"
+    )
     failed = [finding["name"] for finding in document["findings"] if finding["result"] == "FAILED"]
 
     assert code == 1

@@ -36,9 +36,11 @@ def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def test_the_answer_is_that_of_bare_vllm(tmp_path: Path) -> None:
-    """Greedy, in 32 bits: the same tokens, fewer steps; and the run leaves a trace."""
-    trace = tmp_path / "trace.json"
-    drafted = document(generate(*QUESTION, "--json", "--compare", "--gamma", "4", *WAITING, "--trace", str(trace)))
+    """Greedy, in 32 bits: the same tokens, fewer steps; and the run leaves a timeline."""
+    timeline = tmp_path / "run.json"
+    drafted = document(
+        generate(*QUESTION, "--json", "--compare", "--gamma", "4", *WAITING, "--timeline", str(timeline))
+    )
     bare = document(generate(*QUESTION, "--json", with_draft=False))
 
     assert drafted["tokens"] == drafted["plain"]["tokens"] == bare["tokens"]
@@ -47,7 +49,7 @@ def test_the_answer_is_that_of_bare_vllm(tmp_path: Path) -> None:
     assert drafted["accepted"] > 0 and drafted["rounds"] + drafted["accepted"] + 1 == len(drafted["tokens"])
     assert (bare["accepted"], bare["rounds"]) == (0, len(bare["tokens"]) - 1)
     assert drafted["tokens_per_s"] > 0 and drafted["speedup"] > 0
-    assert any(event.get("cat") == "step" for event in json.loads(trace.read_text())["traceEvents"])
+    assert any(event.get("cat") == "step" for event in json.loads(timeline.read_text())["traceEvents"])
 
 
 def test_a_chat_through_a_pipe_holds_the_answers_alone() -> None:

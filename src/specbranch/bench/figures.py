@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from specbranch.bench.results import Results
-from specbranch.bench.scenario import BARE
+from specbranch.bench.scenario import BARE, BenchMethod
 from specbranch.bench.summary import Line, Ratio, mean_speeds, summarize
 from specbranch.pyplot import load_pyplot
 
 _OURS = {
     "none": "#b7c9c6",
     "sps": "#9ad1c7",
-    "adaedl": "#6fbcae",
+    "adaedl": "#e9c46a",
     "pearl": "#f4a261",
     "ssd": "#e76f51",
     "specbranch": "#14746f",
     "budget": "#0b3c49",
 }
-_OTHERS = ("#6a4c93", "#9d7fc1", "#c5b0dd", "#457b9d", "#8ab0c8", "#d1495b")
+_OTHERS = (
+    "#6a4c93", "#457b9d", "#d1495b", "#b5651d", "#7cb518", "#c77dff", "#00a6fb", "#ff70a6", "#5c677d", "#a7c957"
+)  # fmt: skip
 CAPTIONS = {
     "speed": "Speed over bare vLLM; whiskers: 95 % of resamples of the prompts",
     "load": "Speed over bare vLLM against requests at once",
@@ -86,8 +89,8 @@ def _speed_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
             found = [(at, speeds[method][group]) for at, group in enumerate(groups) if group in speeds[method]]
             lefts = [at - 0.42 + width * (place + 0.5) for at, _ in found]
             errors = [
-                [max(0.0, ratio.value - ratio.low) for _, ratio in found],
-                [max(0.0, ratio.high - ratio.value) for _, ratio in found],
+                [max(0.0, ratio.value - ratio.low) * ratio.has_range for _, ratio in found],
+                [max(0.0, ratio.high - ratio.value) * ratio.has_range for _, ratio in found],
             ]
             values = [ratio.value for _, ratio in found]
             axis.bar(lefts, values, width * 0.92, color=_color(results, method), label=_label(results, method))
@@ -175,11 +178,21 @@ def _hits_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
 
 
 def _color(results: Results, name: str) -> str:
-    method = results.method(name)
-    if method.planner is not None:
-        return _OURS.get(method.planner, "#2a9d8f")
-    others = [one.name for one in results.scenario.methods if one.planner is None and one.name != BARE]
-    return _OTHERS[others.index(name) % len(_OTHERS)]
+    return method_colors(results.scenario.methods)[name]
+
+
+def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
+    """A color of its own for every method; the first method with a planner has that planner's usual color."""
+    colors = {BARE: _BARE_COLOR}
+    for method in methods:
+        usual = _OURS.get(method.planner or "")
+        if method.name != BARE and usual is not None and usual not in colors.values():
+            colors[method.name] = usual
+    spare = cycle(_OTHERS)
+    for method in methods:
+        if method.name not in colors:
+            colors[method.name] = next(spare)
+    return colors
 
 
 def _label(results: Results, name: str) -> str:

@@ -1,4 +1,4 @@
-"""A picture of a profile: step time against rows, the fitted line, the bound that memory sets. Needs matplotlib."""
+"""Drawing a profile: step time against rows, the fitted line, and the bound of memory bandwidth. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.profile import Profile
+from specbranch.errors import SpecBranchError
 from specbranch.pyplot import load_pyplot
 
 _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 
 
-class PlotError(ValueError):
-    """A file that no picture can be drawn to."""
+class PlotError(SpecBranchError, ValueError):
+    """A file that no figure can be drawn to."""
 
 
 def check_plot(path: Path) -> None:

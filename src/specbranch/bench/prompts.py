@@ -1,4 +1,4 @@
-"""Prompts of the public sets that benchmarks use, read from their own files as chats of one message."""
+"""Prompts of public benchmark sets, read from their own files; each is a chat of one message."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from specbranch.errors import SpecBranchError
 
 _Row = dict[str, Any]
 _CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
@@ -36,23 +38,29 @@ _TASKS: dict[str, _Task] = {
 TASKS = tuple(_TASKS)
 
 
-class PromptError(ValueError):
-    """A file that does not hold the prompts it should; the message says what would help."""
+class PromptError(SpecBranchError, ValueError):
+    """A file that does not hold the expected prompts; the message says what to do."""
 
 
 def read_prompts(task: str, path: Path, count: int, field: str | None = None) -> list[str]:
-    """`count` messages of a task, spread evenly over its file, always the same ones; with `field` of any such rows."""
+    """`count` messages of a task, spread evenly over its file, always the same ones; `field` allows any JSONL file."""
     if field is None and task not in _TASKS:
-        raise PromptError(f"no task is called {task!r}; choose from {', '.join(TASKS)}, or name the field of the file")
+        raise PromptError(
+            f"no task is called {task!r}; choose from {', '.join(TASKS)}, or name the field that holds the prompt"
+        )
     belongs, message = _TASKS[task] if field is None else _any_rows(field)
     try:
         rows = [row for line in path.read_text().splitlines() if belongs(row := json.loads(line))]
         stride = max(1, len(rows) // count)
         found = [message(row) for row in rows[::stride][:count]]
     except OSError as error:
-        raise PromptError(f"cannot read {path}: {error.strerror}; --data names the directory of the prompts") from error
+        raise PromptError(
+            f"cannot read {path}: {error.strerror}; name an existing file (of `bench run`: in the directory --data)"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise PromptError(f"{path} does not hold prompts of {task}: {error!r}") from error
+        raise PromptError(
+            f"{path} does not hold prompts of {task} ({error!r}); --field names the field of another file"
+        ) from error
     if len(found) < count:
-        raise PromptError(f"{path} holds {len(found)} prompts of {task}; {count} were asked for")
+        raise PromptError(f"{path} holds {len(found)} prompts of {task}, but {count} are needed; ask for fewer")
     return found

@@ -1,4 +1,4 @@
-"""A report on result files: what was measured, tables, figures, and where we lose; as Markdown and as one HTML page."""
+"""A report on result files: what was measured, tables, figures, and where we lose. Markdown and one HTML page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import fmean
 from specbranch.bench.figures import draw_figures
 from specbranch.bench.results import Results
 from specbranch.bench.scenario import BARE
-from specbranch.bench.summary import Line, Ratio, losses, mean_speeds, summarize
+from specbranch.bench.summary import NO_RANGE, Line, Ratio, losses, mean_speeds, summarize
 from specbranch.core.rollback import CAUSES
 
 _HEADS = (
@@ -22,11 +22,17 @@ _LOAD_HEADS = (
     "method", "cores", "requests/s", "runs", "tokens/s", "first token p50", "p99", "per token p50", "p99",
     "between pieces p99", "whole answer p50",
 )  # fmt: skip
+SAME = (
+    "Same: share of answers equal to bare vLLM's, token by token. Less than 100 % is expected in bfloat16: two nearly "
+    "equally likely tokens may swap when the batch has another shape, with any speculative method. In float32 this is "
+    "very rare; `specbranch check` tests it for your models."
+)
 NOTE = (
-    "Over bare: tokens per second from request to last token, against bare vLLM in the same run. Per core: the same, "
-    "divided by the cores that a method keeps. Accepted: share of the draft tokens that vLLM verified. Rejected, "
-    "unused, cut: drafted tokens rolled back per emitted token, by cause. Hook: time of the proposer's call in a step, "
-    "waits included. Same: answers equal to bare vLLM's, token by token."
+    "Over bare: tokens per second from request to last token, relative to bare vLLM in the same run. The range holds "
+    f"95 % of resamples of the prompts; {NO_RANGE} means fewer than three trials, too few for a range. Per core: the "
+    "same speed, divided by the cores that a method uses. Accepted: share of the verified draft tokens that vLLM "
+    "accepted. Rejected, unused, cut: drafted tokens rolled back per emitted token, by cause. Hook: time of the "
+    f"proposer's call in a step, waits included. {SAME}"
 )
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2b2a; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
@@ -40,7 +46,7 @@ figcaption, .note { color: #5b6b69; font-size: 13px; }
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A heading over rows of text."""
+    """A title, column heads and rows of strings."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -49,7 +55,7 @@ class Table:
 
 @dataclass(slots=True)
 class Section:
-    """What is said of one result file."""
+    """The part of the report on one result file."""
 
     title: str
     facts: list[str]
@@ -84,12 +90,12 @@ def section_of(results: Results, subject: str) -> Section:
     for task, concurrency in dict.fromkeys((line.task, line.concurrency) for line in lines):
         chosen = [line for line in lines if (line.task, line.concurrency) == (task, concurrency)]
         title = task if len(results.scenario.concurrency) == 1 else f"{task}, {concurrency} at once"
-        section.tables.append(Table(f"{title} ({chosen[0].trials} trials)", [_row(line) for line in chosen]))
+        section.tables.append(Table(f"{title} ({_count(chosen[0].trials)})", [_row(line) for line in chosen]))
     if len({line.task for line in lines}) > 1:
         section.tables += [
             Table(
                 "mean of the tasks" if len(results.scenario.concurrency) == 1 else f"mean, {concurrency} at once",
-                [[name, f"{ratio.value:.2f}", _range(ratio)] for name, ratio in speeds.items()],
+                [[name, f"{ratio.value:.2f}", _range(name, ratio)] for name, ratio in speeds.items()],
                 ("method", "over bare", "95 % of resamples"),
             )
             for concurrency, speeds in mean_speeds(results).items()
@@ -99,7 +105,7 @@ def section_of(results: Results, subject: str) -> Section:
 
 
 def load_table(results: Results) -> Table:
-    """Servers under load: for each rate every method, times in ms as the mean of its runs."""
+    """Servers under load: every method at each request rate; times in ms are means over its runs."""
     rows = []
     for rate in sorted({record["rate"] for record in results.records}):
         for method in results.scenario.methods:
@@ -107,8 +113,8 @@ def load_table(results: Results) -> Table:
             if not own:
                 continue
             times = [
-                fmean(record["times_ms"][name][place] for record in own)
-                for name, place in (
+                fmean(record["times_ms"][name][quantile] for record in own)
+                for name, quantile in (
                     ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"), ("e2el", "p50")
                 )
             ]  # fmt: skip
@@ -121,24 +127,26 @@ def load_table(results: Results) -> Table:
 
 
 def lost_lines(results: Results, subject: str) -> list[str]:
-    """One sentence for every place where another method is ahead of `subject`."""
+    """One sentence for every task where another method is ahead of `subject`."""
     if results.scenario.served is not None:
         return []
     said = []
     for loss in losses(results, subject):
         other = "bare vLLM" if loss.other == BARE else loss.other
-        what = " for each core" if loss.is_per_core else ""
-        sure = "" if loss.ahead.low > 1 else ", within the noise"
-        at = f", {loss.concurrency} at once" if len(results.scenario.concurrency) > 1 else ""
-        said.append(
-            f"{loss.task}{at}: {other} is {loss.ahead.value:.2f} times as fast as {subject}{what} "
-            f"({_range(loss.ahead)}{sure})"
+        what = " per core" if loss.is_per_core else ""
+        noise = "" if loss.ahead.low > 1 else ", within the noise"
+        sure = (
+            f"{loss.ahead.range}{noise}"
+            if loss.ahead.has_range
+            else f"{_count(loss.ahead.num_trials)}, too few for a range"
         )
+        at = f", {loss.concurrency} at once" if len(results.scenario.concurrency) > 1 else ""
+        said.append(f"{loss.task}{at}: {other} is {loss.ahead.value:.2f} times as fast as {subject}{what} ({sure})")
     return said
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """The report for a repository; figures are linked."""
+    """The report as Markdown; figures are linked."""
     return "\n\n".join([f"# {title}", NOTE, *(section_markdown(section) for section in sections)]) + "\n"
 
 
@@ -154,7 +162,7 @@ def section_markdown(section: Section, figures: str = "") -> str:
 
 
 def as_html(title: str, sections: Sequence[Section]) -> str:
-    """One page that needs nothing beside it; figures are inside."""
+    """One page without other files; the figures are inside."""
     escape = html.escape
     body = [f"<h1>{escape(title)}</h1>", f'<p class="note">{escape(NOTE)}</p>']
     for section in sections:
@@ -190,7 +198,7 @@ def _facts(results: Results) -> list[str]:
         f"result file {results.name}; specbranch {source.get('commit') or source.get('version')}, {versions}",
     ]
     if len(results.records) < scenario.num_trials:
-        facts.append(f"cut off: {len(results.records)} of {scenario.num_trials} trials")
+        facts.append(f"interrupted: {len(results.records)} of {scenario.num_trials} trials")
     return facts
 
 
@@ -201,7 +209,7 @@ def _row(line: Line) -> list[str]:
         str(line.cores),
         f"{line.tokens_per_s:.2f}",
         f"{line.speed.value:.2f}",
-        "" if line.method == BARE else _range(line.speed),
+        _range(line.method, line.speed),
         f"{line.speed_per_core:.2f}",
         f"{line.emitted_per_round:.2f}",
         _optional(line.accepted_share, ".2f"),
@@ -226,8 +234,12 @@ def _html_list(lines: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _range(ratio: Ratio) -> str:
-    return f"{ratio.low:.2f}-{ratio.high:.2f}"
+def _range(method: str, speed: Ratio) -> str:
+    return "" if method == BARE else speed.range
+
+
+def _count(trials: int) -> str:
+    return "1 trial" if trials == 1 else f"{trials} trials"
 
 
 def _list(cores: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Result files of `specbranch bench run`: a header that says where everything comes from, then one record a trial."""
+"""Result files of `specbranch bench run`: a header with scenario and provenance, then one record for each trial."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from specbranch.bench.file_kind import RESULTS, kind_of
 from specbranch.bench.scenario import BenchMethod, Scenario, scenario_of
+from specbranch.errors import SpecBranchError
 
-FORMAT = "specbranch-bench"
 VERSION = 1
 
 Record = dict[str, Any]
 
 
-class ResultError(ValueError):
-    """A file that holds no results."""
+class ResultError(SpecBranchError, ValueError):
+    """A file that is not a readable result file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One run: only figures within it can be compared."""
+    """One run; only numbers within one run can be compared."""
 
     name: str  # of the file
     scenario: Scenario
@@ -37,29 +38,33 @@ class Results:
 
 def header(scenario: Scenario, provenance: dict[str, Any]) -> dict[str, Any]:
     """The first line of a result file."""
-    return {"format": FORMAT, "version": VERSION, "scenario": scenario.as_json(), "provenance": provenance}
+    return {"format": RESULTS, "version": VERSION, "scenario": scenario.as_json(), "provenance": provenance}
 
 
 def read_results(path: Path) -> Results:
-    """The results in a file; a last line that was not written to its end is left out."""
+    """The results in a file; an incomplete last line is left out."""
+    try:
+        kind = kind_of(path)
+    except OSError as error:
+        raise ResultError(f"cannot read {path}: {error.strerror}") from error
+    if "bench show" not in kind:
+        raise ResultError(f"{path} is not a result file of `specbranch bench run`: it is {kind}")
     try:
         whole = path.read_text().rpartition("\n")[0]
         first, *records = (json.loads(line) for line in whole.splitlines())
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{path} holds no results: {error}") from error
-    if not isinstance(first, dict) or first.get("format") != FORMAT:
-        raise ResultError(f"{path} is no result file of `specbranch bench`")
-    return Results(path.name, scenario_of(first["scenario"]), first.get("provenance", {}), records)
+        return Results(path.name, scenario_of(first["scenario"]), first.get("provenance", {}), records)
+    except (ValueError, KeyError) as error:
+        raise ResultError(f"{path} is a damaged result file ({type(error).__name__}: {error})") from error
 
 
 def write_line(sink: TextIO, document: Record) -> None:
-    """Write one document, at once."""
+    """Write one document and flush it."""
     sink.write(json.dumps(document) + "\n")
     sink.flush()
 
 
 def drop_unfinished(path: Path) -> None:
-    """Remove a last line that was not written to its end, so that the file can be gone on with."""
+    """Remove an incomplete last line, so that the run can be resumed."""
     text = path.read_bytes()
     whole = text.rfind(b"\n") + 1
     if whole < len(text):

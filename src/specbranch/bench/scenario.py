@@ -1,4 +1,4 @@
-"""A scenario: everything that a benchmark run depends on, in one TOML file that is kept with its results."""
+"""A scenario: everything that a benchmark run depends on, in one TOML file that is stored with its results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import msgspec
 from specbranch.bench.prompts import TASKS
 from specbranch.core.planners import SettingError, planner_names, suggest
 from specbranch.engines.options import found_model
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 BARE = "bare"
+_RENAMED = {"--trace": "--timeline"}  # options of `specbranch draft`, by the names that older files have
 
 
-class ScenarioError(ValueError):
+class ScenarioError(SpecBranchError, ValueError):
     """A scenario that cannot be run; the message says why."""
 
 
 class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """So many prompts of a task, from a file in the data directory.
+    """`count` prompts of a task, from a file in the data directory.
 
-    With `field` any JSONL file will do: the message is what stands there, and the task's name is free.
+    With `field` any JSONL file will do: that field holds the prompt, and the task may have any name.
     """
 
     task: str
@@ -48,7 +50,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def engine(self) -> str:
-        """What must be loaded for it: methods with the same engine share one."""
+        """A key for the engine to load; methods with the same key share one engine."""
         if self.planner is not None:
             return "ours"
         return json.dumps([self.speculative_config, self.cores], sort_keys=True)
@@ -60,7 +62,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Load on a server: requests that come at random moments, so many a second, whether or not others are answered."""
+    """Load on a server: requests arrive at random times, at `rates` per second, whether or not others are answered."""
 
     rates: list[float]
     requests: int = 32
@@ -70,12 +72,13 @@ class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pair of models on given cores, prompts, and the methods to compare.
 
-    Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed on to `vllm.LLM`, or to `vllm serve`
-    as flags. `gamma` is the longest submission; `concurrency`, how many requests are answered together; `groups`, how
-    many such groups of each task are measured at most. With `served` real servers are measured under load instead.
+    Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
+    flags, and `draft_arguments` to `specbranch draft`. `gamma` is the most draft tokens verified at once. `concurrency`
+    says how many requests are answered together, and `groups` how many such groups of each task are measured at most.
+    With `served`, real servers are measured under load instead.
 
-    Where memory cannot hold all engines, `engines_at_once` says how many it can; then each engine answers a `block` of
-    groups before the next one is loaded in its place.
+    If memory cannot hold all engines, `engines_at_once` says how many it can hold. Each engine then answers a `block`
+    of groups before the next one is loaded in its place.
     """
 
     name: str
@@ -119,7 +122,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.repeats * len(self.methods) * groups
 
     def num_cores(self, method: BenchMethod) -> int:
-        """How many cores a method keeps, or devices where none are pinned: what a fair comparison divides by."""
+        """How many cores a method uses, or devices if none are pinned; fair comparisons divide by it."""
         if not self.target_cores:
             return 1 if method.planner is None else 2
         if method.planner is not None:
@@ -142,29 +145,35 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def scenario_of(document: dict[str, Any]) -> Scenario:
-    """The scenario that a result file was measured with; what it does not name has its default."""
-    return msgspec.convert(document, Scenario)
+    """The scenario of a result file; what it does not name has its default."""
+    return _with_new_names(msgspec.convert(document, Scenario))
+
+
+def _with_new_names(scenario: Scenario) -> Scenario:
+    words = [_RENAMED.get(word, word) for word in scenario.draft_arguments]
+    return msgspec.structs.replace(scenario, draft_arguments=words)
 
 
 def read_scenario(path: Path) -> Scenario:
     """The scenario of a file, checked."""
     try:
-        scenario = msgspec.toml.decode(path.read_bytes(), type=Scenario)
+        scenario = _with_new_names(msgspec.toml.decode(path.read_bytes(), type=Scenario))
     except OSError as error:
         raise ScenarioError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ScenarioError(f"{path} is no scenario: {error}") from error
+        raise ScenarioError(f"{path} is not a scenario: {error}") from error
     for prompts in scenario.prompts:
         if prompts.field is None and prompts.task not in TASKS:
             raise ScenarioError(f"{path}: no task is called {prompts.task!r}; {suggest(prompts.task, TASKS)}")
     names = [method.name for method in scenario.methods]
     if len(set(names)) != len(names) or BARE not in names:
-        raise ScenarioError(f"{path}: methods need different names, one of them {BARE!r} without a planner")
+        raise ScenarioError(f"{path}: methods need different names, and one must be {BARE!r}, without a planner")
     for method in scenario.methods:
         if method.planner is not None and (method.speculative_config is not None or method.cores is not None):
-            raise ScenarioError(f"{path}: {method.name!r} has a planner; speculative_config and cores are vLLM's own")
-        if method.planner is not None and method.planner not in planner_names():
-            raise SettingError(
-                f"{path}: no planner is called {method.planner!r}; {suggest(method.planner, planner_names())}"
+            raise ScenarioError(
+                f"{path}: {method.name!r} has a planner; speculative_config and cores are only for methods without one"
             )
+        if method.planner is not None and method.planner not in planner_names():
+            hint = suggest(method.planner, planner_names())
+            raise SettingError(f"{path}: no planner is called {method.planner!r}; {hint}")
     return scenario

@@ -24,6 +24,7 @@ from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, Served
 from specbranch.child import Child
 from specbranch.engines.options import found_model
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.endpoint import Endpoint
 
 _VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
@@ -32,7 +33,7 @@ _TIMES = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = (50, 99)
 
 
-class LoadError(RuntimeError):
+class LoadError(SpecBranchError, RuntimeError):
     """A server that did not start, or a load that could not be run."""
 
 

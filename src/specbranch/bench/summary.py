@@ -1,4 +1,4 @@
-"""What results say: tokens per second of every method over bare vLLM, with the spread over prompts."""
+"""Summary of results: the speed of every method relative to bare vLLM, with its spread over prompts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,37 @@ from specbranch.bench.results import Record, Results
 from specbranch.bench.scenario import BARE
 from specbranch.core.rollback import CAUSES
 
+NO_RANGE = "\u2013"
 _RESAMPLES = 2000
+_LEAST_TRIALS = 3  # resampling fewer prompts says nothing about their spread
 
 Cell = tuple[str, int]  # task, concurrency
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Tokens per second of one method over another's on the same prompts; 95 % of resamples are in its range."""
+    """Tokens per second of one method over another's on the same prompts.
+
+    95 % of resamples lie from `low` to `high`, from `num_trials` prompts (of the task that has the fewest).
+    """
 
     value: float
     low: float
     high: float
+    num_trials: int
+
+    @property
+    def has_range(self) -> bool:
+        """Whether there are enough trials for a range."""
+        return self.num_trials >= _LEAST_TRIALS
+
+    @property
+    def range(self) -> str:
+        """The range in words; a dash where there are too few trials for one."""
+        return f"{self.low:.2f}-{self.high:.2f}" if self.has_range else NO_RANGE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One method on one task at one concurrency."""
 
@@ -37,22 +53,22 @@ class Line:
     trials: int
     cores: int
     tokens_per_s: float
-    speed: Ratio  # over bare vLLM
-    speed_per_core: float  # over bare vLLM, each divided by the cores that it keeps
+    speed: Ratio  # relative to bare vLLM
+    speed_per_core: float  # relative to bare vLLM, each divided by the cores that it uses
     emitted_per_round: float
     round_ms: float
-    step_ms: float | None  # middle of the steps' times; None in files that do not hold it
+    step_ms: float | None  # median step time; None in older result files
     hook_ms: float | None  # mean time of the proposer's call, waits included
     accepted_share: float | None  # of the draft tokens that vLLM verified
-    hit_rate: float | None  # the draft's figures; None where nothing was drafted
-    rolled_back: Mapping[str, float] | None  # drafted tokens lost per emitted token, by cause
+    hit_rate: float | None  # of the draft; None where nothing was drafted
+    rolled_back: Mapping[str, float] | None  # drafted tokens rolled back per emitted token, by cause
     rows_per_round: float | None
     joules_per_token: float | None
     same_as_bare: float  # share of answers equal to bare vLLM's, token by token
 
     @property
     def lost(self) -> float | None:
-        """Drafted tokens lost per emitted token, for whatever cause."""
+        """Drafted tokens rolled back per emitted token, all causes together."""
         return None if self.rolled_back is None else sum(self.rolled_back.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -62,7 +78,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A place where another method is faster than the one in question, in all or for each core."""
+    """A task where another method is faster than the one in question, in total or per core."""
 
     task: str
     concurrency: int
@@ -110,7 +126,7 @@ def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
 
 
 def losses(results: Results, subject: str) -> list[Loss]:
-    """Where another method beats `subject`; for each core only if it does not in all."""
+    """Where another method beats `subject`; per core only if it does not in total."""
     found = []
     for (task, concurrency), methods in cells(results).items():
         if subject not in methods:
@@ -124,25 +140,26 @@ def losses(results: Results, subject: str) -> list[Loss]:
             if ahead.value > 1:
                 found.append(Loss(task, concurrency, other, ahead, is_per_core=False))
             elif ahead.value * share > 1:
-                scaled = Ratio(ahead.value * share, ahead.low * share, ahead.high * share)
+                scaled = Ratio(ahead.value * share, ahead.low * share, ahead.high * share, ahead.num_trials)
                 found.append(Loss(task, concurrency, other, scaled, is_per_core=True))
     return found
 
 
 def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
-    """The ratio of two methods on the prompts that both have answered, drawn anew for its range."""
+    """The ratio of two methods on the prompts that both have answered; its range is from resampled prompts."""
     return mean_ratio([(own, other)])
 
 
 def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
-    """The geometric mean over tasks; prompts are drawn anew within each task."""
+    """The geometric mean over tasks; prompts are resampled within each task."""
     paired = [_paired(own, other) for own, other in tasks]
     order = random.Random(0)
     draws = sorted(
         _geometric_mean([_ratio(order.choices(pairs, k=len(pairs))) for pairs in paired]) for _ in range(_RESAMPLES)
     )
     value = _geometric_mean([_ratio(pairs) for pairs in paired])
-    return Ratio(value, draws[int(0.025 * _RESAMPLES)], draws[int(0.975 * _RESAMPLES) - 1])
+    fewest = min(len(pairs) for pairs in paired)
+    return Ratio(value, draws[int(0.025 * _RESAMPLES)], draws[int(0.975 * _RESAMPLES) - 1], fewest)
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
@@ -156,35 +173,36 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
     calls = sum(record["counts"].get("calls", 0) for record in own)
     wait_s = sum(record["counts"].get("wait_s", 0.0) for record in own)
     rounds, emitted = sum(record["rounds"] for record in own), sum(record["tokens"] for record in own)
-    verified = [sum(record.get("verified", (0, 0))[place] for record in own) for place in (0, 1)]
+    verified = [sum(record.get("verified", (0, 0))[position] for record in own) for position in (0, 1)]
     joules = [record["joules"] for record in own if record.get("joules") is not None]
     steps_ms = [record["step_ms"] for record in own if record.get("step_ms") is not None]
     same = [
         a == b for mine, theirs in _paired(own, bare) for a, b in zip(mine["digests"], theirs["digests"], strict=True)
     ]
+    hit_rate, rolled_back, rows_per_round = _draft_stats(own, emitted)
     return Line(
-        task,
-        concurrency,
-        method,
-        len(own),
-        cores,
-        _rate(own),
-        speed,
-        speed.value * bare_cores / cores,
-        emitted / rounds,
-        1000 * concurrency * sum(record["elapsed_s"] - record["first_s"] for record in own) / max(rounds, 1),
-        sorted(steps_ms)[len(steps_ms) // 2] if steps_ms else None,
-        1000 * wait_s / calls if calls else None,
-        verified[1] / verified[0] if verified[0] else None,
-        *_draft_figures(own, emitted),
-        sum(joules) / emitted if len(joules) == len(own) else None,
-        sum(same) / len(same),
+        task=task,
+        concurrency=concurrency,
+        method=method,
+        trials=len(own),
+        cores=cores,
+        tokens_per_s=_rate(own),
+        speed=speed,
+        speed_per_core=speed.value * bare_cores / cores,
+        emitted_per_round=emitted / rounds,
+        round_ms=1000 * concurrency * sum(one["elapsed_s"] - one["first_s"] for one in own) / max(rounds, 1),
+        step_ms=sorted(steps_ms)[len(steps_ms) // 2] if steps_ms else None,
+        hook_ms=1000 * wait_s / calls if calls else None,
+        accepted_share=verified[1] / verified[0] if verified[0] else None,
+        hit_rate=hit_rate,
+        rolled_back=rolled_back,
+        rows_per_round=rows_per_round,
+        joules_per_token=sum(joules) / emitted if len(joules) == len(own) else None,
+        same_as_bare=sum(same) / len(same),
     )
 
 
-def _draft_figures(
-    own: Sequence[Record], emitted: int
-) -> tuple[float | None, Mapping[str, float] | None, float | None]:
+def _draft_stats(own: Sequence[Record], emitted: int) -> tuple[float | None, Mapping[str, float] | None, float | None]:
     """Hit rate, rolled-back tokens per emitted token, draft rows per round."""
     total: Counter[str] = Counter()
     for record in own:
@@ -204,7 +222,7 @@ def _ratio(pairs: Sequence[tuple[Record, Record]]) -> float:
 
 
 def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Records of the same prompts, side by side; a run that was cut off leaves some without a partner."""
+    """Records of the same prompts, side by side; an interrupted run leaves some without a partner."""
     partners = {(record["prompt"], record["repeat"]): record for record in other}
     keys = [(record["prompt"], record["repeat"]) for record in own]
     return [(record, partners[key]) for record, key in zip(own, keys, strict=True) if key in partners]

@@ -1,4 +1,4 @@
-"""A picture of a real run: a panel for every target, its steps and waits and the draft's steps. Needs matplotlib."""
+"""Drawing a timeline: one panel for each target with its steps and waits, and the draft's steps. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.recording import Recording, Span, TargetLane, shares
+from specbranch.bench.timeline_file import Span, TargetLane, Timeline, shares
 from specbranch.pyplot import load_pyplot
 
 _TARGET, _WAIT, _PREFILL = "#264653", "#d1495b", "#d9d9d9"
 _HIT, _MISS = "#2a9d8f", "#d1495b"
-_READ = "#c9b79c"
+_DRAFT_PREFILL = "#c9b79c"
 _ROWS = ("#bfe3dd", "#7fcabd", "#2a9d8f", "#1b6f65")  # for 1 row, 2, 3 or 4, more
 _ROW_STEPS = (1, 2, 4)
 _ROW_LABELS = ("1 row", "2 rows", "3-4 rows", "5 rows or more")
 _MAX_PANELS = 6
-_LABEL_SHARE = 0.022  # a bar at least this wide, as a share of the picture, has room for figures
+_LABEL_SHARE = 0.022  # a bar at least this wide, as a share of the figure, has room for numbers
 
 
-def plot_timeline(path: Path, recording: Recording, stretches: list[tuple[float, float]], title: str) -> None:
-    """Draw the first targets, each over its own stretch of time, to a file whose suffix gives the format."""
+def plot_timeline(path: Path, timeline: Timeline, stretches: list[tuple[float, float]], title: str) -> None:
+    """Draw the first targets, each over its own time range; the file's suffix gives the format."""
     pyplot = load_pyplot()
-    lanes = list(zip(recording.targets, stretches, strict=True))[:_MAX_PANELS]
+    lanes = list(zip(timeline.targets, stretches, strict=True))[:_MAX_PANELS]
     size = (12, 1.45 * len(lanes) + 1.1)
     figure, axes = pyplot.subplots(len(lanes), 1, figsize=size, layout="constrained", squeeze=False)
     for axis, (lane, stretch) in zip(axes[:, 0], lanes, strict=True):
-        _draw_panel(axis, recording, lane, stretch)
+        _draw_panel(axis, timeline, lane, stretch)
     axes[-1, 0].set_xlabel("time, ms")
     _draw_legend(axes[0, 0], title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def choose_stretches(recording: Recording, num_rounds: int) -> list[tuple[float, float]]:
-    """For every target a stretch of equal length, from its middle, in which the slowest has about `num_rounds` steps.
+def choose_stretches(timeline: Timeline, num_rounds: int) -> list[tuple[float, float]]:
+    """For every target a time range of equal length, from its middle; the slowest has about `num_rounds` steps in it.
 
     A target with fewer steps shows all that it has.
     """
-    length_s = max(_typical_s(lane) for lane in recording.targets) * num_rounds
-    return [_middle(lane, length_s) for lane in recording.targets]
+    length_s = max(_typical_s(lane) for lane in timeline.targets) * num_rounds
+    return [_middle(lane, length_s) for lane in timeline.targets]
 
 
 def _typical_s(lane: TargetLane) -> float:
@@ -57,12 +57,14 @@ def _middle(lane: TargetLane, length_s: float) -> tuple[float, float]:
     return start_s, start_s + length_s
 
 
-def _draw_panel(axis: Any, recording: Recording, lane: TargetLane, stretch: tuple[float, float]) -> None:
+def _draw_panel(axis: Any, timeline: Timeline, lane: TargetLane, stretch: tuple[float, float]) -> None:
     start_s, end_s = stretch
-    shown = recording.between(start_s, end_s)
+    shown = timeline.between(start_s, end_s)
     here = next((one for one in shown.targets if one.name == lane.name), TargetLane(lane.name))
     for draft in shown.drafts:
-        axis.add_patch(_box(draft, start_s, 1.2, _READ if draft.is_prefill else _ROWS[_shade(draft.args["rows"])]))
+        axis.add_patch(
+            _box(draft, start_s, 1.2, _DRAFT_PREFILL if draft.is_prefill else _ROWS[_shade(draft.args["rows"])])
+        )
     for step in here.steps:
         axis.add_patch(_box(step, start_s, 0.0, _PREFILL if step.is_prefill else _TARGET))
         _label_step(axis, step, start_s, end_s - start_s)
@@ -71,7 +73,7 @@ def _draw_panel(axis: Any, recording: Recording, lane: TargetLane, stretch: tupl
     for mark in here.marks:
         at_ms = 1e3 * (mark.at_s - start_s)
         axis.plot([at_ms, at_ms], [0.94, 1.16], color=_HIT if mark.is_hit else _MISS, lw=2.6, solid_capstyle="butt")
-    _dress(axis, recording, lane, 1e3 * (end_s - start_s))
+    _dress(axis, timeline, lane, 1e3 * (end_s - start_s))
 
 
 def _box(span: Span, origin_s: float, y: float, color: str) -> Any:
@@ -93,8 +95,8 @@ def _shade(rows: int) -> int:
     return bisect_left(_ROW_STEPS, rows)
 
 
-def _dress(axis: Any, recording: Recording, lane: TargetLane, length_ms: float) -> None:
-    figures = shares(recording, lane)
+def _dress(axis: Any, timeline: Timeline, lane: TargetLane, length_ms: float) -> None:
+    figures = shares(timeline, lane)
     facts = f"target busy {figures.busy:.0%}, waits {figures.waiting:.0%}, draft busy {figures.draft_busy:.0%}"
     rate = f"hits {figures.hit_rate:.0%}, {figures.emitted_per_round:.2f} tokens a round"
     axis.set_title(f"{lane.label}  ({facts}, {rate})", loc="left", fontsize=9)
@@ -113,7 +115,7 @@ def _draw_legend(axis: Any, title: str) -> None:
         Patch(color=_TARGET, label="target: accepted/submitted"),
         Patch(color=_WAIT, label="target waits"),
         *(Patch(color=color, label=f"draft, {label}") for color, label in zip(_ROWS, _ROW_LABELS, strict=True)),
-        Patch(color=_READ, label="draft reads a sequence"),
+        Patch(color=_DRAFT_PREFILL, label="draft prefills"),
         Line2D([], [], marker="|", ms=9, mew=2.6, color=_HIT, ls="", label="hit"),
         Line2D([], [], marker="|", ms=9, mew=2.6, color=_MISS, ls="", label="miss"),
     ]

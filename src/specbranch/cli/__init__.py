@@ -8,36 +8,60 @@ import typer
 
 from specbranch.cli.bench import bench
 from specbranch.cli.check import check
+from specbranch.cli.console import print_help_alone
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.generate import generate
+from specbranch.cli.options import Command, example
 from specbranch.cli.plan import plan
 from specbranch.cli.profile import profile
 from specbranch.cli.serve import FLAGS_GO_THROUGH, serve
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
 from specbranch.cli.train import train
+from specbranch.extensions import load_planners
 from specbranch.version import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="`specbranch COMMAND --help` explains a command and ends with an example.",
+)
+
+_USE, _JUDGE, _STUDY, _OPERATE = "Use", "Judge", "Study", "Operate"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(f"specbranch {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Branch-parallel speculative decoding: a draft on its own device prepares for the target's verdicts."""
+    """Parallel speculative decoding for vLLM: a small draft model on its own device keeps continuations ready."""
+    load_planners()
+    print_help_alone(context)
 
 
-for command in (check, draft, generate, keys, plan, profile, simulate, timeline):
-    app.command()(command)
-app.command(context_settings=FLAGS_GO_THROUGH)(serve)
-app.add_typer(bench, name="bench")
-app.add_typer(train, name="train")
+# The help lists panels and commands in this order; groups of commands come last in their panel.
+for command, panel, line in (
+    (serve, _USE, "specbranch serve TARGET --draft DRAFT --planner budget --port 8000"),
+    (generate, _USE, 'specbranch generate TARGET --draft DRAFT --prompt "Hello" --compare'),
+    (plan, _JUDGE, "specbranch plan TARGET --draft DRAFT --prompts mine.jsonl"),
+    (check, _JUDGE, "specbranch check TARGET --draft DRAFT --quick"),
+    (simulate, _STUDY, "specbranch simulate --acceptance 0.8 --c 6 --planners sps,pearl,budget"),
+    (timeline, _STUDY, "specbranch timeline run.json --plot run.png"),
+    (profile, _STUDY, "specbranch profile draft.gguf --cores 1 --rows 1,2,4,8"),
+    (draft, _OPERATE, "specbranch draft draft.gguf --listen ipc:///tmp/draft.sock"),
+    (keys, _OPERATE, "specbranch keys ./keys"),
+):
+    settings = FLAGS_GO_THROUGH if command is serve else None
+    app.command(cls=Command, rich_help_panel=panel, epilog=example(line), context_settings=settings)(command)
+app.add_typer(bench, name="bench", rich_help_panel=_JUDGE)
+app.add_typer(train, name="train", rich_help_panel=_STUDY)

@@ -1,4 +1,4 @@
-"""One answer of the target: its text and what it took."""
+"""One answer of the target: its text and its stats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specbranch.plugins.vllm.target import Piece
 
 @dataclass(slots=True)
 class Answer:
-    """Grows piece by piece. The first piece ends the prefill; every later one is a round."""
+    """An answer that grows piece by piece. The first piece ends the prefill; every later one is a round."""
 
     asked_s: float
     tokens: list[int] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Answer:
     _num_first: int = 0
 
     def take(self, piece: Piece) -> None:
-        """Add what one engine step brought."""
+        """Add the output of one engine step."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
@@ -43,29 +43,31 @@ class Answer:
 
     @property
     def first_token_s(self) -> float | None:
-        """From the question to the first token."""
+        """Time to first token."""
         return self._first_s - self.asked_s if self._first_s is not None else None
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first, over the time that they took: the speed of decoding, without the prefill."""
+        """Decoding speed, without the prefill."""
         return (len(self.tokens) - self._num_first) / self.decode_s if self.decode_s else 0.0
 
     @property
     def accepted_per_round(self) -> float:
-        """Drafted tokens that were accepted, per round."""
+        """Accepted draft tokens per round."""
         return self.accepted / self.rounds if self.rounds else 0.0
 
     @property
     def wait_share(self) -> float:
-        """The part of the decoding in which the target waited for a draft."""
+        """The share of the decoding time in which the target waited for drafts."""
         return min(1.0, self.wait_s / self.decode_s) if self.decode_s else 0.0
 
-    def figures(self) -> str:
+    def stats(self) -> str:
         """One line for people."""
         parts = [f"{len(self.tokens)} tokens", f"{self.tokens_per_s:.1f} tokens/s"]
+        if self.first_token_s is not None:
+            parts.append(f"first token after {self.first_token_s:.2f} s")
         if self.accepted or self.wait_s:
-            parts += [f"{self.accepted_per_round:.2f} accepted a round", f"waits {self.wait_share:.0%}"]
+            parts += [f"{self.accepted_per_round:.2f} draft tokens accepted per round", f"waited {self.wait_share:.0%}"]
         return " · ".join(parts)
 
     def as_json(self) -> dict[str, Any]:

@@ -1,109 +1,127 @@
-"""`specbranch bench`: run a scenario on real engines, and show what its results say."""
+"""`specbranch bench`: run a scenario on real engines, and show its results."""
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from specbranch.bench.prompts import PromptError
-from specbranch.bench.report import load_table, lost_lines, write_report
+from specbranch.bench.report import SAME, load_table, lost_lines, write_report
 from specbranch.bench.results import ResultError, Results, drop_unfinished, read_results
 from specbranch.bench.runner import run_scenario
-from specbranch.bench.scenario import Scenario, ScenarioError, read_scenario
+from specbranch.bench.scenario import BARE, Scenario, ScenarioError, read_scenario
 from specbranch.bench.served import LoadError, run_load
-from specbranch.bench.summary import Line, summarize
-from specbranch.cli.console import console_for, friendly_errors, print_json, progress_bar
+from specbranch.bench.summary import NO_RANGE, Line, summarize
+from specbranch.cli.console import console_for, friendly_errors, print_help_alone, print_json
+from specbranch.cli.options import AsJson, Command, example
+from specbranch.cli.progress import Progress
 from specbranch.core.planners import SettingError
 from specbranch.plugins.vllm.process import TargetFailure
 from specbranch.service.process import StartError
 
-_COLUMNS = (
-    "task", "at", "method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same"
-)  # fmt: skip
-_CAPTION = (
-    "at: requests at once; n: trials; speed: tokens per second over bare vLLM, range: 95 % of resamples; core: speed "
-    "for each core that the method keeps; emit: tokens a round; lost: rolled back per emitted token; hook: ms of the "
-    "proposer's call; same: answers equal to bare vLLM's"
+_COLUMNS = ("method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same")
+_LEGEND = (
+    f"n: trials; speed: tokens/s relative to bare vLLM; range: 95 % of resamples of the prompts, {NO_RANGE} below "
+    "three trials; core: speed for each CPU core that the method uses; emit: tokens per round; hits: verdicts for "
+    "which a branch was ready; lost: draft tokens rolled back per emitted token; hook: ms of the proposer's call.",
+    SAME,
 )
 
-bench = typer.Typer(no_args_is_help=True, help="Measure methods against each other on real engines.")
+bench = typer.Typer(
+    invoke_without_command=True, help="Measure methods against each other in vLLM, and report the results."
+)
+bench.callback()(print_help_alone)
+_RESULTS = typer.Argument(metavar="FILE", help="Result file of `specbranch bench run`.", show_default=False)
 
 
-@bench.command()
+@bench.command(cls=Command, epilog=example("specbranch bench run scenarios/small.toml --data prompts --out r.jsonl"))
 def run(
-    scenario: Annotated[Path, typer.Argument(help="TOML file that says what to measure.")],
-    data: Annotated[Path, typer.Option(help="Directory with the files of prompts that the scenario names.")],
-    out: Annotated[Path, typer.Option(help="Result file, one JSON document a line; must not exist.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a result file that was cut off.")] = False,
+    scenario: Annotated[
+        Path, typer.Argument(metavar="SCENARIO", help="TOML file that says what to measure.", show_default=False)
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Directory of the prompt files that the scenario names.", show_default=False),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Result file, in JSON lines; must not exist.", show_default=False)
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run from its result file.")] = False,
 ) -> None:
-    """Start the engines on their cores and measure; nothing else should run on the machine meanwhile."""
+    """Measure every method of a scenario and write a result file.
+
+    Nothing else should run on the machine meanwhile.
+    """
     with friendly_errors(
         ScenarioError, SettingError, PromptError, ResultError, TargetFailure, StartError, LoadError, OSError
     ):
         chosen = read_scenario(scenario)
         num_done = _num_done(chosen, out) if resume else 0
-        with out.open("a" if resume else "x") as sink, progress_bar() as bar:
-            task = bar.add_task("starting engines", total=None)
+        with out.open("a" if resume else "x") as sink, Progress() as progress:
+            progress.show("starting engines")
             measure = run_scenario if chosen.served is None else run_load
-            measure(
-                chosen,
-                data,
-                sink,
-                lambda done, total: bar.update(task, completed=done, total=total, description=chosen.name),
-                num_done,
-            )
+            measure(chosen, data, sink, partial(progress.show, f"measuring {chosen.name}"), num_done)
         _print(out, as_json=False)
 
 
-@bench.command()
-def show(
-    results: Annotated[Path, typer.Argument(help="A result file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
-) -> None:
-    """Tokens per second of every method over bare vLLM, with the spread over prompts."""
+@bench.command(cls=Command, epilog=example("specbranch bench show results/bench-planners.jsonl"))
+def show(results: Annotated[Path, _RESULTS], as_json: AsJson = False) -> None:
+    """Show the speed of every method relative to bare vLLM, as a table."""
     with friendly_errors(ResultError):
         _print(results, as_json)
 
 
-@bench.command()
+@bench.command(cls=Command, epilog=example("specbranch bench report results/bench-planners.jsonl --out report"))
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Result files; each is a section.")],
-    out: Annotated[Path, typer.Option(help="Directory for report.md, report.html and the figures.")],
-    method: Annotated[str, typer.Option(help="The method whose losses are told.")] = "specbranch",
-    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Benchmark",
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE", help="Result files; each becomes a section.", show_default=False),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Directory for report.html, report.md and the figures.", show_default=False),
+    ],
+    method: Annotated[str, typer.Option(metavar="NAME", help="Method whose losses are listed.")] = "specbranch",
+    title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the report.")] = "Benchmark",
 ) -> None:
-    """Tables with ranges, figures, and where we lose: Markdown, and one HTML page that needs nothing beside it."""
+    """Write a report with tables, figures, and where a method loses.
+
+    It is written as Markdown and as one HTML page without other files.
+    """
     with friendly_errors(ResultError, ImportError, OSError):
         read = [read_results(path) for path in results]
         page = write_report(read, out, method, title)
         console = console_for(as_json=False)
         for one in read:
-            console.print(_table(one))
+            _print_table(console, one)
             if one.scenario.served is not None:
                 continue
             lost = lost_lines(one, method)
             console.print(f"where {method} loses: " + ("nowhere in this run" if not lost else ""), style="bold")
             for line in lost:
-                console.print(f"  {line}", highlight=False)
-        console.print(f"written: {page} and report.md beside it", highlight=False)
+                console.print(f"  {line}", highlight=False, soft_wrap=True)
+        console.print(f"wrote {page} and report.md beside it", highlight=False, soft_wrap=True)
 
 
 def _num_done(scenario: Scenario, path: Path) -> int:
-    """Trials that a result file already holds; it must be of the same scenario."""
+    """How many trials a result file already holds; it must be of the same scenario."""
     results = read_results(path)
     if results.scenario != scenario:
-        raise ResultError(f"{path} holds results of another scenario, or of another state of it; begin a new file")
-    drop_unfinished(path)  # only now: a file of something else is left as it is
+        raise ResultError(f"{path} holds results of another scenario, or of an older version of it; choose a new --out")
+    drop_unfinished(path)  # only now: another file must not be changed
     return len(results.records)
 
 
 def _print(path: Path, as_json: bool) -> None:
     results = read_results(path)
     if not as_json:
-        console_for(as_json).print(_table(results))
+        _print_table(console_for(as_json), results)
     elif results.scenario.served is None:
         lines = [line.as_json() for line in summarize(results)]
         print_json({"scenario": results.scenario.as_json(), "lines": lines})
@@ -111,29 +129,42 @@ def _print(path: Path, as_json: bool) -> None:
         print_json({"scenario": results.scenario.as_json(), "records": list(results.records)})
 
 
-def _table(results: Results) -> Table:
-    if results.scenario.served is None:
-        return _speed_table(results.scenario.name, summarize(results))
-    said = load_table(results)
-    table = Table(*said.heads, title=results.scenario.name, caption=said.title, box=None, padding=(0, 1, 0, 0))
-    for row in said.rows:
+def _print_table(console: Console, results: Results) -> None:
+    console.print(results.scenario.name, style="bold", highlight=False)
+    if results.scenario.served is not None:
+        console.print(_load_table(results))
+        return
+    for (task, concurrency), lines in groupby(summarize(results), key=lambda line: (line.task, line.concurrency)):
+        at_once = "" if concurrency == 1 else f", {concurrency} requests at once"
+        console.print(_speed_table(f"{task}{at_once}", list(lines)))
+    for line in _LEGEND:
+        console.print(line, style="dim", highlight=False)
+
+
+def _load_table(results: Results) -> Table:
+    read = load_table(results)
+    table = Table(title=read.title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for head in read.heads:
+        table.add_column(
+            head, justify="left" if head == "method" else "right", overflow="fold", no_wrap=head == "method"
+        )
+    for row in read.rows:
         table.add_row(*row)
     return table
 
 
-def _speed_table(name: str, lines: list[Line]) -> Table:
-    table = Table(title=name, caption=_CAPTION, box=None, padding=(0, 1, 0, 0))
+def _speed_table(title: str, lines: list[Line]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("task", "method") else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    fastest = max(lines, key=lambda line: line.speed.value)
     for line in lines:
-        table.add_row(
-            line.task,
-            str(line.concurrency),
+        cells = (
             line.method,
             str(line.trials),
             f"{line.tokens_per_s:.1f}",
             f"{line.speed.value:.2f}",
-            f"{line.speed.low:.2f}-{line.speed.high:.2f}",
+            "" if line.method == BARE else line.speed.range,
             f"{line.speed_per_core:.2f}",
             f"{line.emitted_per_round:.2f}",
             _optional(line.hit_rate, ".0%"),
@@ -141,6 +172,7 @@ def _speed_table(name: str, lines: list[Line]) -> Table:
             _optional(line.hook_ms, ".1f"),
             f"{line.same_as_bare:.0%}",
         )
+        table.add_row(*cells, style="bold" if line is fastest else None)
     return table
 
 

@@ -1,16 +1,17 @@
-"""A chat in the terminal: lines in, answers out, and the history between them."""
+"""A chat in the terminal: reads lines, prints answers, keeps the history."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 Message = dict[str, str]
+COMMANDS = "/quit leaves the chat, /clear clears the history, Ctrl-C stops an answer."
 
 
 class Chat:
-    """Asks `read` for lines until it gives None or `/quit`. `answer` gets the history and returns the text said.
+    """Reads lines until `read` returns None or `/quit`. `answer` gets the history and returns the answer's text.
 
-    `answer` may return None for a question that it cannot take; it is then forgotten.
+    `answer` may return None for a question that it cannot take; the question is then dropped.
     """
 
     def __init__(
@@ -27,16 +28,16 @@ class Chat:
         self.history: list[Message] = list(self._start)
 
     def run(self) -> None:
-        """Talk until the user leaves."""
+        """Chat until the user leaves."""
         while (line := self._read()) is not None:
             said = line.strip()
             if said == "/quit":
                 return
             if said == "/clear":
                 self.history = list(self._start)
-                self._tell("The history is empty.")
+                self._tell("History cleared.")
             elif said.startswith("/"):
-                self._tell("/quit leaves, /clear forgets the history; Ctrl-C stops an answer.")
+                self._tell(COMMANDS)
             elif said:
                 self._say(said)
 

@@ -1,21 +1,38 @@
-"""`specbranch check`: does vLLM with the proposer emit what bare vLLM emits, on your own pair of models?"""
+"""`specbranch check`: does vLLM with the proposer emit what bare vLLM emits, for your own pair of models?"""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.cores import divide_cores
-from specbranch.core.planners import PLANNERS, SettingError, setting_names
-from specbranch.engines.registry import ENGINES
+from specbranch.cli.options import (
+    AsJson,
+    Draft,
+    DraftCores,
+    DraftDevice,
+    DraftDtype,
+    DraftEngine,
+    Dtype,
+    Gamma,
+    Planner,
+    Predictor,
+    Target,
+    TargetCores,
+    VllmArg,
+    check_directory,
+    draft_words,
+)
+from specbranch.cli.progress import Progress
+from specbranch.cli.values import table
+from specbranch.core.planners import SettingError, planner_names, setting_names
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
 from specbranch.plugins.vllm.exactness.kit import check as run_check
@@ -25,50 +42,73 @@ from specbranch.service.process import DraftOptions, StartError
 _COLOURS = {HOLDS: "green", FAILED: "bold red"}
 
 
+def _sizes(name: str) -> str:
+    return f"Default: {getattr(FULL, name)}, or {getattr(QUICK, name)} with --quick."
+
+
 def check(
-    target: Annotated[str, typer.Argument(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
-    draft: Annotated[str, typer.Option(help="The draft model, as `specbranch draft --model` takes it.")],
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS[1:])}.")] = "specbranch",
-    predictor: Annotated[
-        str, typer.Option(help="confidence, none, all, or the directory of one made by `specbranch train`.")
-    ] = "confidence",
-    all_planners: Annotated[bool, typer.Option("--all-planners", help="Greedy equality for every planner.")] = False,
-    dtype: Annotated[str, typer.Option(help="The element type that you serve with, as vLLM takes it.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and samples: notices less.")] = False,
-    prompts: Annotated[int | None, typer.Option(help="Greedy prompts.", min=1)] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of each greedy output.", min=2)] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples for each sampling feature.", min=2)] = None,
-    alpha: Annotated[float, typer.Option(help="False-alarm rate of the whole report.")] = 1e-3,
-    deadline_ms: Annotated[float, typer.Option(help="The longest that a step may wait for drafts.", min=1)] = 2000.0,
-    draft_len: Annotated[int, typer.Option(help="Longest submission.", min=1)] = 4,
-    draft_engine: Annotated[str | None, typer.Option(help=f"One of {', '.join(ENGINES)}.")] = None,
-    draft_device: Annotated[str, typer.Option(help="Where the draft runs.")] = "cpu",
-    target_cores: Annotated[str | None, typer.Option(help="Cores of the target, such as 0,1.")] = None,
-    draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft.")] = None,
-    vllm_arguments: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")] = "{}",
-    seed: Annotated[int, typer.Option(help="Seed of the tests' own draws.")] = 0,
-    report: Annotated[Path | None, typer.Option(help="Write the report to this Markdown file, too.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+    target: Target,
+    draft: Draft,
+    planner: Planner = "specbranch",
+    predictor: Predictor = "confidence",
+    all_planners: Annotated[
+        bool, typer.Option("--all-planners", help="Also check greedy equality with every other planner.")
+    ] = False,
+    dtype: Dtype = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use fewer prompts and samples; small errors may go unnoticed.")
+    ] = False,
+    num_prompts: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Greedy prompts. {_sizes('num_prompts')}", min=1)
+    ] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens of each greedy answer. {_sizes('num_tokens')}", min=2)
+    ] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Samples of each sampling feature. {_sizes('num_samples')}", min=2)
+    ] = None,
+    alpha: Annotated[
+        float, typer.Option(metavar="P", help="Probability that a correct pair fails anywhere in the report.")
+    ] = 1e-3,
+    deadline_ms: Annotated[
+        float, typer.Option(metavar="MS", help="Longest time that a target step waits for drafts.", min=1)
+    ] = 2000.0,
+    gamma: Gamma = 4,
+    draft_engine: DraftEngine = None,
+    draft_device: DraftDevice = "cpu",
+    draft_dtype: DraftDtype = "auto",
+    target_cores: TargetCores = None,
+    draft_cores: DraftCores = None,
+    vllm_arg: VllmArg = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the statistical tests.")] = 0,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report, as Markdown.")] = None,
+    as_json: AsJson = False,
     wrong_temperature: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compare vLLM with and without the proposer. Exit code 0: all holds; 1: something failed; 2: wrong options."""
+    """Check on your own models that drafting does not change what vLLM emits.
+
+    It runs vLLM with and without drafts. Greedy answers must be equal in float32;
+    sampled answers must follow the same distribution.
+    Exit code 0: all checks hold; 1: a check failed; 2: wrong options.
+    """
     with friendly_errors(UsageError, SettingError, StartError, TargetFailure, ImportError, OSError):
         if not 0 < alpha < 1:
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
+        check_directory("--report", report)
         cores = divide_cores(draft_device, target_cores, draft_cores)
-        log_level = ("--log-level", "warning")
+        extra = ["--log-level", "warning", *draft_words(draft_dtype)]
         options = CheckOptions(
             target=target,
-            draft=DraftOptions(draft, engine=draft_engine, device=draft_device, cores=cores.draft, extra=log_level),
+            draft=DraftOptions(model=draft, engine=draft_engine, device=draft_device, cores=cores.draft, extra=extra),
             planners=_planners(planner, all_planners),
             dtype=dtype,
-            num_speculative_tokens=draft_len,
+            num_speculative_tokens=gamma,
             deadline_ms=deadline_ms,
             alpha=alpha,
             seed=seed,
-            size=_size(quick, prompts, tokens, samples),
+            size=_size(quick, num_prompts, num_tokens, num_samples),
             target_cores=cores.target,
-            arguments=_arguments(vllm_arguments),
+            arguments=table("--vllm-arg", vllm_arg),
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
@@ -77,7 +117,7 @@ def check(
         _print_report(console, found, quick)
         if report is not None:
             report.write_text(_markdown(found))
-            console.print(f"written to {report}")
+            console.print(f"wrote {report}", highlight=False)
         if as_json:
             print_json(found.as_json())
     if found.has_failed:
@@ -87,8 +127,8 @@ def check(
 def _planners(planner: str, all_planners: bool) -> list[str]:
     setting_names(planner)  # raises with the nearest known name
     if planner == "none":
-        raise UsageError("--planner is none, which never drafts: nothing would be checked; choose another")
-    others = [name for name in PLANNERS if name not in ("none", planner)] if all_planners else []
+        raise UsageError("--planner none never drafts, so nothing would be checked; choose another")
+    others = [name for name in planner_names() if name not in ("none", planner)] if all_planners else []
     return [planner, *others]
 
 
@@ -97,33 +137,18 @@ def _size(quick: bool, prompts: int | None, tokens: int | None, samples: int | N
     return replace(QUICK if quick else FULL, **{name: value for name, value in chosen.items() if value is not None})
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--vllm-arguments is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError("--vllm-arguments must be a JSON object, such as '{\"max_model_len\": 1024}'")
-    return value
-
-
 def _run(options: CheckOptions) -> Report:
-    with progress_bar() as bar:
-        task = bar.add_task("draft service starts", total=1)
-
-        def listen(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total)
-
-        return run_check(options, listen)
+    with Progress() as progress:
+        progress.show("starting the draft service")
+        return run_check(options, progress.show)
 
 
 def _summary(report: Report) -> list[str]:
     options, size = report.options, report.options.size
     return [
-        f"{size.num_prompts} greedy prompts of {size.num_tokens} tokens, {size.num_samples} samples for each feature.",
-        f"p: adjusted for all distributions together; the whole report gives a false alarm with probability at most "
-        f"{options.alpha:g}.",
-        "shift: the total-variation distance between the distributions that is detected with probability 0.9, in the",
+        f"{size.num_prompts} greedy prompts of {size.num_tokens} tokens, {size.num_samples} samples of each feature.",
+        f"p: p-value, corrected for all tests; a correct pair fails with probability {options.alpha:g} or less.",
+        "shift: the total-variation distance between two distributions that is found with probability 0.9, in the",
         "direction that is hardest to see.",
     ]
 
@@ -139,21 +164,22 @@ def _p(finding: Finding) -> str:
 
 def _print_report(console: Console, report: Report, quick: bool) -> None:
     options = report.options
-    table = Table(title=escape(f"{options.target} with {options.draft.model}"), box=None, padding=(0, 1, 0, 0))
+    title = f"{options.target} with {options.draft.model}: {_verdict(report)}"
+    shown = Table(title=escape(title), box=None, padding=(0, 1, 0, 0))
     for column in ("check", "compared", "n", "result", "p", ""):
-        table.add_column(column, justify="right" if column in ("n", "p") else "left")
+        shown.add_column(column, justify="right" if column in ("n", "p") else "left")
     for finding in report.findings:
         colour = _COLOURS.get(finding.result, "dim")
         cells = escape(finding.name), escape(finding.compared), str(finding.n)
-        table.add_row(*cells, f"[{colour}]{finding.result}[/]", _p(finding), escape(finding.says))
-    console.print(table)
+        shown.add_row(*cells, f"[{colour}]{finding.result}[/]", _p(finding), escape(finding.says))
+    console.print(shown)
     for finding in report.findings:
         for line in finding.details:
             console.print(f"{finding.name}: {line}", markup=False, highlight=False, soft_wrap=True)
     for line in _summary(report):
         console.print(line, highlight=False, soft_wrap=True)
     if quick:
-        console.print("--quick: fewer samples notice less; run without it before you rely on the pair.")
+        console.print("--quick misses small errors; run without it before you rely on this pair.")
     console.print(_verdict(report), style="bold")
 
 

@@ -1,4 +1,4 @@
-"""What every command shares: where people's output goes, machines' output, and errors that say how to fix them."""
+"""What every command shares: where output goes, and error messages that say how to fix the problem."""
 
 from __future__ import annotations
 
@@ -10,32 +10,41 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specbranch.errors import SpecBranchError
 
 
-class UsageError(ValueError):
-    """Options that are wrong or do not go together."""
+class UsageError(SpecBranchError, ValueError):
+    """Options that are wrong or contradict each other."""
 
 
 def console_for(as_json: bool) -> Console:
-    """Standard output for people; standard error once `--json` has taken standard output."""
+    """Standard output for people; standard error if `--json` takes standard output."""
     return Console(stderr=as_json)
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One JSON document as the last line of standard output."""
+    """Print one JSON document as the last line of standard output."""
     typer.echo(json.dumps(document, allow_nan=False))
 
 
 def progress_bar() -> Progress:
-    """A bar on standard error that leaves nothing behind."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    """A bar on standard error that disappears at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def print_help_alone(context: typer.Context) -> None:
+    """For a command without a subcommand: print its help and exit with code 0."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 @contextmanager
 def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn the exceptions a caller can fix into one line and exit code 2."""
+    """Turn exceptions that the user can fix into one line and exit code 2."""
     try:
         yield
     except kinds as error:

@@ -1,4 +1,4 @@
-"""Which cores a process stays on, and who gets which when a target and a draft share a CPU."""
+"""CPU cores: pinning a process, and sharing cores between a target and a draft."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from specbranch.plugins.vllm.compat import launch
 
 
 def stay_on(text: str) -> None:
-    """Keep this process to the cores named by `--cores`."""
+    """Pin this process to the cores of `--cores`."""
     cores, before = numbers("--cores", text), os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)
     except (OSError, OverflowError) as error:
         raise _no_such_cores("--cores", cores, before) from error
-    # Linux passes over cores that are not there as long as one of them is.
+    # Linux ignores cores that do not exist as long as one of them does.
     if os.sched_getaffinity(0) != set(cores):
         os.sched_setaffinity(0, before)
         raise _no_such_cores("--cores", cores, before)
 
 
 def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:
-    """Cores for a target in vLLM and for its draft, as `--target-cores` and `--draft-cores` say or as suits both."""
+    """Cores for a target in vLLM and for its draft, from `--target-cores` and `--draft-cores`, else shared out."""
     return split(
         usable_cores(),
         target_on_cpu=launch.runs_on_cpu(),

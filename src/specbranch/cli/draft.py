@@ -8,75 +8,84 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import stay_on
-from specbranch.engines.options import DTYPES, EngineOptions
+from specbranch.cli.options import (
+    Cores,
+    Device,
+    Engine,
+    Model,
+    ModelDtype,
+    RecordFile,
+    Threads,
+    TimelineFile,
+    check_directory,
+)
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import EngineError
-from specbranch.engines.registry import ENGINES, engine_for, open_engine
+from specbranch.engines.registry import engine_for, open_engine
 from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
 from specbranch.service.observer import Observer
 from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.timeline import Timeline
+from specbranch.service.timeline import TimelineRecorder
 
 log = logging.getLogger(__name__)
 
 
 def draft(
-    model: Annotated[
-        str, typer.Option(help="GGUF or Transformers model: a path, a name in $SPECBRANCH_MODELS, or on the hub.")
-    ],
-    engine: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(ENGINES)}; by default what suits the model.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, gpu:1, mps: what the engine knows.")] = "cpu",
+    model: Model,
+    engine: Engine = None,
+    device: Device = "cpu",
+    dtype: ModelDtype = "auto",
     listen: Annotated[
-        str | None, typer.Option(help="ipc://PATH (default, owner only) or tcp://HOST:PORT with --keys.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="ipc://PATH, a socket for this user only, or tcp://HOST:PORT together with --keys. Default: a socket "
+            "in this user's run directory.",
+        ),
     ] = None,
-    keys: Annotated[Path | None, typer.Option(help="Directory made by `specbranch keys`; needed for TCP.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of the engine. Default: one per core it may use.")
+    keys: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory written by `specbranch keys`; required for TCP.")
     ] = None,
-    cores: Annotated[str | None, typer.Option(help="Cores for this process, such as 1 or 4,5,6.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help=f"Weights of Transformers models: {', '.join(DTYPES)}. auto: the fastest on this CPU.")
-    ] = "auto",
-    max_sessions: Annotated[int, typer.Option(help="Sessions remembered.", min=1)] = 256,
-    cache_tokens: Annotated[int, typer.Option(help="Tokens in the engine's cache.", min=64)] = 16384,
-    max_handles: Annotated[int, typer.Option(help="Branches in the engine's cache.", min=1)] = 256,
-    row_limit: Annotated[int, typer.Option(help="Rows in one draft step.", min=1)] = 64,
+    threads: Threads = None,
+    cores: Cores = None,
+    max_sessions: Annotated[int, typer.Option(metavar="N", help="Most requests that are kept in memory.", min=1)] = 256,
+    cache_tokens: Annotated[int, typer.Option(metavar="N", help="Size of the KV cache in tokens.", min=64)] = 16384,
+    max_handles: Annotated[int, typer.Option(metavar="N", help="Most branches in the KV cache.", min=1)] = 256,
+    row_limit: Annotated[int, typer.Option(metavar="N", help="Largest batch of one draft step.", min=1)] = 64,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Answer Prometheus scrapes at this port of localhost.")
+        int | None, typer.Option(metavar="PORT", help="Port on localhost for Prometheus metrics. Default: none.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Record what both sides did and write it here at the end, for Perfetto.")
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Write every verdict and the draft's distributions here, for replay and training."),
-    ] = None,
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop as well when standard input closes.")] = False,
-    log_format: Annotated[str, typer.Option(help="text or json")] = "text",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    timeline: TimelineFile = None,
+    record: RecordFile = None,
+    until_eof: Annotated[bool, typer.Option("--until-eof", help="Also stop when standard input is closed.")] = False,
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="Format of the log lines.")] = "text",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(metavar="LEVEL", help="Least severe messages to log: debug, info, warning or error."),
+    ] = "info",
 ) -> None:
-    """Serve drafts until SIGTERM or Ctrl-C. A target's proposer connects to it; it may die at any moment."""
+    """Run the draft service alone, for targets that are started separately.
+
+    `serve` and `generate` start one by themselves.
+    Stop it with Ctrl-C or SIGTERM; targets keep running without it.
+    """
     with friendly_errors(EngineError, EndpointError, UsageError, ImportError, OSError):
-        if log_format not in ("text", "json"):
-            raise UsageError(f"--log-format is {log_format!r}; choose text or json")
-        set_up_logs("json" if log_format == "json" else "text", log_level)
-        for name, path in (("--trace", trace), ("--record", record)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UsageError(f"{name} is {path}; there is no directory {path.parent}")
+        set_up_logs(log_format, log_level)
+        for name, path in (("--timeline", timeline), ("--record", record)):
+            check_directory(name, path)
         if cores is not None:
             stay_on(cores)
         options = EngineOptions(
-            model,
+            model=model,
             device=device,
             threads=threads,
             dtype=dtype,
@@ -85,37 +94,51 @@ def draft(
             row_limit=row_limit,
         )
         service = ServiceOptions(listen or default_address(), service_keys(keys), max_sessions)
-        timeline = Timeline() if trace else None
+        timeline_recorder = TimelineRecorder() if timeline else None
         draft_engine = open_engine(engine or engine_for(model), options)
         recorder = Recorder(record, Path(model).name) if record else None
-        server = Server(draft_engine, service, Observer(timeline, recorder))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: server.stop())
-        if until_eof:
-            threading.Thread(target=_stop_at_eof, args=(server,), name="eof", daemon=True).start()
-        scrapes = serve_metrics(server, metrics_port) if metrics_port else None
+        server = Server(draft_engine, service, Observer(timeline_recorder, recorder))
         try:
-            server.serve()
+            _serve(server, metrics_port, until_eof)
         finally:
-            if scrapes is not None:
-                scrapes.shutdown()
-            if timeline is not None and trace is not None:
-                timeline.write(trace, draft=model, device=device)
-                log.info("wrote %d events to %s", len(timeline), trace)
+            if timeline_recorder is not None and timeline is not None:
+                timeline_recorder.write(timeline, draft=model, device=device)
+                log.info("wrote %d events to %s", len(timeline_recorder), timeline)
+
+
+def _serve(server: Server, metrics_port: int | None, until_eof: bool) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    if until_eof:
+        threading.Thread(target=_stop_at_eof, args=(server,), name="eof", daemon=True).start()
+    metrics = serve_metrics(server, metrics_port) if metrics_port else None
+    try:
+        server.serve()
+    finally:
+        if metrics is not None:
+            metrics.shutdown()
 
 
 def _stop_at_eof(server: Server) -> None:
-    """A parent that dies closes the pipe, however it dies."""
+    """A parent process that dies, however it dies, closes the pipe."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.stop()
 
 
-def keys(directory: Annotated[Path, typer.Argument(help="Where to write the keys.")]) -> None:
-    """Make CURVE keys for a service and a client. Copy client.key_secret and service.key to the target's machine."""
+def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for the key files.")]) -> None:
+    """Create the keys that a draft service on another machine needs.
+
+    The draft's machine keeps DIR; give it to `specbranch draft` with --keys.
+    The target's machine gets client.key_secret and service.key.
+    Files that end in _secret must stay private.
+    """
     with friendly_errors(OSError):
         files = make_keys(directory)
-    console_for(False).print(*(str(path) for path in files), sep="\n", highlight=False, soft_wrap=True)
+    console = console_for(False)
+    for path in files:
+        where = "copy to the target's machine" if path.name in ("client.key_secret", "service.key") else "keep here"
+        console.print(f"{path}: {where}", highlight=False, soft_wrap=True, markup=False)
 
 
 def service_keys(directory: Path | None) -> ServiceKeys | None:

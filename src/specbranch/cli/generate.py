@@ -1,4 +1,4 @@
-"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that works beside the target."""
+"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that runs beside the target."""
 
 from __future__ import annotations
 
@@ -16,17 +16,37 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from specbranch.bench.recording import RecordingError, read_recording, shares
+from specbranch.bench.timeline_file import TimelineError, read_timeline, shares
 from specbranch.cli.answer import Answer
-from specbranch.cli.chat import Chat, Message
+from specbranch.cli.chat import COMMANDS, Chat, Message
 from specbranch.cli.console import UsageError, friendly_errors, print_json
 from specbranch.cli.interrupt import Interrupt
+from specbranch.cli.options import (
+    AsJson,
+    DeadlineMs,
+    DraftCores,
+    DraftDevice,
+    DraftDtype,
+    DraftEngine,
+    Dtype,
+    Gamma,
+    MaxTokens,
+    OptionalDraft,
+    Planner,
+    Predictor,
+    Settings,
+    Target,
+    TargetCores,
+    TimelineFile,
+    VllmArg,
+    check_directory,
+)
 from specbranch.cli.painter import Painter
 from specbranch.cli.pair import LoadError, Pair, PairOptions
 from specbranch.cli.screen import Screen
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
-from specbranch.core.planners import PLANNERS, SettingError
+from specbranch.core.planners import SettingError
 from specbranch.plugins.vllm.target import Request
 from specbranch.service.process import StartError
 
@@ -34,49 +54,67 @@ _WARM_TOKENS = 4
 
 
 def generate(
-    target: Annotated[
-        str, typer.Argument(help="Model that answers: a path, a name in $SPECBRANCH_MODELS, or a hub name.")
-    ],
-    draft: Annotated[str | None, typer.Option(help="Model that drafts: GGUF or Transformers, named likewise.")] = None,
+    target: Target,
+    draft: OptionalDraft = None,
     prompt: Annotated[
-        str | None, typer.Option(help="One question. Without it a chat, or standard input if piped.")
+        str | None,
+        typer.Option(metavar="TEXT", help="The question. Default: standard input if it is piped, else a chat."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Chat, even if standard input is piped: a question a line.")
+        bool, typer.Option("--chat", help="Chat even if standard input is piped: each line is one question.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the sampler, above temperature 0.")] = None,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}.")] = "specbranch",
-    gamma: Annotated[int, typer.Option(help="Longest submission.", min=1)] = 8,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the planner: KEY=VALUE.")] = None,
-    deadline_ms: Annotated[float, typer.Option(help="Longest wait of a step for drafts.", min=0)] = 1000.0,
-    bare: Annotated[bool, typer.Option("--bare", help="Without a draft: vLLM alone.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Answer without drafts as well, and compare.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto and `specbranch timeline`.")] = None,
-    dtype: Annotated[str, typer.Option(help="Number format of the target.")] = "auto",
-    max_model_len: Annotated[int, typer.Option(help="Longest text, question and answer together.", min=16)] = 2048,
-    draft_engine: Annotated[str | None, typer.Option(help="llamacpp or torch. Default: what suits it.")] = None,
-    draft_device: Annotated[str, typer.Option(help="Where the draft runs.")] = "cpu",
-    vllm_arg: Annotated[list[str] | None, typer.Option(help="An argument of vllm.LLM: KEY=VALUE.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.", min=0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Sampler seed; used if temperature > 0.")] = None,
+    planner: Planner = "specbranch",
+    gamma: Gamma = 8,
+    settings: Settings = None,
+    predictor: Predictor = "confidence",
+    deadline_ms: DeadlineMs = 1000.0,
+    bare: Annotated[bool, typer.Option("--bare", help="Run without a draft: vLLM alone.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Answer without drafts first, then compare speed and tokens.")
+    ] = False,
+    timeline: TimelineFile = None,
+    dtype: Dtype = "auto",
+    max_model_len: Annotated[
+        int, typer.Option(metavar="N", help="Longest sequence in tokens, prompt and answer together.", min=16)
+    ] = 2048,
+    draft_engine: DraftEngine = None,
+    draft_device: DraftDevice = "cpu",
+    draft_dtype: DraftDtype = "auto",
+    target_cores: TargetCores = None,
+    draft_cores: DraftCores = None,
+    vllm_arg: VllmArg = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Answer a question, or chat. Accepted draft tokens are green, the target's own are plain.
+    """Answer one question, or chat, in the terminal.
 
-    In a chat: /quit or Ctrl-D leaves, /clear forgets the history, Ctrl-C stops an answer.
+    Accepted draft tokens are green, the target's own tokens plain.
+    In a chat, /quit or Ctrl-D leaves, /clear clears the history, Ctrl-C stops.
     """
-    errors = (UsageError, LoadError, StartError, SettingError, RecordingError, OSError)
+    errors = (UsageError, LoadError, StartError, SettingError, TimelineError, OSError)
     with friendly_errors(*errors), _leaving_at_ctrl_c():
         if not bare and draft is None:
-            raise UsageError("give --draft MODEL, or --bare to go without one")
-        ours = {"planner": planner, "settings": table("--set", settings)}
-        section = {**ours, "deadline_ms": deadline_ms, "is_gated": False}
-        given = {"max_model_len": max_model_len, "dtype": dtype, **table("--vllm-arg", vllm_arg)}
-        options = PairOptions(target, None if bare else draft, section, gamma, draft_engine, draft_device, trace, given)
+            raise UsageError("give --draft MODEL, or --bare to run without a draft")
+        section = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
+        options = PairOptions(
+            target=target,
+            draft=None if bare else draft,
+            section={**section, "deadline_ms": deadline_ms, "is_gated": False},
+            gamma=gamma,
+            draft_engine=draft_engine,
+            draft_device=draft_device,
+            draft_dtype=draft_dtype,
+            target_cores=target_cores,
+            draft_cores=draft_cores,
+            timeline=timeline,
+            arguments={"max_model_len": max_model_len, "dtype": dtype, **table("--vllm-arg", vllm_arg)},
+        )
         is_chat = chat or (prompt is None and sys.stdin.isatty())
         if is_chat and (as_json or compare or raw or prompt is not None):
             raise UsageError("a chat takes none of --prompt, --raw, --json and --compare")
@@ -92,13 +130,13 @@ def generate(
                 document = _one_answer(talk, messages, compare)
         if as_json:
             print_json({"target": target, "draft": options.draft, "planner": None if bare else planner, **document})
-        if trace and not as_json:
-            _print_trace(trace)
+        if timeline and not as_json:
+            _print_timeline(timeline)
 
 
 @dataclass(slots=True)
 class _Talk:
-    """The loaded pair, how to sample, and where to show what it says (None: nowhere)."""
+    """The loaded pair, how to sample, and where to show the answer (None: nowhere)."""
 
     pair: Pair
     sampling: dict[str, Any]
@@ -115,13 +153,16 @@ class _Talk:
             try:
                 prompt = target.encode_chat(messages)
             except ValueError as error:
-                raise UsageError(f"this model cannot chat ({error}); use --raw to continue a text") from error
+                raise UsageError(f"this model has no chat template ({error}); use --raw to continue a text") from error
         if not prompt or len(prompt) >= self.max_model_len:
-            raise UsageError(f"the prompt has {len(prompt)} tokens; --max-model-len is {self.max_model_len}")
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in --max-model-len "
+                f"{self.max_model_len}; give a larger one"
+            )
         return prompt
 
     def answer(self, prompt: Sequence[int], **sampling: Any) -> Answer:
-        """Let the target answer, and show it as it comes. Ctrl-C stops it after the step under way."""
+        """Let the target answer, and stream the answer. Ctrl-C stops it after the current step."""
         tokenizer = self.pair.target.llm.get_tokenizer()
         painter = Painter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         waited_s = self.pair.wait_s()
@@ -133,7 +174,7 @@ class _Talk:
                 answer.wait_s = self.pair.wait_s() - waited_s
                 if self.screen:
                     self.screen.write(painter.paint(piece.tokens, piece.text))
-                    self.screen.show_figures(answer.figures())
+                    self.screen.show_stats(answer.stats())
                 if interrupt.is_asked:
                     answer.is_stopped = True
                     break
@@ -141,10 +182,9 @@ class _Talk:
 
 
 def _check(options: PairOptions, compare: bool) -> None:
-    if options.trace and not options.trace.absolute().parent.is_dir():
-        raise UsageError(f"--trace is {options.trace}; there is no directory {options.trace.parent}")
-    if options.draft is None and (compare or options.trace):
-        raise UsageError("--bare has no draft: --compare and --trace need one")
+    check_directory("--timeline", options.timeline)
+    if options.draft is None and (compare or options.timeline):
+        raise UsageError("--bare has no draft; --compare and --timeline need one")
     options.check()
 
 
@@ -178,16 +218,16 @@ def _comparison(answer: Answer, plain: Answer) -> dict[str, Any]:
 
 
 def _comparison_line(answer: Answer, plain: Answer, is_greedy: bool) -> str:
-    figures = _comparison(answer, plain)
+    found = _comparison(answer, plain)
     line = f"without drafts {plain.tokens_per_s:.1f} tokens/s, with drafts {answer.tokens_per_s:.1f}"
-    if figures["speedup"] is not None:
-        line += f": {figures['speedup']:.2f}x"
+    if found["speedup"] is not None:
+        line += f": {found['speedup']:.2f}x"
     if not is_greedy:
-        return f"{line}; sampled texts are not compared"
-    if figures["is_equal"]:
-        return f"{line}; both texts are equal"
-    where = f"{line}; the texts differ after {figures['num_equal_tokens']} equal tokens"
-    return f"{where} (near-ties may fall otherwise in short number formats; --dtype float32 tells)"
+        return f"{line}; sampled answers are not compared"
+    if found["is_equal"]:
+        return f"{line}; both answers are equal"
+    where = f"{line}; the answers differ after {found['num_equal_tokens']} equal tokens"
+    return f"{where} (in bfloat16 nearly equally likely tokens may swap; --dtype float32 avoids this)"
 
 
 def _chat(talk: _Talk, system: str | None) -> None:
@@ -195,13 +235,13 @@ def _chat(talk: _Talk, system: str | None) -> None:
         try:
             prompt = talk.encode(history)
         except UsageError as error:
-            _tell(f"{error}; /clear forgets the history")
+            _tell(f"{error}; or type /clear to clear the history")
             return None
         said = talk.answer(prompt)
         _end_answer(talk, said)
         return said.text
 
-    _tell("/quit leaves, /clear forgets the history; Ctrl-C stops an answer.")
+    _tell(COMMANDS)
     Chat(_read_line, answer, _tell, system).run()
 
 
@@ -220,17 +260,17 @@ def _end_answer(talk: _Talk, answer: Answer) -> None:
     if talk.screen:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        _tell(answer.figures() + (" · stopped" if answer.is_stopped else ""))
+        _tell(answer.stats() + (" · stopped" if answer.is_stopped else ""))
 
 
 def _tell(line: str) -> None:
-    """A line about the answer; standard output holds nothing but the answer."""
+    """Print a line about the answer to stderr; stdout holds nothing but the answer."""
     Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_trace(path: Path) -> None:
-    recording = read_recording(path).between(0.0, math.inf)
-    print_shares(Console(stderr=True), recording, [shares(recording, lane) for lane in recording.targets])
+def _print_timeline(path: Path) -> None:
+    timeline = read_timeline(path).between(0.0, math.inf)
+    print_shares(Console(stderr=True), timeline, [shares(timeline, lane) for lane in timeline.targets])
 
 
 def _screen() -> Screen:

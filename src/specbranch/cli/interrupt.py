@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine works: noted the first time, so that no step is torn apart; obeyed at once the second time."""
+"""Ctrl-C while an engine runs: the first one is noted, so that the step can finish; the second one stops at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which characters of an answer were drafted. The text itself is the engine's; only its colour is worked out here."""
+"""Which characters of an answer were drafted. The text is the engine's own; only its colour is decided here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BROKEN = "\ufffd"  # what a decoder shows for a character that is not complete 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Some text of one origin."""
+    """A piece of text that was either drafted or not."""
 
     text: str
     is_drafted: bool
@@ -20,19 +20,19 @@ class Run:
 class Painter:
     """Splits the text of one answer into runs. `decode` turns token ids into text.
 
-    Tokens are decoded one by one, in the context of those before, to learn how many characters each brought; one that
-    only began a character passes it on to the token that completes it. If the engine's text is another than the
-    decoder's, colours may be off by some characters, the text never is.
+    Tokens are decoded one by one, in the context of those before, to count the characters of each. A character of
+    several tokens counts for the token that completes it. If the engine's text differs from the decoder's, colours may
+    be off by some characters; the text never is.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []  # the last complete tokens and those that are not complete yet
         self._num_complete = 0
-        self._owed: deque[bool] = deque()  # the origin of characters that the engine has not sent yet
+        self._owed: deque[bool] = deque()  # whether each character was drafted that the engine has not sent yet
 
     def paint(self, tokens: Sequence[int], text: str) -> list[Run]:
-        """The engine's next text in runs: of the tokens that were added all but the last were drafted."""
+        """The engine's next text as runs; all new tokens but the last were drafted."""
         for index, token in enumerate(tokens):
             self._owed.extend([index < len(tokens) - 1] * self._num_new_characters(token))
         runs: list[Run] = []

@@ -14,21 +14,26 @@ from typing import Any
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.cores import divide_cores
+from specbranch.cli.options import draft_words
 from specbranch.cli.placement import Cores
 from specbranch.cli.quiet import quiet
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 
 
-class LoadError(RuntimeError):
-    """A model that could not be loaded; the message says where to read why."""
+class LoadError(SpecBranchError, RuntimeError):
+    """A model could not be loaded; the message names the log file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What to load. `section` are settings of the proposer, all but the address; no draft means bare vLLM."""
+    """What to load. `section` holds the proposer's settings without the address. No draft means bare vLLM.
+
+    `arguments` are passed to `vllm.LLM`.
+    """
 
     target: str
     draft: str | None
@@ -36,19 +41,22 @@ class PairOptions:
     gamma: int = 8
     draft_engine: str | None = None
     draft_device: str = "cpu"
-    trace: Path | None = None
+    draft_dtype: str = "auto"
+    target_cores: str | None = None
+    draft_cores: str | None = None
+    timeline: Path | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise now what would otherwise be raised after both models were loaded."""
+        """Raise now what would otherwise be raised after both models are loaded."""
         if not launch.is_installed():
-            raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
+            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
         if self.draft is not None:
             read_settings(self.section).client_options(self.gamma)
 
 
 class Pair:
-    """A context manager: both models are loaded when it is entered. What they say while they load goes to a file."""
+    """A context manager that loads both models; what they print while loading goes to a log file."""
 
     target: Target
 
@@ -58,7 +66,7 @@ class Pair:
         self._address: str | None = None
 
     def use_planner(self, planner: str) -> None:
-        """Let another planner draft, from the next request on; `none` is plain decoding."""
+        """Use another planner from the next request on; `none` is plain decoding."""
         self.target.use(self._settings(planner=planner, settings={}))
 
     def use_own_planner(self) -> None:
@@ -88,7 +96,7 @@ class Pair:
 
     def _load(self, log_file: Path) -> None:
         options = self._options
-        cores = divide_cores(options.draft_device) if options.draft else Cores(None, None)
+        cores = self._cores()
         draft = self._draft_process(cores.draft, log_file)
         if cores.target:
             os.sched_setaffinity(0, cores.target)
@@ -99,20 +107,33 @@ class Pair:
                 self._address = draft.address
             settings = self._settings() if draft else None
             arguments = {**_usual_arguments(), **options.arguments}
+            how = TargetOptions(
+                model=options.target, settings=settings, num_speculative_tokens=options.gamma, arguments=arguments
+            )
             try:
-                self.target = Target(TargetOptions(options.target, settings, options.gamma, arguments))
+                self.target = Target(how)
             except Exception as error:
                 raise LoadError(f"vLLM cannot load {options.target}: {error}; see {log_file}") from error
             if draft is not None:
                 draft.wait_until_up()
 
+    def _cores(self) -> Cores:
+        options = self._options
+        if options.draft is None and options.target_cores is None:
+            return Cores(None, None)
+        device = "none" if options.draft is None else options.draft_device
+        return divide_cores(device, options.target_cores, options.draft_cores)
+
     def _draft_process(self, cores: Sequence[int] | None, log_file: Path) -> DraftProcess | None:
         options = self._options
         if options.draft is None:
             return None
-        extra = ["--trace", str(options.trace.absolute())] if options.trace else []
         how = DraftOptions(
-            options.draft, engine=options.draft_engine, device=options.draft_device, cores=cores, extra=extra
+            model=options.draft,
+            engine=options.draft_engine,
+            device=options.draft_device,
+            cores=cores,
+            extra=draft_words(options.draft_dtype, options.timeline),
         )
         return DraftProcess(how, log_file)
 
@@ -122,5 +143,5 @@ class Pair:
 
 
 def _usual_arguments() -> dict[str, Any]:
-    """One executor without processes of its own; on a CPU there are no graphs to capture."""
+    """One executor in this process; on a CPU there are no CUDA graphs to capture."""
     return {"distributed_executor_backend": "uni", "enforce_eager": launch.runs_on_cpu()}

@@ -1,10 +1,10 @@
-"""`specbranch plan`: does it pay for this pair on this machine, with which planner, and up to how many requests."""
+"""`specbranch plan`: does drafting pay for this pair on this machine, with which planner, up to how many requests."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,88 +13,103 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.bench.forecast import Advice, Forecast, advise
+from specbranch.bench.pair_survey import PairOptions, survey_pair
 from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import PromptError, read_prompts
-from specbranch.bench.survey import MESSAGES, Survey, take_survey
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
+from specbranch.bench.survey import MESSAGES, Survey
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.cores import divide_cores
-from specbranch.cli.values import numbers
-from specbranch.core.planners import PLANNERS
-from specbranch.engines.options import EngineOptions
+from specbranch.cli.options import (
+    AsJson,
+    Draft,
+    DraftCores,
+    DraftDevice,
+    DraftDtype,
+    DraftEngine,
+    Dtype,
+    RecordFile,
+    Target,
+    TargetCores,
+    VllmArg,
+    check_directory,
+)
+from specbranch.cli.progress import Progress
+from specbranch.cli.values import numbers, table
+from specbranch.core.planners import planner_names
 from specbranch.engines.protocol import EngineError
-from specbranch.engines.registry import ENGINES, engine_for, open_engine
 from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.process import TargetFailure, TargetProcess
-from specbranch.plugins.vllm.target import TargetOptions
+from specbranch.plugins.vllm.process import TargetFailure
 from specbranch.trace import write_trace
 
-# Real runs against forecasts: docs/benchmarks.md. A gain that is smaller than this is not promised.
-ERROR = 0.1
-_ROWS = (1, 2, 4, 8)
-_SIZES = (1, 2, 4, 8, 16)
+LEAST_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
+_ERRORS = (
+    "forecast error in our own runs: 3 to 20 % up to 4 requests at once; at 8 requests a third to a half too high. "
+    "Prefill is not included."
+)
 
 
 def plan(
-    target: Annotated[str, typer.Argument(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
-    draft: Annotated[str, typer.Option(help="The draft model; as TARGET, or a GGUF file.")],
-    draft_device: Annotated[str, typer.Option(help="cpu, cuda:0, gpu:1, mps: what the engine knows.")] = "cpu",
-    draft_engine: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(ENGINES)}; by default what suits the draft.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Number format of the target.")] = "auto",
+    target: Target,
+    draft: Draft,
+    draft_device: DraftDevice = "cpu",
+    draft_engine: DraftEngine = None,
+    draft_dtype: DraftDtype = "auto",
+    dtype: Dtype = "auto",
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of your own prompts; by default 16 built-in ones.")
-    ] = None,
-    field: Annotated[str, typer.Option(help="Where the text stands in a line of --prompts.")] = "prompt",
-    count: Annotated[int, typer.Option(help="How many of --prompts.", min=1)] = 16,
-    answer: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=8)] = 64,
-    concurrency: Annotated[str, typer.Option(help="Requests at once to forecast, separated by commas.")] = "1,2,4,8,16",
-    target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
-    draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file as well.")] = None,
-    trace: Annotated[
         Path | None,
-        typer.Option(help="Write the recorded answers and distributions, for `specbranch simulate --trace`."),
+        typer.Option(metavar="FILE", help="JSONL file with your own prompts. Default: 16 built-in prompts."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+    field: Annotated[
+        str, typer.Option(metavar="NAME", help="Field of each line of --prompts that holds the prompt.")
+    ] = "prompt",
+    num_prompts: Annotated[int, typer.Option(metavar="N", help="How many of --prompts to use.", min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens in one answer.", min=8)] = 64,
+    concurrency: Annotated[
+        str, typer.Option(metavar="LIST", help="Numbers of concurrent requests to forecast, separated by commas.")
+    ] = "1,2,4,8,16",
+    target_cores: TargetCores = None,
+    draft_cores: DraftCores = None,
+    vllm_arg: VllmArg = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write all measurements and forecasts, as JSON.")
+    ] = None,
+    record: RecordFile = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure the pair for a minute or two, forecast every planner with the simulator, and say what to do."""
+    """Measure a pair of models for some minutes, and say whether drafting is worth it.
+
+    It times both models, replays real answers in the simulator with every planner,
+    and ends with the command to run.
+    """
     with friendly_errors(UsageError, PromptError, EngineError, TargetFailure, OSError):
         if not launch.is_installed():
-            raise UsageError("the target runs in vLLM: pip install 'specbranch[vllm]'")
+            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+        for name, path in (("--out", out), ("--record", record)):
+            check_directory(name, path)
         at_once = numbers("--concurrency", concurrency)
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
-        messages = MESSAGES if prompts is None else read_prompts("own", prompts, count, field)
+        given = table("--vllm-arg", vllm_arg)
         cores = divide_cores(draft_device, target_cores, draft_cores)
-        target_options = TargetOptions(target, arguments=_arguments(dtype))
-        before = os.sched_getaffinity(0)
-        console = console_for(as_json)
-        with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory, progress_bar() as bar:
-            task = bar.add_task("loading the target", total=None)
-            with TargetProcess(target_options, Path(directory) / "target.log", cores.target) as process:
-                bar.update(task, description="loading the draft")
-                if cores.draft is not None:
-                    os.sched_setaffinity(0, cores.draft)
-                threads = None if cores.draft is None else len(cores.draft)
-                options = EngineOptions(draft, draft_device, threads)
-                engine = open_engine(draft_engine or engine_for(draft), options)
-                try:
-                    survey = take_survey(
-                        process,
-                        engine,
-                        messages,
-                        _SIZES,
-                        _ROWS,
-                        answer,
-                        lambda stage: bar.update(task, description=stage),
-                    )
-                finally:
-                    engine.shutdown()
-                    os.sched_setaffinity(0, before)
-            bar.update(task, description="simulating")
-            advice = advise(survey, list(PLANNERS), at_once)
-        _print(console, survey, advice)
+        options = PairOptions(
+            target=target,
+            draft=draft,
+            messages=MESSAGES if prompts is None else read_prompts("own", prompts, num_prompts, field),
+            max_tokens=max_tokens,
+            dtype=dtype,
+            draft_engine=draft_engine,
+            draft_device=draft_device,
+            draft_dtype=draft_dtype,
+            target_cores=cores.target,
+            draft_cores=cores.draft,
+            arguments={"enforce_eager": launch.runs_on_cpu(), **given},
+        )
+        with Progress() as progress:
+            survey = survey_pair(options, progress.show)
+            progress.show("simulating every planner")
+            advice = advise(survey, list(planner_names()), at_once)
+        chosen = _chosen_flags(options, target_cores, draft_cores, given)
+        _print(console_for(as_json), survey, advice, [target, "--draft", draft], chosen)
         document = {
             "target": target,
             "draft": draft,
@@ -102,64 +117,128 @@ def plan(
             **advice.as_json(),
             "provenance": provenance(),
         }
-        if trace is not None:
-            write_trace(trace, survey.trace)
+        if record is not None:
+            write_trace(record, survey.trace)
         if out is not None:
             out.write_text(json.dumps(document, indent=1) + "\n")
         if as_json:
             print_json(document)
 
 
-def _arguments(dtype: str) -> dict[str, Any]:
-    return {
-        "dtype": dtype,
-        "max_model_len": 2048,
-        "max_num_seqs": max(_SIZES),
-        "enforce_eager": launch.runs_on_cpu(),
-        "distributed_executor_backend": "uni",
-        "enable_prefix_caching": False,
+def _chosen_flags(
+    options: PairOptions, target_cores: str | None, draft_cores: str | None, vllm: dict[str, Any]
+) -> list[str]:
+    """Flags of `specbranch serve` for what was chosen here and is not the default."""
+    values = {
+        "--draft-device": None if options.draft_device == "cpu" else options.draft_device,
+        "--draft-engine": options.draft_engine,
+        "--draft-dtype": None if options.draft_dtype == "auto" else options.draft_dtype,
+        "--target-cores": target_cores,
+        "--draft-cores": draft_cores,
+        "--dtype": None if options.dtype == "auto" else options.dtype,
     }
+    words = [word for flag, value in values.items() if value is not None for word in (flag, value)]
+    for key, value in vllm.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
 
 
-def _print(console: Console, survey: Survey, advice: Advice) -> None:
-    table = Table(title="forecast: speed over bare vLLM", box=None, padding=(0, 2, 0, 0))
-    table.add_column("planner")
+def _print(console: Console, survey: Survey, advice: Advice, pair: Sequence[str], chosen: Sequence[str]) -> None:
+    shown = Table(title="forecast: decoding speed relative to vLLM alone", box=None, padding=(0, 2, 0, 0))
+    shown.add_column("planner")
     for concurrency in advice.concurrencies:
-        table.add_column(f"{concurrency} at once", justify="right")
+        shown.add_column("1 request" if concurrency == 1 else f"{concurrency} requests", justify="right")
     for planner in dict.fromkeys(forecast.method.planner for forecast in advice.forecasts):
         speeds = [one.speed for one in advice.forecasts if one.method.planner == planner]
-        table.add_row(planner, *(f"{speed:.2f}" for speed in speeds))
-    console.print(table)
-    for line in _sentences(survey, advice):
-        console.print(line, highlight=False, soft_wrap=True)
+        shown.add_row(planner, *(f"{speed:.2f}x" for speed in speeds))
+    console.print(shown)
+    for line in sentences(survey, advice, pair, chosen):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _sentences(survey: Survey, advice: Advice) -> list[str]:
-    terms, best, trace = advice.terms, advice.best_at(advice.concurrencies[0]), survey.trace
-    many = max(survey.draft_s)
-    lines = [
-        f"measured: a target step takes {1e3 * survey.target_alone_s[1]:.0f} ms alone and "
-        f"{1e3 * survey.target_beside_s:.0f} ms beside the draft; a draft step {1e3 * survey.draft_s[1]:.0f} ms with "
-        f"one row and {1e3 * survey.draft_s[many]:.0f} ms with {many}: "
-        f"c is {terms.c:.1f}",
-        f"the target's token is the draft's first choice in {trace.match_share():.0%} of {trace.num_tokens} places, "
-        f"among its first three in {trace.match_share(3):.0%}",
-    ]
-    if best.speed < 1 + ERROR:
-        return [*lines, f"it does not pay: no planner is forecast to be {ERROR:.0%} faster than bare vLLM"]
-    stop = advice.stops_at(ERROR)
-    until = "at every number that was asked for" if stop is None else f"below {stop} requests at once"
+def sentences(survey: Survey, advice: Advice, pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """What was measured and what to do; the last line is a command to copy."""
+    best = advice.best_at(advice.concurrencies[0])
+    if best.speed < 1 + LEAST_GAIN:
+        bare = shlex.join(["specbranch", "serve", pair[0], "--bare", *_without_draft(chosen)])
+        return [
+            *_measured(survey, advice),
+            f"it does not pay: no planner is forecast to be {LEAST_GAIN:.0%} faster than vLLM alone",
+            "to serve without a draft:",
+            f"  {bare}",
+        ]
     return [
-        *lines,
-        f"it pays: {_named(best)} at {best.speed:.2f} times the speed of bare vLLM, {best.speed / 2:.2f} for each of "
-        "two devices",
-        f"it pays {until}; beyond, the gate of `specbranch serve` turns it off by itself",
-        f"a second draft device would make {advice.with_two_drafts:.2f} of it, and one draft for two such targets "
-        f"{advice.with_shared_draft:.2f}",
-        f"forecasts of speed are to be read as within {ERROR:.0%}; reading prompts is not in them",
+        *_measured(survey, advice),
+        f"it pays: {best.method.planner} is forecast to decode {best.speed:.2f} times as fast as vLLM alone, at "
+        f"{_requests(best.concurrency)}{_rivals(advice, best)}",
+        _limit(advice),
+        "this makes each answer faster; for throughput alone, a second vLLM on a second device gives up to 2 times",
+        _devices(advice, best),
+        _ERRORS,
+        "to serve with it:",
+        f"  {serve_command(best, pair, chosen)}",
     ]
 
 
-def _named(forecast: Forecast) -> str:
-    settings = " ".join(f"--set {key}={value}" for key, value in forecast.method.settings.items() if key == "gamma")
-    return f"--planner {forecast.method.planner} {settings}".rstrip()
+def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) -> str:
+    """The command that serves as forecast."""
+    gamma = best.method.settings.get("gamma")
+    longest = [] if gamma is None else ["--gamma", str(gamma)]
+    return shlex.join(["specbranch", "serve", *pair, "--planner", best.method.planner, *longest, *chosen])
+
+
+def _measured(survey: Survey, advice: Advice) -> list[str]:
+    trace, many = survey.trace, max(survey.draft_s)
+    return [
+        f"measured: a target step takes {1e3 * survey.target_alone_s[1]:.0f} ms alone and "
+        f"{1e3 * survey.target_beside_s:.0f} ms while the draft runs; a draft step takes "
+        f"{1e3 * survey.draft_s[1]:.0f} ms for one row and {1e3 * survey.draft_s[many]:.0f} ms for {many}; "
+        f"c (target step / draft step) is {advice.terms.c:.1f}",
+        f"the target's token is the draft's most likely one at {trace.match_share():.0%} of {trace.num_tokens} "
+        f"positions, and among its top 3 at {trace.match_share(3):.0%}",
+    ]
+
+
+def _rivals(advice: Advice, best: Forecast) -> str:
+    """Planners that a forecast cannot tell from the best one."""
+    near = [
+        f"{one.method.planner} ({one.speed:.2f})"
+        for one in advice.forecasts
+        if one is not best and one.concurrency == best.concurrency and one.speed > (1 - LEAST_GAIN) * best.speed
+    ]
+    return f"; {', '.join(near)}: not distinguishable from it" if near else ""
+
+
+def _limit(advice: Advice) -> str:
+    stop = advice.stops_at(LEAST_GAIN)
+    if stop is None:
+        return f"it pays at every number of requests that was forecast, up to {advice.concurrencies[-1]}"
+    return f"it pays below {stop} requests at once; above, the gate of `specbranch serve` stops drafting by itself"
+
+
+def _devices(advice: Advice, best: Forecast) -> str:
+    more, shared = advice.with_two_drafts, advice.with_shared_draft
+    second = (
+        f"a second draft device would raise this to {more:.2f} times"
+        if more > best.speed * 1.01
+        else "a second draft device would not help"
+    )
+    return f"{second}; a draft shared by two such targets would give each {shared:.2f} times"
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests at once"
+
+
+def _without_draft(chosen: Sequence[str]) -> list[str]:
+    """The flags that also make sense without a draft."""
+    words = list(chosen)
+    for flag in ("--draft-device", "--draft-engine", "--draft-dtype", "--draft-cores"):
+        if flag in words:
+            position = words.index(flag)
+            del words[position : position + 2]
+    return words

@@ -1,8 +1,9 @@
-"""`specbranch profile`: what a step of a draft engine costs, row by row, and whether memory is what limits it."""
+"""`specbranch profile`: the step time of a draft engine against rows, and whether memory bandwidth limits it."""
 
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -12,28 +13,38 @@ from rich.table import Table
 
 from specbranch.bench.profile import Profile, Timings, measure, provenance, read_bandwidth, weight_bytes
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.cores import stay_on
+from specbranch.cli.options import AsJson, Cores, Device, Engine, Model, ModelDtype, Threads
+from specbranch.cli.progress import Progress
 from specbranch.cli.values import numbers
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, EngineError
-from specbranch.engines.registry import ENGINES, engine_for, open_engine
+from specbranch.engines.registry import engine_for, open_engine
 
 
 def profile(
-    model: Annotated[str, typer.Option(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
-    engine: Annotated[str | None, typer.Option(help=f"One of {', '.join(ENGINES)}. Default: what suits it.")] = None,
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads. Default: one per core of this process.")] = None,
-    cores: Annotated[str | None, typer.Option(help="Keep this process on these cores, separated by commas.")] = None,
-    rows: Annotated[str, typer.Option(help="Row counts to measure, separated by commas; 1 among them.")] = "1,2,4,8,16",
-    context: Annotated[int, typer.Option(help="Tokens in the cache before each step.", min=1)] = 256,
-    steps: Annotated[int, typer.Option(help="Measured steps of each row count.", min=1)] = 12,
-    dtype: Annotated[str, typer.Option(help="Number format of the weights, for engines that choose.")] = "auto",
-    plot: Annotated[Path | None, typer.Option(help="Draw step time against rows to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+    model: Model,
+    engine: Engine = None,
+    device: Device = "cpu",
+    dtype: ModelDtype = "auto",
+    threads: Threads = None,
+    cores: Cores = None,
+    rows: Annotated[
+        str, typer.Option(metavar="LIST", help="Batch sizes to measure, separated by commas; must contain 1.")
+    ] = "1,2,4,8,16",
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens in the KV cache before each step.", min=1)] = 256,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps to measure at each batch size.", min=1)] = 12,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw step time against batch size: .png, .svg or .pdf.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure the step time of a draft engine against rows, fit a line, and compare with the memory's bandwidth."""
+    """Measure how long a step of a draft model takes at each batch size.
+
+    It fits a line to the times and says whether memory bandwidth limits them.
+    A row is one sequence in a batch.
+    """
     with friendly_errors(UsageError, EngineError, PlotError, ImportError):
         row_counts = _row_counts(rows)
         if plot:
@@ -48,7 +59,7 @@ def profile(
         _print_findings(console, result)
         if plot:
             plot_profile(plot, result)
-            console.print(f"drawn to {plot}", highlight=False)
+            console.print(f"drew {plot}", highlight=False)
         if as_json:
             print_json({**result.as_json(), "provenance": provenance()})
 
@@ -61,13 +72,13 @@ def _row_counts(rows: str) -> list[int]:
 
 
 def _options(model: str, device: str, threads: int | None, dtype: str, context: int, most_rows: int) -> EngineOptions:
-    """An engine's usual limits, wider only where this measurement needs it."""
-    usual = EngineOptions(model)
+    """An engine's default limits, raised where this measurement needs more."""
+    usual = EngineOptions(model=model)
     return EngineOptions(
-        model,
-        device,
-        len(os.sched_getaffinity(0)) if threads is None else threads,
-        dtype,
+        model=model,
+        device=device,
+        threads=len(os.sched_getaffinity(0)) if threads is None else threads,
+        dtype=dtype,
         max_tokens=max(usual.max_tokens, context + most_rows),
         max_handles=max(usual.max_handles, most_rows + 1),
         row_limit=max(usual.row_limit, most_rows),
@@ -86,9 +97,10 @@ def _profile(name: str, options: EngineOptions, rows: list[int], context: int, s
 
 
 def _measure(engine: DraftEngine, rows: list[int], context: int, steps: int) -> Timings:
-    with progress_bar() as bar:
-        task = bar.add_task("measuring", total=steps + 1)
-        return measure(engine, rows, context, steps, on_round=lambda: bar.advance(task))
+    done = count(1)
+    with Progress() as progress:
+        progress.show("measuring", 0, steps + 1)
+        return measure(engine, rows, context, steps, on_round=lambda: progress.show("measuring", next(done), steps + 1))
 
 
 def _print_table(console: Console, result: Profile) -> None:
@@ -117,20 +129,21 @@ def _print_findings(console: Console, result: Profile) -> None:
 def _fit_line(result: Profile) -> str:
     fit = result.fit
     line = f"{1e3 * fit.cost.first_s:.4g} ms {1e3 * fit.cost.more_s:+.4g} ms for each further row"
-    return f"fit: {line}; the worst median lies {fit.worst_deviation:.0%} off"
+    return f"fit: {line}; the largest error of the fit is {fit.worst_deviation:.0%}"
 
 
 def _cache_line(result: Profile) -> str:
     timings = result.timings
-    copies = "copies tokens" if timings.fork_copies_tokens else "copies nothing"
-    return f"prefill: {timings.prefill_tokens_per_s:.0f} tokens/s; a fork takes {1e6 * timings.fork_s:.1f} µs, {copies}"
+    copies = "copies the KV cache" if timings.fork_copies_tokens else "copies nothing"
+    forks = f"a new branch takes {1e6 * timings.fork_s:.1f} µs and {copies}"
+    return f"prefill: {timings.prefill_tokens_per_s:.0f} tokens/s; {forks}"
 
 
 def _bound_line(result: Profile) -> str:
     if result.bandwidth is None:
-        return f"memory: the bandwidth of {result.info.device} cannot be measured from here"
-    read = f"memory: {result.bandwidth / 1e9:.1f} GB/s read"
+        return f"memory: the bandwidth of {result.info.device} is unknown"
+    read = f"memory: reads {result.bandwidth / 1e9:.1f} GB/s"
     if result.weight_bytes is None or result.bound_s is None:
         return f"{read}; this engine does not tell the size of its weights"
     size = f"{result.weight_bytes / 1e6:.0f} MB of weights"
-    return f"{read}; {size} in {1e3 * result.bound_s:.3g} ms, {result.bound_share:.0%} of the one-row step"
+    return f"{read}; {size} take {1e3 * result.bound_s:.3g} ms, {result.bound_share:.0%} of a step with one row"

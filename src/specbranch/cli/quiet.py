@@ -1,11 +1,11 @@
-"""Keeping the talk of other libraries off the screen. They write to the descriptors themselves, so these are turned."""
+"""Keeping the output of other libraries off the screen. They write to file descriptors, so these are redirected."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 
 @contextmanager
 def quiet(log_file: Path, message: str) -> Iterator[None]:
-    """Send standard output and error of this process to a file; on a terminal a spinner turns meanwhile."""
+    """Send standard output and error of this process to a file, and show `message`: with a spinner on a terminal."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     saved = [os.dup(number) for number in (1, 2)]
@@ -23,7 +23,7 @@ def quiet(log_file: Path, message: str) -> Iterator[None]:
         with log_file.open("ab") as log, os.fdopen(os.dup(saved[1]), "w") as screen:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
-            with _spinner(Console(file=screen), message):
+            with _announced(Console(file=screen), message):
                 yield
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -33,6 +33,10 @@ def quiet(log_file: Path, message: str) -> Iterator[None]:
             os.close(copy)
 
 
-def _spinner(console: Console, message: str) -> Live:
-    """Rich's own would bring back to the screen what Python code prints."""
+def _announced(console: Console, message: str) -> AbstractContextManager[object]:
+    """A spinner on a terminal, else one plain line."""
+    if not console.is_terminal:
+        console.print(f"specbranch: {message}", highlight=False, markup=False, soft_wrap=True)
+        return nullcontext()
+    # Rich's own status would bring back to the screen what Python code prints.
     return Live(Spinner("dots", message), console=console, transient=True, redirect_stdout=False, redirect_stderr=False)

@@ -1,4 +1,4 @@
-"""Text on a terminal as it comes, with a line of figures below it; without a terminal the plain text alone."""
+"""Streams text to a terminal, with a line of stats below it; without a terminal only the plain text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specbranch.cli.painter import Run
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 _EVERY_S = 0.1
-# A model may write what a terminal would take for a command.
+# A model may emit terminal escape sequences.
 _HARMLESS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
 class Screen:
-    """Writes runs of text, drafted ones in green. While it is entered the terminal's last line is kept for figures."""
+    """Writes runs of text, drafted ones in green. Inside the context the terminal's last line shows stats."""
 
     def __init__(
         self,
@@ -33,34 +33,34 @@ class Screen:
         self._has_colors = has_colors
         self._clock = clock
         self._size = size
-        self._shown: tuple[int, int] | None = None  # the size for which the last line is kept
+        self._shown: tuple[int, int] | None = None  # the terminal size for which the last line is reserved
         self._drawn_s = -1.0
 
     def write(self, runs: Iterable[Run]) -> None:
-        """Show text where the last text ended."""
+        """Append text."""
         for run in runs:
             text = run.text.translate(_HARMLESS) if self._is_terminal else run.text
             is_green = self._has_colors and run.is_drafted
             self._file.write(f"{_GREEN}{text}{_PLAIN}" if is_green else text)
         self._file.flush()
 
-    def show_figures(self, figures: str) -> None:
-        """Write the last line anew, but not more often than an eye can follow."""
+    def show_stats(self, stats: str) -> None:
+        """Rewrite the last line, at most ten times a second."""
         if self._shown is None or self._clock() - self._drawn_s < _EVERY_S:
             return
         self._drawn_s = self._clock()
         if self._size() != self._shown:
-            self._keep_last_line()
+            self._reserve_last_line()
         columns, lines = self._shown
-        line = f"{_DIM}{figures[: columns - 1]}{_PLAIN}" if self._has_colors else figures[: columns - 1]
+        line = f"{_DIM}{stats[: columns - 1]}{_PLAIN}" if self._has_colors else stats[: columns - 1]
         self._file.write(f"{_SAVE}\x1b[{lines};1H{_CLEAR}{line}{_RESTORE}")
         self._file.flush()
 
     def __enter__(self) -> Screen:
         if self._is_terminal:
-            # One line up if the cursor stands on the last one.
+            # Move up one line if the cursor is on the last one.
             self._file.write("\n\x1b[A")
-            self._keep_last_line()
+            self._reserve_last_line()
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class Screen:
             self._file.flush()
             self._shown = None
 
-    def _keep_last_line(self) -> None:
+    def _reserve_last_line(self) -> None:
         self._shown = self._size()
-        # Setting the lines that scroll moves the cursor; it is put back.
+        # Setting the scroll region moves the cursor, so it is restored.
         self._file.write(f"{_SAVE}\x1b[1;{max(1, self._shown[1] - 1)}r{_RESTORE}")

@@ -1,4 +1,4 @@
-"""`specbranch serve`: a draft service and `vllm serve` with our proposer, started and stopped as one; or bare vLLM."""
+"""`specbranch serve`: a draft service and `vllm serve` with our proposer, as one command; or bare vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,12 +16,29 @@ from rich.table import Table
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import divide_cores
+from specbranch.cli.options import (
+    DraftCores,
+    DraftDevice,
+    DraftDtype,
+    DraftEngine,
+    Gamma,
+    OptionalDraft,
+    Planner,
+    Predictor,
+    RecordFile,
+    Settings,
+    Target,
+    TargetCores,
+    TimelineFile,
+    draft_words,
+    refuse_misspelt,
+)
 from specbranch.cli.placement import Cores
 from specbranch.cli.values import table
-from specbranch.core.planners import PLANNERS, SettingError
+from specbranch.core.planners import SettingError
 from specbranch.engines.options import found_model
 from specbranch.engines.protocol import EngineError
-from specbranch.engines.registry import ENGINES, engine_for
+from specbranch.engines.registry import engine_for
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import FlagError, Flags
@@ -34,13 +50,13 @@ from specbranch.service.process import DraftOptions, StartError
 
 FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-_LOOK_S = 0.3
+_POLL_S = 0.3
 _KILLED = 130
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All that was asked for, checked, before anything is started. Without a draft vLLM is bare."""
+    """All that was asked for, before anything is started. Without a draft, vLLM is bare."""
 
     target: str
     draft: DraftOptions | None
@@ -52,10 +68,10 @@ class _Plan:
     on_cpu: bool
 
     def options(self, address: str | None) -> ServeOptions:
-        """What vLLM is started with, once it is known where the draft service listens, if there is one."""
+        """Options of vLLM; `address` is where the draft service listens, if there is one."""
         return ServeOptions(
-            found_model(self.target),
-            self.target,
+            model=found_model(self.target),
+            name=self.target,
             settings=None if address is None else merged_settings({"address": address, **self.section}, self.flags),
             num_speculative_tokens=self.gamma,
             flags=self.flags,
@@ -63,7 +79,7 @@ class _Plan:
         )
 
     def settings(self) -> ProposerSettings:
-        """The proposer's settings; raises for what vLLM's worker would refuse much later."""
+        """The proposer's settings; raises now what vLLM's worker would raise minutes later."""
         settings = merged_settings(self.section, self.flags)
         settings.client_options(self.gamma)
         return settings
@@ -71,64 +87,64 @@ class _Plan:
 
 def serve(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="A path, a name below $SPECBRANCH_MODELS, or a name on the hub.")],
-    draft: Annotated[str | None, typer.Option(help="The draft model; as TARGET, or a GGUF file.")] = None,
-    draft_device: Annotated[str, typer.Option(help="cpu, cuda:0, gpu:1, mps: what the engine knows.")] = "cpu",
-    draft_engine: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(ENGINES)}; by default what suits the draft.")
-    ] = None,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}.")] = "specbranch",
-    gamma: Annotated[int, typer.Option(help="The longest submission.", min=1)] = 8,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the planner: KEY=VALUE.")] = None,
-    predictor: Annotated[
-        str, typer.Option(help="confidence, none, all, or the directory of one made by `specbranch train`.")
-    ] = "confidence",
+    target: Target,
+    draft: OptionalDraft = None,
+    draft_device: DraftDevice = "cpu",
+    draft_engine: DraftEngine = None,
+    draft_dtype: DraftDtype = "auto",
+    planner: Planner = "specbranch",
+    gamma: Gamma = 8,
+    settings: Settings = None,
+    predictor: Predictor = "confidence",
     deadline_ms: Annotated[
-        float | None, typer.Option(help="The longest that a step may wait for drafts.", min=0)
+        float | None,
+        typer.Option(metavar="MS", help="Longest time that a target step waits for drafts. Default: 100.", min=0),
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto and `specbranch timeline`.")] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Write every verdict and the draft's distributions here, for replay and training."),
-    ] = None,
-    target_cores: Annotated[str | None, typer.Option(help="Cores of the target on a CPU, such as 0,1,2.")] = None,
-    draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft on a CPU, such as 3.")] = None,
-    bare: Annotated[bool, typer.Option("--bare", help="vLLM as it is, on the same cores: to compare with.")] = False,
+    timeline: TimelineFile = None,
+    record: RecordFile = None,
+    target_cores: TargetCores = None,
+    draft_cores: DraftCores = None,
+    bare: Annotated[bool, typer.Option("--bare", help="Serve without a draft, on the same cores, to compare.")] = False,
 ) -> None:
-    """Serve TARGET with vLLM and let DRAFT draft for it. Every other flag goes to `vllm serve` as it is."""
+    """Serve TARGET with vLLM's OpenAI-compatible server and speed it up with a draft model.
+
+    All other flags go to `vllm serve` unchanged; `vllm serve --help` lists them.
+    The server listens on port 8000 unless --port says otherwise.
+    Ctrl-C stops target and draft.
+    """
     with friendly_errors(UsageError, SettingError, FlagError, EngineError, StartError):
         if target.startswith("-"):
             raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
+        refuse_misspelt(context)
         if (draft is None) != bare:
-            raise UsageError("give either --draft with a model, or --bare for vLLM without one")
+            raise UsageError("give either --draft MODEL, or --bare to serve without a draft")
         if not launch.is_installed():
-            raise UsageError("vLLM is not installed; pip install 'specbranch[vllm]'")
-        section: dict[str, Any] = {
-            "planner": planner,
-            "settings": table("--set", settings),
-            "predictor": predictor,
-        }
+            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+        section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
-        on_cpu = launch.runs_on_cpu()
         cores = divide_cores("none" if bare else draft_device, target_cores, draft_cores)
         engine, options = "", None
         if draft is not None:
             engine = draft_engine or engine_for(draft)
-            extra = [
-                word
-                for flag, path in (("--trace", trace), ("--record", record))
-                if path
-                for word in (flag, str(path.absolute()))
-            ]
-            options = DraftOptions(draft, engine=engine, device=draft_device, cores=cores.draft, extra=extra)
-        plan = _Plan(target, options, engine, cores, gamma, section, Flags(context.args), on_cpu)
+            extra = draft_words(draft_dtype, timeline, record)
+            options = DraftOptions(model=draft, engine=engine, device=draft_device, cores=cores.draft, extra=extra)
+        plan = _Plan(
+            target=target,
+            draft=options,
+            engine=engine,
+            cores=cores,
+            gamma=gamma,
+            section=section,
+            flags=Flags(context.args),
+            on_cpu=launch.runs_on_cpu(),
+        )
         code = _run(plan, console_for(False))
     raise typer.Exit(code)
 
 
 def _run(plan: _Plan, console: Console) -> int:
-    """Start both, watch them, stop both; returns the exit code."""
+    """Start draft and target, watch them, stop them; returns the exit code."""
     settings, endpoint = plan.settings() if plan.draft else None, Endpoint.of(plan.flags)
     begin_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -146,13 +162,13 @@ def _run(plan: _Plan, console: Console) -> int:
                 server.start()
             return _watch(server, endpoint, begin_s, console)
         except KeyboardInterrupt:
-            _say(console, "stopping; once more to kill")
+            _say(console, "stopping; press Ctrl-C again to kill")
             return _stop(server, keeper)
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait: a process that is being started would be nobody's."""
+    """Delay Ctrl-C and SIGTERM: a process that is being started would be left behind."""
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -183,14 +199,14 @@ def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:
 
 
 def _watch(server: VllmServer, endpoint: Endpoint, begin_s: float, console: Console) -> int:
-    """Wait for vLLM's end; say once when it answers."""
+    """Wait until vLLM ends; say once when it is ready."""
     is_ready = False
     while (code := server.returncode) is None:
         if not is_ready and endpoint.is_healthy():
             is_ready = True
             server.free_frontend()
             _say(console, f"ready in {time.monotonic() - begin_s:.0f} s")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     _say(console, f"vLLM ended with code {code}")
     return code if code >= 0 else 128 - code
 
@@ -201,19 +217,19 @@ def _say(console: Console, line: str) -> None:
 
 def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: Endpoint) -> Table:
     table = Table.grid(padding=(0, 2))
-    place = "the CPU" if plan.on_cpu else "GPU"
-    rows = {"target": f"{plan.target} on {place}, {_core_words(plan.cores.target)}"}
+    device = "CPU" if plan.on_cpu else "GPU"
+    rows = {"target": f"{plan.target} on {device}, {_core_words(plan.cores.target)}"}
     if plan.draft and settings:
         planned = settings.client_options(plan.gamma).settings
         rows |= {
-            "draft": f"{plan.draft.model} by {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}",
+            "draft": f"{plan.draft.model} in {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}",
             "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
             "deadline": f"{settings.deadline_ms:g} ms",
             "socket": address or "",
         }
     else:
-        rows["draft"] = "none: vLLM is bare"
-    rows["server"] = str(endpoint)
+        rows["draft"] = "none (bare vLLM)"
+    rows["server"] = f"{endpoint} (loading; 'ready' follows)"
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", escape(value))
     return table

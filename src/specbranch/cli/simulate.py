@@ -1,4 +1,4 @@
-"""`specbranch simulate`: every planner on one pair of models, in virtual time, before anyone buys hardware."""
+"""`specbranch simulate`: every planner on one pair of models, in virtual time, without hardware."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
+from specbranch.cli.options import AsJson
+from specbranch.cli.progress import Progress
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 from specbranch.core.round import MAX_WINDOW
 from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
@@ -24,7 +26,7 @@ ANSWER_LEN = 250
 _COLUMNS = (
     "gamma",
     "speed",
-    "emitted\n/round",
+    "tokens\n/round",
     "hit\nrate",
     "rejected",
     "unused",
@@ -35,9 +37,17 @@ _COLUMNS = (
 )
 
 
+_LEGEND = (
+    "speed: relative to decoding without drafts. hit rate: verdicts for which a branch was ready.",
+    "rejected, unused, cut: draft tokens rolled back per emitted token, by cause; losing: the part of them on",
+    "branches that were not the draft's first choice. wait: share of the time that the target waits for drafts.",
+    "agreement: how often the draft's most likely token is the target's, in this trace; a preset's value is its mean.",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is simulated: a pair of models and a trace of it."""
+    """What is simulated: a pair of models and a trace of its answers."""
 
     name: str
     pair: Pair
@@ -45,27 +55,60 @@ class _Case:
 
 
 def simulate(
-    preset: Annotated[str | None, typer.Option(help="A pair of the paper; --list shows them.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Replay a recorded trace file instead. Needs --c.")] = None,
-    acceptance: Annotated[float | None, typer.Option(help="A pair of your own: greedy agreement. Needs --c.")] = None,
-    c: Annotated[float | None, typer.Option("--c", help="Target step time over draft step time.")] = None,
-    gamma: Annotated[int | None, typer.Option(help="Window of every planner. Default: the preset's, else c.")] = None,
-    best: Annotated[bool, typer.Option("--best-gamma", help="Let every planner use the gamma that suits it.")] = False,
-    row_cost: Annotated[float | None, typer.Option(help="Cost of one more draft row, in one-row steps.")] = None,
-    planners: Annotated[str, typer.Option(help="Planners, separated by commas.")] = ",".join(PLANNERS),
-    predictor: Annotated[str, typer.Option(help=f"One of {', '.join(PREDICTORS)}.")] = "confidence",
-    form: Annotated[
-        str | None,
-        typer.Option(help="specbranch as in the `paper` or as `served`. Default: paper for presets, else served."),
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Pair of models from the paper; --list shows them.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to decode, where no trace is given.", min=1)] = 5000,
-    batch: Annotated[int, typer.Option(help="Sequences that share the target's step.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the first rounds and speed against c to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Replay a trace written by `draft`, `serve` or `plan` with --record. Needs --c."
+        ),
+    ] = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Your own pair: how often the draft's token is the target's. Needs --c."),
+    ] = None,
+    c: Annotated[
+        float | None, typer.Option("--c", metavar="RATIO", help="Target step time divided by draft step time.")
+    ] = None,
+    gamma: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Most draft tokens verified at once. Default: the preset's, else c."),
+    ] = None,
+    best: Annotated[bool, typer.Option("--best-gamma", help="Give every planner its own best gamma.")] = False,
+    row_cost: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Cost of each additional draft row, as a share of a step with one row."),
+    ] = None,
+    planners: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Planners, separated by commas. Default: all ({', '.join(PLANNERS)}).",
+            show_default=False,
+        ),
+    ] = ",".join(PLANNERS),
+    predictor: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What predicts acceptance: {', '.join(PREDICTORS)}.")
+    ] = "confidence",
+    form: Annotated[
+        Literal["paper", "served"] | None,
+        typer.Option(help="`specbranch` as in the paper or as served. Default: paper for presets, else served."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to decode, unless --trace is given.", min=1)] = 5000,
+    batch: Annotated[int, typer.Option(metavar="N", help="Requests that share a target step.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the first rounds and the speed against c.")
+    ] = None,
+    as_json: AsJson = False,
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets with their sources.")] = False,
 ) -> None:
-    """Simulate planners on two devices that overlap, with given step times and a given alignment of the models."""
+    """Compare planners in a simulation, without models or devices.
+
+    Target and draft run on two devices at the same time.
+    Step times and the draft's accuracy come from a preset, a trace or options.
+    """
     if list_presets:
         _print_presets(console_for(False))
         return
@@ -73,8 +116,6 @@ def simulate(
         names = _planner_names(planners)
         if predictor not in PREDICTORS:
             raise UsageError(f"no predictor is called {predictor!r}; choose from {', '.join(PREDICTORS)}")
-        if form not in (None, "paper", "served"):
-            raise UsageError(f"--form is {form!r}; choose paper or served")
         as_in_paper = form == "paper" or (form is None and trace is None and acceptance is None)
         case = _case(preset, trace, acceptance, c, gamma, row_cost, tokens, seed)
         layout = Layout(case.pair.c, case.pair.row_cost, batch)
@@ -85,7 +126,7 @@ def simulate(
             from specbranch.simulation.plots import plot_simulation
 
             plot_simulation(plot, case.name, case.pair, case.trace, names, method_of, seed)
-            console_for(as_json).print(f"drawn to {plot}")
+            console_for(as_json).print(f"drew {plot}", highlight=False)
         if as_json:
             print_json(_document(case, layout, predictor, seed, outcomes))
 
@@ -100,7 +141,7 @@ def _planner_names(planners: str) -> list[str]:
 
 
 def _window(c: float) -> int:
-    """As many tokens as the draft makes in a step of the target, which is what the papers choose."""
+    """As many tokens as the draft produces in one target step; the papers choose the same."""
     return min(max(1, round(c)), MAX_WINDOW)
 
 
@@ -115,7 +156,7 @@ def _case(
     seed: int,
 ) -> _Case:
     if sum(choice is not None for choice in (preset, trace, acceptance)) > 1:
-        raise UsageError("--preset, --trace and --acceptance exclude each other")
+        raise UsageError("--preset, --trace and --acceptance exclude each other; give one of them")
     if c is not None and not c > 0:
         raise UsageError(f"--c is {c}; give a positive number")
     if row_cost is not None and not row_cost >= 0:
@@ -123,7 +164,7 @@ def _case(
     if trace is None and acceptance is None:
         base = _preset_pair(preset or "vicuna-68m-13b")
     elif c is None:
-        raise UsageError("--trace and --acceptance need --c: measure both models' step times and divide")
+        raise UsageError("--trace and --acceptance need --c, the target's step time divided by the draft's")
     elif acceptance is not None:
         if not 0 < acceptance < 1:
             raise UsageError(f"--acceptance is {acceptance}; give a number between 0 and 1")
@@ -154,12 +195,10 @@ def _preset_pair(preset: str) -> Pair:
 
 def _run(case: _Case, methods: list[Method], layout: Layout, seed: int, best: bool) -> dict[str, Outcome]:
     outcomes = {}
-    with progress_bar() as bar:
-        task = bar.add_task("simulating", total=len(methods))
-        for method in methods:
-            bar.update(task, description=method.planner)
+    with Progress() as progress:
+        for done, method in enumerate(methods):
+            progress.show(f"simulating {method.planner}", done, len(methods))
             outcomes[method.planner] = (best_gamma if best else run_simulation)(case.trace, method, layout, seed)
-            bar.advance(task)
     return outcomes
 
 
@@ -171,37 +210,39 @@ def _print_presets(console: Console) -> None:
         table.add_row(pair.name, f"{pair.c:g}", str(pair.gamma), f"{pair.acceptance:.3f}", pair.source)
     console.print(table)
     console.print(
-        f"One more draft row costs {ROW_COST:g} of a one-row step (an assumption; change it with --row-cost)."
+        f"Each additional draft row costs {ROW_COST:g} of a step with one row: an assumption, see --row-cost."
     )
 
 
 def _print_table(console: Console, case: _Case, layout: Layout, predictor: str, outcomes: dict[str, Outcome]) -> None:
     pair = case.pair
-    title = f"{case.name}: c {pair.c:g}, greedy agreement {case.trace.match_share():.3f}, row cost {pair.row_cost:g}"
+    title = f"{case.name}: c {pair.c:g}, agreement {case.trace.match_share():.3f}, row cost {pair.row_cost:g}"
     caption = f"{case.trace.num_tokens} tokens, batch {layout.batch}, predictor {predictor}"
     table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
     table.add_column("planner", no_wrap=True)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for name, outcome in outcomes.items():
-        figures = outcome.as_json()
-        lost = figures["rolled_back"]
+        stats = outcome.as_json()
+        lost = stats["rolled_back"]
         table.add_row(
             name,
             str(outcome.method.settings.get("gamma", "-")),
             f"{outcome.speedup:.2f}x",
-            f"{figures['emitted_per_round']:.2f}",
-            f"{figures['hit_rate']:.2f}",
+            f"{stats['emitted_per_round']:.2f}",
+            f"{stats['hit_rate']:.2f}",
             f"{lost['rejected']:.2f}",
             f"{lost['unused']:.2f}",
-            f"{figures['losing']:.2f}",
+            f"{stats['losing']:.2f}",
             f"{lost['cut']:.2f}",
-            f"{figures['wait_share']:.0%}",
-            f"{figures['rows_per_round']:.1f}",
+            f"{stats['wait_share']:.0%}",
+            f"{stats['rows_per_round']:.1f}",
         )
     console.print(table)
-    console.print("speed: over plain decoding. rejected, unused, cut: rolled-back draft tokens per emitted token;")
-    console.print("losing: the part of them on branches that were not the draft's first choice.")
+    for line in _LEGEND:
+        console.print(line, highlight=False, soft_wrap=True)
+    fastest, outcome = max(outcomes.items(), key=lambda one: one[1].speedup)
+    console.print(f"fastest: {fastest}, {outcome.speedup:.2f}x", style="bold", highlight=False)
     console.print(f"source: {pair.source}", highlight=False)
 
 

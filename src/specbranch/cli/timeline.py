@@ -1,4 +1,4 @@
-"""`specbranch timeline`: where the time of a real run went, from the trace that the draft service wrote."""
+"""`specbranch timeline`: where the time of a real run went, from the file that the draft service wrote."""
 
 from __future__ import annotations
 
@@ -11,36 +11,55 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.bench.profile_plot import PlotError, check_plot
-from specbranch.bench.recording import Recording, RecordingError, Shares, read_recording, shares
+from specbranch.bench.timeline_file import Shares, Timeline, TimelineError, read_timeline, shares
 from specbranch.bench.timeline_plot import choose_stretches, plot_timeline
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
+from specbranch.cli.options import AsJson
 
 
 def timeline(
-    file: Annotated[Path, typer.Argument(help="A file written by `specbranch draft --trace`.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw a stretch of it to this file.")] = None,
-    start: Annotated[float | None, typer.Option("--from", help="Begin of the stretch, in seconds.", min=0)] = None,
-    end: Annotated[float | None, typer.Option("--to", help="End of the stretch, in seconds.", min=0)] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds to draw where no stretch is given.", min=1)] = 16,
-    title: Annotated[str | None, typer.Option(help="Of the picture. Default: the file's name.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="File written by `serve`, `generate` or `draft` with --timeline.", show_default=False
+        ),
+    ],
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a part of it to this file: .png, .svg or .pdf.")
+    ] = None,
+    start: Annotated[
+        float | None, typer.Option("--from", metavar="S", help="Start of the part, in seconds.", min=0)
+    ] = None,
+    end: Annotated[float | None, typer.Option("--to", metavar="S", help="End of the part, in seconds.", min=0)] = None,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", help="Rounds to draw if neither --from nor --to is given.", min=1)
+    ] = 16,
+    title: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Title of the figure. Default: the file's name.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Tell from a trace how long the target worked and waited, how busy the draft was, and how often it hit."""
-    with friendly_errors(UsageError, RecordingError, PlotError, ImportError, OSError):
+    """Show where the time of a run went.
+
+    For each target: how long it computed and waited, how busy the draft was,
+    and how often a branch was ready (hit rate).
+    Perfetto (ui.perfetto.dev) and chrome://tracing open the same file.
+    """
+    with friendly_errors(UsageError, TimelineError, PlotError, ImportError, OSError):
         if plot:
             check_plot(plot)
         stretch = _stretch(start, end)
-        recording = read_recording(file).between(*stretch)
-        figures = [shares(recording, lane) for lane in recording.targets]
+        read = read_timeline(file).between(*stretch)
+        found = [shares(read, lane) for lane in read.targets]
         console = console_for(as_json)
-        print_shares(console, recording, figures)
+        print_shares(console, read, found)
         if plot:
             is_whole = start is None and end is None
-            stretches = choose_stretches(recording, rounds) if is_whole else _equal(recording, stretch)
-            plot_timeline(plot, recording, stretches, title or file.name)
-            console.print(f"drawn to {plot}", highlight=False)
+            stretches = choose_stretches(read, rounds) if is_whole else _equal(read, stretch)
+            plot_timeline(plot, read, stretches, title or file.name)
+            console.print(f"drew {plot}", highlight=False)
         if as_json:
-            print_json({"file": str(file), "is_cut": recording.is_cut, "targets": [one.as_json() for one in figures]})
+            print_json({"file": str(file), "is_cut": read.is_cut, "targets": [one.as_json() for one in found]})
 
 
 def _stretch(start: float | None, end: float | None) -> tuple[float, float]:
@@ -50,19 +69,19 @@ def _stretch(start: float | None, end: float | None) -> tuple[float, float]:
     return stretch
 
 
-def _equal(recording: Recording, stretch: tuple[float, float]) -> list[tuple[float, float]]:
-    """The same stretch for every target, ending where the last of them ends."""
-    last_s = max(span.end_s for lane in recording.targets for span in lane.steps + lane.waits)
-    return [(stretch[0], min(stretch[1], last_s))] * len(recording.targets)
+def _equal(timeline: Timeline, stretch: tuple[float, float]) -> list[tuple[float, float]]:
+    """The same time range for every target, ending where the last of them ends."""
+    last_s = max(span.end_s for lane in timeline.targets for span in lane.steps + lane.waits)
+    return [(stretch[0], min(stretch[1], last_s))] * len(timeline.targets)
 
 
-def print_shares(console: Console, recording: Recording, figures: list[Shares]) -> None:
-    """The figures of a recording as a table."""
+def print_shares(console: Console, timeline: Timeline, found: list[Shares]) -> None:
+    """Print the stats of a timeline as a table."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("target", no_wrap=True)
-    for column in ("seconds", "busy", "waits", "draft\nbusy", "rounds", "hit\nrate", "emitted\n/round", "rows\n/step"):
+    for column in ("seconds", "busy", "waits", "draft\nbusy", "rounds", "hit\nrate", "tokens\n/round", "rows\n/step"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in figures:
+    for one in found:
         table.add_row(
             one.target,
             f"{one.time_s:.2f}",
@@ -75,5 +94,5 @@ def print_shares(console: Console, recording: Recording, figures: list[Shares]) 
             f"{one.rows_per_draft_step:.1f}",
         )
     console.print(table)
-    if recording.is_cut:
-        console.print("The run was longer than a trace can hold; this is its beginning.")
+    if timeline.is_cut:
+        console.print("The run had more events than a timeline holds; this is its beginning.")

@@ -2,166 +2,137 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
-from specbranch.bench.profile import commit
 from specbranch.bench.prompts import TASKS, PromptError, read_prompts
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
-from specbranch.predictor.hrad import HradError, write_hrad
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_help_alone, print_json
+from specbranch.cli.options import AsJson, Command, Device, example
+from specbranch.cli.progress import Progress
+from specbranch.predictor.hrad import HradError
 from specbranch.train.collect import CollectOptions
 from specbranch.train.collect import collect as collect_examples
-from specbranch.train.examples import SPLITS, Examples, ExamplesError, read_examples
-from specbranch.train.figures import draw_scores
-from specbranch.train.fit import INPUTS, FitOptions, Network, fit
-from specbranch.train.score import Score, majority, score
+from specbranch.train.evaluation import evaluate
+from specbranch.train.examples import ExamplesError, read_examples
+from specbranch.train.fit import FitOptions
+from specbranch.train.score import Score
 
-train = typer.Typer(no_args_is_help=True, help="Train H-RAD, the predictor on the target's features, for a pair.")
+train = typer.Typer(
+    invoke_without_command=True,
+    help="Train H-RAD, a predictor of acceptance that looks at the target's hidden states.",
+)
+train.callback()(print_help_alone)
 
 
-@train.command()
+@train.command(
+    cls=Command,
+    epilog=example("specbranch train collect TARGET --draft DRAFT --task gsm8k=gsm8k.jsonl:160 --out ex"),
+)
 def collect(
-    target: Annotated[str, typer.Argument(help="Dense model: a path, a name below $SPECBRANCH_MODELS, or on the hub.")],
-    draft: Annotated[str, typer.Option(help="The draft model with dense weights; as TARGET.")],
-    prompts: Annotated[
-        list[str], typer.Option(help="task=FILE:COUNT, several times; tasks: " + ", ".join(TASKS) + ".")
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="Target model with unquantized weights: a path, a name in $SPECBRANCH_MODELS, or a Hugging Face name.",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="Directory for the examples; one that was cut off is gone on with.")],
-    layers: Annotated[int, typer.Option(help="Last layers of the target that are features.", min=1)] = 4,
-    answer: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=8)] = 160,
-    temperature: Annotated[float, typer.Option(help="Of the target.", min=0.0)] = 0.0,
-    batch: Annotated[int, typer.Option(help="Answers at once.", min=1)] = 64,
-    device: Annotated[str, typer.Option(help="cpu, cuda:0: what torch knows.")] = "cpu",
-) -> None:
-    """Let the target answer prompts, keep its features, and see where the draft would have been right."""
-    with friendly_errors(UsageError, PromptError, ExamplesError, ImportError, OSError):
-        messages = dict(_messages(text) for text in prompts)
-        options = CollectOptions(target, draft, layers, answer, temperature, batch, device)
-        with progress_bar() as bar:
-            task = bar.add_task("collecting", total=None)
-            collect_examples(options, messages, out, lambda done, total: bar.update(task, completed=done, total=total))
-    _describe(read_examples([out]))
-
-
-@train.command(name="fit")
-def fit_command(
-    examples: Annotated[list[Path], typer.Argument(help="Directories of `train collect`, of one pair.")],
-    out: Annotated[Path, typer.Option(help="Directory for the predictor.")],
-    window: Annotated[int, typer.Option(help="Draft tokens that are foreseen.", min=1)] = 5,
-    balance: Annotated[
-        float, typer.Option(help="1: classes weigh alike; 0: as often as they come.", min=0.0, max=1.0)
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL", help="Draft model with unquantized weights, named like TARGET.", show_default=False
+        ),
+    ],
+    tasks: Annotated[
+        list[str],
+        typer.Option(
+            "--task",
+            metavar="TASK=FILE:COUNT",
+            help=f"Use COUNT prompts from FILE; repeatable. Tasks: {', '.join(TASKS)}.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Directory for the examples; an interrupted collection is resumed.", show_default=False
+        ),
+    ],
+    layers: Annotated[
+        int, typer.Option(metavar="N", help="How many of the target's last layers are features.", min=1)
+    ] = 4,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens in one answer.", min=8)] = 160,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Sampling temperature of the target; 0 is greedy.", min=0.0)
     ] = 0.0,
-    epochs: Annotated[int, typer.Option(help="At most; it ends when held-out prompts gain no more.", min=1)] = 20,
-    across: Annotated[bool, typer.Option("--across", help="Also train on each task alone and test on all.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")] = False,
+    batch: Annotated[int, typer.Option(metavar="N", help="Answers that are generated together.", min=1)] = 64,
+    device: Device = "cpu",
 ) -> None:
-    """Fit the predictor, judge it on prompts it has not seen, and write it with its card, figures and picture."""
+    """Let the target answer prompts, and record its features and where the draft agrees."""
+    with friendly_errors(UsageError, PromptError, ExamplesError, ImportError, OSError):
+        messages = dict(_messages(text) for text in tasks)
+        options = CollectOptions(target, draft, layers, max_tokens, temperature, batch, device)
+        with Progress() as progress:
+            collect_examples(options, messages, out, partial(progress.show, "collecting"))
+        examples = read_examples([out])
+    num_prompts = len(set(examples.prompts.tolist()))
+    console_for(False).print(f"{len(examples)} positions of {num_prompts} prompts in {out}", highlight=False)
+
+
+@train.command(name="fit", cls=Command, epilog=example("specbranch train fit ex --out my-hrad"))
+def fit_command(
+    examples: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR", help="Directories of `specbranch train collect`, all of one pair.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the predictor.", show_default=False)],
+    window: Annotated[int, typer.Option(metavar="N", help="Draft tokens to predict ahead.", min=1)] = 5,
+    balance: Annotated[
+        float,
+        typer.Option(metavar="X", help="Class weights: 0 as frequent as they are, 1 all equal.", min=0.0, max=1.0),
+    ] = 0.0,
+    epochs: Annotated[
+        int, typer.Option(metavar="N", help="Most epochs; training stops early on held-out prompts.", min=1)
+    ] = 20,
+    across: Annotated[
+        bool, typer.Option("--across", help="Also train on each task alone and test on all tasks.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fit the predictor and test it on prompts that it has not seen.
+
+    --out then holds the predictor, its scores and their figure;
+    use it with `specbranch serve --predictor`.
+    """
     with friendly_errors(UsageError, ExamplesError, HradError, ImportError, OSError):
         data = read_examples(examples).settled(window)
-        splits = {name: data.split(name) for name in SPLITS}
-        for name, part in splits.items():
-            if not len(part):
-                raise UsageError(f"no prompt of {examples[0]} is in the {name} split; collect more prompts")
-        options = FitOptions(window=window, balance=balance, epochs=epochs)
-        with progress_bar() as bar:
-            networks = {
-                inputs: _fit(bar, splits["train"], splits["held-out"], inputs, options, inputs) for inputs in INPUTS
-            }
-            crossed = _across(bar, splits, options) if across else {}
-        test = splits["test"]
-        truth = test.classes(window)
-        scores: dict[str, Score] = {"majority": majority(splits["train"].classes(window), truth)}
-        for name, network in networks.items():
-            scores[name] = score(network.foresee(test)[0], truth)
-        card = data.card
-        document: dict[str, Any] = {
-            "target": card.target,
-            "draft": card.draft,
-            "window": window,
-            "places": {name: len(part) for name, part in splits.items()},
-            "shares": (splits["train"].classes(window)[:, None] == range(3)).mean(0).tolist(),
-            "epochs": {name: network.epochs for name, network in networks.items()},
-            "scores": {name: one.as_json() for name, one in scores.items()},
-            "by_task": _by_task(networks["features"], test, window),
-            "across": crossed,
-        }
-        out.mkdir(parents=True, exist_ok=True)
-        own = {
-            "target": card.target,
-            "draft": card.draft,
-            "num_layers": card.num_layers,
-            "hidden_len": card.hidden_len,
-            "window": window,
-            "tasks": list(card.tasks),
-            "positions": len(splits["train"]),
-            "commit": commit(Path(__file__).parent),
-        }
-        write_hrad(out, networks["features"].tensors, own)
-        (out / "scores.json").write_text(json.dumps(document, indent=1) + "\n")
-        draw_scores(scores, "features", out / "scores.png")
-        _print(scores, as_json)
+        with Progress() as progress:
+            found = evaluate(data, FitOptions(window=window, balance=balance, epochs=epochs), across, progress.show)
+        found.write(out)
+        _print(found.scores, as_json)
         if as_json:
-            print_json(document)
-
-
-def _fit(bar: Progress, train: Examples, held_out: Examples, inputs: Any, options: FitOptions, name: str) -> Network:
-    task = bar.add_task(f"fitting on {name}", total=options.epochs)
-    network = fit(
-        train,
-        held_out,
-        inputs,
-        options,
-        lambda epoch, most, loss: bar.update(task, completed=epoch, description=f"fitting on {name}: loss {loss:.3f}"),
-    )
-    bar.remove_task(task)
-    return network
-
-
-def _across(bar: Progress, splits: dict[str, Examples], options: FitOptions) -> dict[str, dict[str, float]]:
-    """Accuracy on every task of a predictor trained on one."""
-    found = {}
-    for task in splits["train"].card.tasks:
-        parts = [splits[name].of_task(task) for name in ("train", "held-out")]
-        if all(len(part) for part in parts):
-            network = _fit(bar, parts[0], parts[1], "features", options, task)
-            found[task] = {
-                name: one["accuracy"] for name, one in _by_task(network, splits["test"], options.window).items()
-            }
-    return found
-
-
-def _by_task(network: Network, test: Examples, window: int) -> dict[str, dict[str, Any]]:
-    found = {}
-    for task in test.card.tasks:
-        part = test.of_task(task)
-        if len(part):
-            one = score(network.foresee(part)[0], part.classes(window))
-            found[task] = {name: getattr(one, name) for name in ("places", "accuracy", "macro_f1", "log_loss")}
-    return found
+            print_json(found.as_json())
 
 
 def _messages(text: str) -> tuple[str, list[str]]:
-    """A task and its messages from task=FILE:COUNT."""
+    """A task and its messages from TASK=FILE:COUNT."""
     task, _, rest = text.partition("=")
     file, _, count = rest.rpartition(":")
     if not file or not count.isdigit():
-        raise UsageError(f"--prompts is {text!r}; write task=FILE:COUNT")
+        raise UsageError(f"--task is {text!r}; write TASK=FILE:COUNT, such as gsm8k=gsm8k.jsonl:160")
     return task, read_prompts(task, Path(file), int(count))
 
 
-def _describe(examples: Examples) -> None:
-    console = console_for(False)
-    console.print(f"{len(examples)} places of {len(set(examples.prompts.tolist()))} prompts")
-
-
-def _print(scores: dict[str, Score], as_json: bool) -> None:
-    table = Table("foreseen from", "accuracy", "macro F1", "log loss", "calibration error", box=None)
+def _print(scores: Mapping[str, Score], as_json: bool) -> None:
+    table = Table("predicted from", "accuracy", "macro F1", "log loss", "calibration error", box=None)
     for name, one in scores.items():
-        figures = (one.accuracy, one.macro_f1, one.log_loss, one.calibration_error)
-        table.add_row(name, *(f"{figure:.3f}" for figure in figures))
+        values = (one.accuracy, one.macro_f1, one.log_loss, one.calibration_error)
+        table.add_row(name, *(f"{value:.3f}" for value in values))
     console_for(as_json).print(table)

@@ -1,4 +1,4 @@
-"""What people write after an option: lists of numbers, KEY=VALUE."""
+"""Values of options: lists of numbers, KEY=VALUE."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def table(option: str, given: Sequence[str] | None) -> dict[str, Any]:
-    """KEY=VALUE as a table; values are JSON where they can be, else text."""
+    """KEY=VALUE pairs as a table; values are JSON if they parse as JSON, else strings."""
     found: dict[str, Any] = {}
     for one in given or ():
         key, is_pair, value = one.partition("=")
         if not key or not is_pair:
-            raise UsageError(f"{option} is {one!r}; give KEY=VALUE, such as gamma=4")
+            raise UsageError(f"{option} is {one!r}; give KEY=VALUE, such as waits=true")
         try:
             found[key] = json.loads(value)
         except ValueError:

@@ -11,9 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from specbranch.core.distribution import Distribution
+from specbranch.errors import SpecBranchError
 
 
-class EngineError(RuntimeError):
+class EngineError(SpecBranchError, RuntimeError):
     """An engine cannot do what was asked. The message names the cause and the way out; users read it."""
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Meta
 
 from specbranch.core.round import MAX_WINDOW, Outlook, Signal
+from specbranch.errors import SpecBranchError
 
 FORMAT = "specbranch-hrad"
 VERSION = 1
@@ -30,7 +31,7 @@ _Array = np.ndarray[Any, np.dtype[np.float32]]
 _Positive = Annotated[int, Meta(ge=1)]
 
 
-class HradError(ValueError):
+class HradError(SpecBranchError, ValueError):
     """A trained predictor that cannot be read, or does not fit."""
 
 

@@ -10,8 +10,10 @@ import os
 import stat
 from pathlib import Path
 
+from specbranch.errors import SpecBranchError
 
-class DirectoryError(RuntimeError):
+
+class DirectoryError(SpecBranchError, RuntimeError):
     """A directory that others could misuse; the message says why and what would help."""
 
 

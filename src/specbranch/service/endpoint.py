@@ -18,13 +18,14 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from specbranch.errors import SpecBranchError
 from specbranch.service.directory import DirectoryError, holds_sockets, own_directory
 from specbranch.service.wire import MAX_FRAME, MAX_REPLY
 
 _LINGER_MS = 0
 
 
-class EndpointError(RuntimeError):
+class EndpointError(SpecBranchError, RuntimeError):
     """An address or a key that cannot be used; the message says why and what would help."""
 
 

@@ -12,7 +12,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.engines.binding import Feed
 from specbranch.service.recorder import Note, Recorder
 from specbranch.service.sessions import DraftSession
-from specbranch.service.timeline import RowVerdict, Timeline
+from specbranch.service.timeline import RowVerdict, TimelineRecorder
 from specbranch.service.wire import Open, Step, StepRow, unpack
 
 
@@ -27,7 +27,7 @@ class Before:
 class Observer:
     """Passes on what happens to a timeline and to a recorder, as far as they were given."""
 
-    def __init__(self, timeline: Timeline | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(self, timeline: TimelineRecorder | None = None, recorder: Recorder | None = None) -> None:
         self._timeline = timeline
         self._recorder = recorder
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from types import TracebackType
 
 from specbranch.child import PIPE, Child
+from specbranch.errors import SpecBranchError
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.wire import Welcome
 
 _STOP_S = 10.0
 
 
-class StartError(RuntimeError):
+class StartError(SpecBranchError, RuntimeError):
     """The draft service did not start; the message says why, or where to read it."""
 
 
@@ -37,7 +38,6 @@ class DraftOptions:
     def arguments(self, address: str) -> list[str]:
         """The arguments of the command line."""
         chosen = {
-            "--model": self.model,
             "--device": self.device,
             "--listen": address,
             "--engine": self.engine,
@@ -45,7 +45,7 @@ class DraftOptions:
             "--cores": ",".join(str(core) for core in self.cores) if self.cores else None,
         }
         pairs = [part for name, value in chosen.items() if value is not None for part in (name, str(value))]
-        return ["draft", *pairs, "--until-eof", *self.extra]
+        return ["draft", self.model, *pairs, "--until-eof", *self.extra]
 
 
 class DraftProcess:

@@ -1,8 +1,7 @@
-"""What both sides did and when, as the draft service sees it; written as a Chrome trace for Perfetto.
+"""The timeline of a run: what target and draft did and when, as the draft service sees it, in Chrome's trace format.
 
-A verdict arrives, an answer leaves: what lies between an answer and the next verdict of the same target is the target's
-step; an answer that was held back is a wait. Recording appends one small tuple and does no I/O. No clock here: times
-come in as numbers.
+The time between an answer and the next verdict of the same target is the target's step. An answer that was held back is
+a wait. Recording appends one small tuple and does no I/O. There is no clock here: times come in as numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ Lane = tuple[bytes, bytes]  # client, namespace
 
 _PROCESS = 1
 _DRAFT_THREAD = 1
-# The figures of every kind of event, in the order in which they are recorded.
-_FIGURES = {
+# The fields of every kind of event, in the order in which they are recorded.
+_FIELDS = {
     "step": ("rows", "new_rows", "submitted", "accepted", "committed", "is_prefill"),
     "wait": ("rows",),
     "draft": ("rows", "tokens", "is_prefill", "sessions"),
@@ -37,7 +36,7 @@ _INSTANTS = ("open", "hit", "miss")
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """What one row of a verdict says; `is_hit` is None where nothing could be prepared for it."""
+    """One row of a verdict; `is_hit` is None where nothing could be prepared for it."""
 
     submitted: int
     committed: int
@@ -50,12 +49,12 @@ class RowVerdict:
         return min(self.submitted, self.committed - 1)
 
 
-class Timeline:
-    """Records up to `max_events` events, then says so once and records no more. Two threads may record at a time."""
+class TimelineRecorder:
+    """Records up to `max_events` events, then logs one warning and records no more. Two threads may use it at once."""
 
     def __init__(self, max_events: int = 1_000_000) -> None:
         self._max_events = max_events
-        # Plain tuples of numbers: the garbage collector soon stops to look at them. Kind, lane, start, end, figures.
+        # Plain tuples of numbers: the garbage collector soon stops tracking them. Kind, lane, start, end, values.
         self._events: list[tuple[str, int, float, float, tuple[Any, ...]]] = []
         self._lanes: dict[Lane, int] = {}
         self._answered_s: dict[int, float] = {}
@@ -86,7 +85,7 @@ class Timeline:
                 self._record(kind, number, at_s, at_s, (count,))
 
     def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
-        """An answer left, with `num_held` rows that had been held back since the verdict; the target goes on."""
+        """An answer was sent; `num_held` of its rows were held back since the verdict. The target's step begins."""
         number = self._number(lane)
         self._answered_s[number] = at_s
         if num_held and at_s > since_s:
@@ -97,7 +96,7 @@ class Timeline:
         self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
 
     def write(self, path: Path, **about: Any) -> None:
-        """Write the file, for its owner only, whole or not at all. `about` is kept beside the events."""
+        """Write the file, readable by its owner only, completely or not at all. `about` is stored beside the events."""
         encode = msgspec.json.encode
         part = path.with_name(f"{path.name}.part")
         part.unlink(missing_ok=True)  # of a run that was killed
@@ -113,8 +112,8 @@ class Timeline:
         """The events in Chrome's trace format, names of the lanes first; times count from the first event."""
         yield from self._names()
         origin_s = min((event[2] for event in self._events), default=0.0)
-        for kind, number, start_s, end_s, figures in self._events:
-            args = dict(zip(_FIGURES[kind], figures, strict=True))
+        for kind, number, start_s, end_s, values in self._events:
+            args = dict(zip(_FIELDS[kind], values, strict=True))
             event = {
                 "name": _name(kind, args),
                 "cat": kind,
@@ -145,21 +144,21 @@ class Timeline:
             number = self._lanes[lane] = len(self._lanes) + 1
         return number
 
-    def _record(self, kind: str, number: int, start_s: float, end_s: float, figures: tuple[Any, ...]) -> None:
+    def _record(self, kind: str, number: int, start_s: float, end_s: float, values: tuple[Any, ...]) -> None:
         if len(self._events) < self._max_events:
-            self._events.append((kind, number, start_s, end_s, figures))
+            self._events.append((kind, number, start_s, end_s, values))
         elif not self.is_full:
             self.is_full = True
-            log.warning("the trace holds %d events and takes no more", self._max_events)
+            log.warning("the timeline is full after %d events; later events are not recorded", self._max_events)
 
 
 def _name(kind: str, args: dict[str, Any]) -> str:
     """What the viewer writes on an event."""
     if kind == "step":
-        # Nobody says when a target began on a new sequence: before it, it may have been idle.
+        # The service is not told when a target starts on a new sequence; the target may have been idle before.
         return "prefill or idle" if args["is_prefill"] else f"{args['accepted']}/{args['submitted']}"
     if kind == "draft":
-        return "read" if args["is_prefill"] else f"draft {args['rows']}"
+        return "prefill" if args["is_prefill"] else f"draft {args['rows']}"
     return kind
 
 

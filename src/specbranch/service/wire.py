@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
 VERSION = 4
@@ -35,7 +36,7 @@ PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
 
 
-class FrameError(ValueError):
+class FrameError(SpecBranchError, ValueError):
     """A frame that is not a message of this protocol."""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specbranch.errors import SpecBranchError
 from specbranch.trace import Answer, read_trace
 
 FORMAT = "specbranch-examples"
@@ -28,7 +29,7 @@ _SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "tr
 Array = NDArray[Any]
 
 
-class ExamplesError(ValueError):
+class ExamplesError(SpecBranchError, ValueError):
     """A directory that holds no examples, or none of the kind asked for."""
 
 

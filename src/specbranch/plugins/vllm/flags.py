@@ -9,8 +9,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from specbranch.errors import SpecBranchError
 
-class FlagError(ValueError):
+
+class FlagError(SpecBranchError, ValueError):
     """A flag of vLLM that cannot be used here; the message says what to do instead."""
 
 

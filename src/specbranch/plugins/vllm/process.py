@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from specbranch.child import PIPE, Child
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.messages import Done, Engine, News, Run
 from specbranch.plugins.vllm.target import TargetOptions
 
@@ -22,7 +23,7 @@ _STOP_S = 30.0
 _END_S = 5.0  # for a process that has closed its output
 
 
-class TargetFailure(RuntimeError):
+class TargetFailure(SpecBranchError, RuntimeError):
     """A target's process ended before its work was done; the message has the end of its log."""
 
 

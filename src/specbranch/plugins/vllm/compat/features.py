@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat.config import vocab_len
 
 
-class FeatureError(ValueError):
+class FeatureError(SpecBranchError, ValueError):
     """The target cannot provide the features that a trained predictor needs."""
 
 

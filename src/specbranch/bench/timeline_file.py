@@ -1,4 +1,4 @@
-"""A trace of a real run, read back from the file that the draft service wrote, and its figures.
+"""The timeline of a real run, read back from the file that the draft service wrote, and its stats.
 
 Only the file's own format is known here; how it is recorded is in `service/timeline.py`.
 """
@@ -12,14 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from specbranch.bench.file_kind import kind_of
+from specbranch.errors import SpecBranchError
 
-class RecordingError(ValueError):
-    """A file that is no trace of the draft service, or a stretch in which nothing happened."""
+
+class TimelineError(SpecBranchError, ValueError):
+    """A file that is not a timeline, or a time range in which nothing happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, and its figures."""
+    """Something that took time, and its stats."""
 
     start_s: float
     end_s: float
@@ -27,13 +30,13 @@ class Span:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether a sequence was prefilled; for a target it may have stood idle as well."""
+        """Whether a sequence was prefilled; a target may also have been idle."""
         return bool(self.args.get("is_prefill"))
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Verdicts of one moment: how many were hits, or misses."""
+    """Verdicts of one moment: how many were hits, or how many were misses."""
 
     at_s: float
     rows: int
@@ -52,7 +55,7 @@ class TargetLane:
 
     @property
     def label(self) -> str:
-        """The name, and the planners that drafted for it."""
+        """The name and the planners that drafted for it."""
         return f"{self.name}: {', '.join(self.planners)}" if self.planners else self.name
 
     @property
@@ -62,15 +65,15 @@ class TargetLane:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """All lanes, times in seconds since the first event. `is_cut` says that it was longer than could be held."""
+class Timeline:
+    """All lanes, times in seconds since the first event. `is_cut`: the run had more events than were recorded."""
 
     targets: list[TargetLane]
     drafts: list[Span]
     is_cut: bool = False
 
-    def between(self, start_s: float, end_s: float) -> Recording:
-        """What happened in a stretch; spans that stick out are cut, targets with nothing in it are left out."""
+    def between(self, start_s: float, end_s: float) -> Timeline:
+        """What happened in a time range; spans are clipped to it, and targets that did nothing in it are left out."""
         targets = [
             TargetLane(
                 lane.name,
@@ -83,13 +86,15 @@ class Recording:
         ]
         targets = [lane for lane in targets if lane.rounds or lane.waits]
         if not targets:
-            raise RecordingError(f"no target worked between {start_s:g} s and {end_s:g} s; choose another stretch")
-        return Recording(targets, _clip(self.drafts, start_s, end_s), self.is_cut)
+            raise TimelineError(
+                f"no target worked between {start_s:g} s and {end_s:g} s; choose another range with --from and --to"
+            )
+        return Timeline(targets, _clip(self.drafts, start_s, end_s), self.is_cut)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Where one target's time went, from its first event to its last; time that was prefill or idle is not in it."""
+    """Where one target's time went, from its first event to its last. Prefill and idle time are left out."""
 
     target: str
     time_s: float
@@ -107,44 +112,50 @@ class Shares:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def read_recording(path: Path) -> Recording:
-    """A recording from a file; what is no such file raises with its cause."""
+def read_timeline(path: Path) -> Timeline:
+    """The timeline in a file; any other file raises, with what it is."""
     try:
         document = json.loads(path.read_bytes())
         events, is_cut = document["traceEvents"], bool(document.get("otherData", {}).get("is_cut"))
-        return _sort_out(events, is_cut)
+        return _timeline_of(events, is_cut)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise RecordingError(f"{path} is no trace of `specbranch draft --trace` ({cause})") from error
+        raise TimelineError(
+            f"{path} is not a timeline: it is {_found(path)}; `serve`, `generate` and `draft` write one with --timeline"
+        ) from error
 
 
-def shares(recording: Recording, lane: TargetLane) -> Shares:
-    """The figures of one target."""
+def _found(path: Path) -> str:
+    kind = kind_of(path)
+    return "a damaged timeline" if kind.startswith("a timeline") else kind
+
+
+def shares(timeline: Timeline, lane: TargetLane) -> Shares:
+    """The stats of one target."""
     rounds = lane.rounds
     spans = sorted(rounds + lane.waits, key=lambda span: span.start_s)
     pauses = [step for step in lane.steps if step.is_prefill]
     stretch = [Span(spans[0].start_s, spans[-1].end_s, {})] if spans else []
     time_s = _length_s(stretch) - shared_s(pauses, stretch)
-    drafts = _clip(recording.drafts, stretch[0].start_s, stretch[0].end_s) if stretch else []
+    drafts = _clip(timeline.drafts, stretch[0].start_s, stretch[0].end_s) if stretch else []
     draft_s = _length_s(drafts) - shared_s(pauses, drafts)
     verdicts = sum(mark.rows for mark in lane.marks)
     num_rounds = sum(step.args["rows"] for step in rounds)
     return Shares(
-        lane.label,
-        time_s,
-        _ratio(_length_s(rounds), time_s),
-        _ratio(_length_s(lane.waits), time_s),
-        _ratio(draft_s, time_s),
-        num_rounds,
-        _ratio(sum(mark.rows for mark in lane.marks if mark.is_hit), verdicts),
-        _ratio(sum(step.args["accepted"] for step in rounds), num_rounds),
-        _ratio(sum(step.args["committed"] for step in rounds), num_rounds),
-        _ratio(sum(draft.args["rows"] for draft in drafts), len(drafts)),
+        target=lane.label,
+        time_s=time_s,
+        busy=_ratio(_length_s(rounds), time_s),
+        waiting=_ratio(_length_s(lane.waits), time_s),
+        draft_busy=_ratio(draft_s, time_s),
+        rounds=num_rounds,
+        hit_rate=_ratio(sum(mark.rows for mark in lane.marks if mark.is_hit), verdicts),
+        accepted_per_round=_ratio(sum(step.args["accepted"] for step in rounds), num_rounds),
+        emitted_per_round=_ratio(sum(step.args["committed"] for step in rounds), num_rounds),
+        rows_per_draft_step=_ratio(sum(draft.args["rows"] for draft in drafts), len(drafts)),
     )
 
 
 def shared_s(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """The time that two rows of spans have in common; no two spans of a row overlap, and both are in order."""
+    """The time that two lists of spans have in common; each list is sorted, and its spans do not overlap."""
     total_s, first, second = 0.0, 0, 0
     while first < len(some) and second < len(others):
         one, other = some[first], others[second]
@@ -156,7 +167,7 @@ def shared_s(some: Sequence[Span], others: Sequence[Span]) -> float:
     return total_s
 
 
-def _sort_out(events: Iterable[dict[str, Any]], is_cut: bool) -> Recording:
+def _timeline_of(events: Iterable[dict[str, Any]], is_cut: bool) -> Timeline:
     names: dict[int, str] = {}
     lanes: dict[str, TargetLane] = {}
     drafts: list[Span] = []
@@ -170,7 +181,7 @@ def _sort_out(events: Iterable[dict[str, Any]], is_cut: bool) -> Recording:
             name = names[event["tid"]].replace("wait", "target")
             _take(lanes.setdefault(name, TargetLane(name)), event)
     drafts.sort(key=lambda span: span.start_s)
-    return Recording(list(lanes.values()), drafts, is_cut)
+    return Timeline(list(lanes.values()), drafts, is_cut)
 
 
 def _take(lane: TargetLane, event: dict[str, Any]) -> None:

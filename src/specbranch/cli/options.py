@@ -1,0 +1,221 @@
+"""The options that several commands share, each with one name and one help text; and the old names of options.
+
+Planners and draft engines are strings: other packages may register more of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from specbranch.cli.console import UsageError
+from specbranch.core.planners import PLANNERS
+from specbranch.engines.options import DTYPES
+from specbranch.engines.registry import ENGINES
+
+_WHERE = "a path, a name in $SPECBRANCH_MODELS, or a Hugging Face name"
+
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help=f"Target model, run by vLLM: {_WHERE}.", show_default=False)
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help=f"Draft model, a GGUF file or a Transformers model: {_WHERE}.", show_default=False
+    ),
+]
+_DRAFT = typer.Option(
+    "--draft", metavar="MODEL", help="Draft model: named like TARGET, or a GGUF file.", show_default=False
+)
+Draft = Annotated[str, _DRAFT]
+OptionalDraft = Annotated[str | None, _DRAFT]
+
+_DEVICE_HELP = "such as cpu, cuda:1 or mps; what the engine supports."
+_ENGINE_HELP = f"{', '.join(ENGINES)}. Default: llamacpp for GGUF files, else torch."
+_DTYPE_HELP = f"for the torch engine: {', '.join(DTYPES)}. auto is the fastest type on this CPU."
+DraftDevice = Annotated[
+    str, typer.Option("--draft-device", metavar="DEVICE", help=f"Device of the draft, {_DEVICE_HELP}")
+]
+DraftEngine = Annotated[
+    str | None, typer.Option("--draft-engine", metavar="ENGINE", help=f"Engine of the draft: {_ENGINE_HELP}")
+]
+DraftDtype = Annotated[
+    str, typer.Option("--draft-dtype", metavar="DTYPE", help=f"Data type of the draft's weights, {_DTYPE_HELP}")
+]
+Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help=f"Device of the model, {_DEVICE_HELP}")]
+Engine = Annotated[str | None, typer.Option("--engine", metavar="ENGINE", help=f"Draft engine: {_ENGINE_HELP}")]
+ModelDtype = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help=f"Data type of the model's weights, {_DTYPE_HELP}")
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help="Data type of the target, as vLLM's --dtype takes it.")
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="Threads of the engine. Default: one for each core.")
+]
+Cores = Annotated[
+    str | None, typer.Option("--cores", metavar="CORES", help="CPU cores for this process, such as 1 or 4,5,6.")
+]
+TargetCores = Annotated[
+    str | None,
+    typer.Option("--target-cores", metavar="CORES", help="CPU cores of the target, such as 0,1. Default: automatic."),
+]
+DraftCores = Annotated[
+    str | None,
+    typer.Option("--draft-cores", metavar="CORES", help="CPU cores of the draft, such as 2,3. Default: automatic."),
+]
+
+Planner = Annotated[
+    str,
+    typer.Option("--planner", metavar="NAME", help=f"Method that decides what to draft: {', '.join(PLANNERS)}."),
+]
+Gamma = Annotated[
+    int, typer.Option("--gamma", metavar="N", help="Most draft tokens that the target verifies at once.", min=1)
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Setting of the planner, such as waits=true; repeatable. A wrong key lists the right ones.",
+    ),
+]
+Predictor = Annotated[
+    str,
+    typer.Option(
+        "--predictor",
+        metavar="NAME",
+        help="What predicts how many draft tokens will be accepted: confidence, none, all, or a directory written by "
+        "`specbranch train fit`.",
+    ),
+]
+DeadlineMs = Annotated[
+    float, typer.Option("--deadline-ms", metavar="MS", help="Longest time that a target step waits for drafts.", min=0)
+]
+VllmArg = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vllm-arg", metavar="KEY=VALUE", help="Argument of vllm.LLM, such as max_model_len=1024; repeatable."
+    ),
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens in one answer.", min=1)]
+
+TimelineFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline",
+        metavar="FILE",
+        help="At the end, write what target and draft did and when. `specbranch timeline` and Perfetto read it.",
+    ),
+]
+RecordFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--record",
+        metavar="FILE",
+        help="Write a trace of verdicts and draft distributions. `specbranch simulate --trace` reads it.",
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document as the last line; other output goes to stderr.")
+]
+
+# For one release: by command, the old name of an option and its new one. MODEL is now an argument.
+_OLD_NAMES = {
+    "serve": {"--trace": "--timeline"},
+    "generate": {"--trace": "--timeline"},
+    "plan": {"--trace": "--record", "--count": "--num-prompts", "--answer": "--max-tokens"},
+    "check": {
+        "--prompts": "--num-prompts",
+        "--tokens": "--num-tokens",
+        "--samples": "--num-samples",
+        "--draft-len": "--gamma",
+        "--vllm-arguments": "--vllm-arg",
+    },
+    "profile": {"--model": "MODEL"},
+    "draft": {"--trace": "--timeline", "--model": "MODEL"},
+    "collect": {"--prompts": "--task", "--answer": "--max-tokens"},
+}
+_NEAR = 0.82  # how alike two flags are, from 0 to 1, when one is taken for a misspelling of the other
+
+
+def example(command: str) -> str:
+    """The last lines of a command's help."""
+    return f"Example:\n\n{command}"
+
+
+class Command(TyperCommand):
+    """A command that also takes the old names of its options, with one warning for each."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words under their new names."""
+        parsed: list[str] = super().parse_args(ctx, with_new_names(self.name or "", args))
+        return parsed
+
+
+def with_new_names(command: str, words: list[str]) -> list[str]:
+    """The words of a command line with every old name replaced; what follows `--` is left as it is."""
+    old_names = _OLD_NAMES.get(command, {})
+    end = words.index("--") if "--" in words else len(words)
+    found: list[str] = []
+    rest = iter(words[:end])
+    for word in rest:
+        name, is_joined, value = word.partition("=")
+        new = old_names.get(name)
+        if new is None:
+            found.append(word)
+            continue
+        what = new if new.startswith("-") else f"the argument {new}"
+        typer.echo(f"warning: {name} is now {what}; the old name will go in the next release", err=True)
+        found += _renamed(name, new, value if is_joined else next(rest, None))
+    return found + words[end:]
+
+
+def _renamed(old: str, new: str, value: str | None) -> list[str]:
+    if value is None:
+        return [new]  # it is then refused under its new name
+    if old == "--vllm-arguments":
+        return [word for pair in _pairs(old, value) for word in (new, pair)]
+    return [new, value] if new.startswith("-") else [value]
+
+
+def _pairs(option: str, text: str) -> list[str]:
+    """A JSON object as KEY=VALUE."""
+    try:
+        table = json.loads(text)
+    except ValueError:
+        table = None
+    if not isinstance(table, dict):
+        raise typer.BadParameter(f"{option} is not a JSON object; use --vllm-arg KEY=VALUE instead")
+    return [f"{key}={json.dumps(value)}" for key, value in table.items()]
+
+
+def refuse_misspelt(context: typer.Context) -> None:
+    """Raise for an unknown flag that is nearly one of ours: vLLM would refuse it only after the draft has loaded."""
+    ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    for word in context.args:
+        name = word.partition("=")[0]
+        if name.startswith("--"):
+            near = difflib.get_close_matches(name.replace("_", "-"), ours, n=1, cutoff=_NEAR)
+            if near:
+                raise UsageError(f"unknown flag {name}: did you mean {near[0]}?")
+
+
+def check_directory(option: str, path: Path | None) -> None:
+    """Raise now if a file could not be written when everything is done."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} is {path}, but there is no directory {path.parent}; create it first")
+
+
+def draft_words(dtype: str, timeline: Path | None = None, record: Path | None = None) -> list[str]:
+    """Options that `specbranch draft` gets from a command that starts it."""
+    words = [] if dtype == "auto" else ["--dtype", dtype]
+    for option, path in (("--timeline", timeline), ("--record", record)):
+        check_directory(option, path)
+        words += [option, str(path.absolute())] if path else []
+    return words

@@ -1,0 +1,92 @@
+"""The help: commands in order and in groups, each with one plain sentence, its defaults and an example."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from specbranch.cli import app
+
+runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+ORDER = ["serve", "generate", "plan", "check", "bench", "simulate", "timeline", "profile", "train", "draft", "keys"]
+GROUPS = {"bench": ["run", "show", "report"], "train": ["collect", "fit"]}
+COMMANDS = [[name] for name in ORDER if name not in GROUPS] + [
+    [group, name] for group, names in GROUPS.items() for name in names
+]
+
+
+def help_of(*words: str) -> str:
+    shown = runner.invoke(app, [*words, "--help"])
+    assert shown.exit_code == 0
+    return shown.stdout
+
+
+def plain(text: str) -> str:
+    """Without frames and line breaks."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+def test_commands_are_in_the_order_of_their_use() -> None:
+    listed = re.findall(r"^│ ([a-z]+) ", help_of(), re.MULTILINE)
+
+    assert [name for name in listed if name in ORDER] == ORDER
+    assert [f"─ {panel} ─" in help_of() for panel in ("Use", "Judge", "Study", "Operate")] == [True] * 4
+
+
+@pytest.mark.parametrize("words", [[], ["bench"], ["train"]], ids=["specbranch", "bench", "train"])
+def test_a_bare_command_shows_its_help_and_succeeds(words: list[str]) -> None:
+    shown = runner.invoke(app, words)
+
+    assert shown.exit_code == 0
+    assert shown.stdout.strip() == help_of(*words).strip()
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_begins_with_a_sentence_and_ends_with_an_example(words: list[str]) -> None:
+    text = help_of(*words)
+    sentence = plain(text).partition(" Arguments ")[0].partition(" Options ")[0]
+
+    assert re.search(r"} ?\S* [A-Z][^.]+\.|\[OPTIONS\] [A-Z][^.]+\.", sentence), sentence
+    assert plain(text.partition("Example:")[2]).startswith(f"specbranch {' '.join(words)} ")
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_uses_the_words_of_the_field(words: list[str]) -> None:
+    text = plain(help_of(*words)).lower()
+
+    for word in ("law", "submission", "gone on with", "dear", "stands", "places", "figures of", "what suits it"):
+        assert not re.search(rf"\b{word}\b", text), word
+
+
+def test_serve_says_where_other_flags_go_and_which_port_is_used() -> None:
+    text = plain(help_of("serve"))
+
+    assert "All other flags go to `vllm serve`" in text
+    assert "port 8000" in text
+    assert "[default: specbranch]" in text and "Default: 100." in text
+
+
+def test_timeline_names_the_commands_that_write_its_file() -> None:
+    assert "`serve`, `generate` or `draft` with --timeline" in plain(help_of("timeline"))
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("serve", ["--draft-dtype", "--predictor", "--target-cores", "--draft-cores", "--timeline", "--record"]),
+        ("generate", ["--draft-dtype", "--predictor", "--target-cores", "--draft-cores", "--timeline", "--vllm-arg"]),
+        ("check", ["--draft-dtype", "--gamma", "--vllm-arg", "--num-prompts", "--num-tokens", "--num-samples"]),
+        ("plan", ["--draft-dtype", "--record", "--vllm-arg", "--prompts", "--num-prompts", "--max-tokens"]),
+        ("draft", ["--timeline", "--record", "--dtype"]),
+    ],
+)
+def test_one_thing_has_one_name_in_all_commands(command: str, options: list[str]) -> None:
+    text = help_of(command)
+
+    for option in options:
+        assert f" {option} " in text
+    for old in ("--trace", "--draft-len", "--vllm-arguments", "--model", "--count", "--answer", "--samples"):
+        assert f" {old} " not in plain(text).replace("simulate --trace", ""), old
