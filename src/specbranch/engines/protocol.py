@@ -121,7 +121,7 @@ class DraftEngine(Protocol):
         has the most likely tokens at temperature 1, most likely first, and the entropy over the whole vocabulary.
 
         Raises `EngineFull` if the tokens of all rows do not fit, and `ValueError` as `require_rows` does; no handle is
-        changed then. A token outside the vocabulary raises too, and must not end the process. After any other
+        changed then. A token outside the vocabulary may raise, but must not end the process. After any other
         exception the rows' handles may hold some of the new tokens, but must still accept `truncate` to the length
         they had before, and `close`; other handles must be unharmed.
         """
