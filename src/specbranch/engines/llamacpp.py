@@ -126,9 +126,8 @@ class LlamaCppEngine:
             batch.logits[index] = item.row is not None
         code = llama_cpp.llama_decode(self._context, batch)
         if code < 0 or code > 1:
-            raise EngineError(
-                f"llama_decode failed with code {code}; the draft may be out of memory or its file damaged"
-            )
+            cause = "invalid input, such as a token outside the vocabulary" if code == -1 else "see llama.h"
+            raise EngineError(f"llama.cpp could not compute a step: llama_decode returned {code} ({cause})")
         return bool(code == 0)
 
     def _distribution(self, index: int) -> Distribution:

@@ -71,7 +71,7 @@ class DraftEngine(Protocol):
     Threads: methods are called by one thread at a time, though not always by the same one; an engine needs no locks.
     Only `info` may be read by any thread at any time.
 
-    Errors: `EngineFull` where there is no room, `ValueError` for an argument out of range, `KeyError` for a handle
+    Errors: `EngineFull` where there is no room, `ValueError` for a wrong length or wrong rows, `KeyError` for a handle
     that is not open. All three leave the engine as it was. Any other exception means that a step failed; see `run`.
     """
 
@@ -121,9 +121,10 @@ class DraftEngine(Protocol):
         handle's tokens only, up to rounding: not on other rows, their order, or how the tokens came into the cache. It
         has the most likely tokens at temperature 1, most likely first, and the entropy over the whole vocabulary.
 
-        Raises `EngineFull` before anything is changed if the tokens of all rows do not fit, and `ValueError` as
-        `require_rows` does. After any other exception the rows' handles may hold some of the new tokens, but must
-        still accept `truncate` to the length they had before, and `close`; other handles must be unharmed.
+        Raises `EngineFull` if the tokens of all rows do not fit, and `ValueError` as `require_rows` does; no handle is
+        changed then. A token outside the vocabulary may raise, but must not end the process. After any other
+        exception the rows' handles may hold some of the new tokens, but must still accept `truncate` to the length
+        they had before, and `close`; other handles must be unharmed.
         """
         ...
 
