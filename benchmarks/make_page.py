@@ -82,10 +82,11 @@ Written by `benchmarks/make_page.py` from the result files that each section nam
 [How it is measured](bench.md). To repeat a run: `specbranch bench run benchmarks/NAME.toml --data DIR --out FILE`.
 
 Everything ran on two cores of one CPU, without a GPU. The machine is shared, and its speed changes by up to a factor
-of two from hour to hour. Only ratios within one run count.
+of two from hour to hour. Only ratios within one run count. All runs are greedy: at temperature 1 we have too few prompts
+to claim anything ([log](log.md#measuring)).
 
 - Columns named after a task, and *mean*: tokens per second from request to last token, over bare vLLM in the same run.
-  The mean is geometric. In brackets: 95 % of resamples of the prompts, given from three prompts on.
+  The mean is geometric. In brackets: 95 % of resamples of the prompts; not given below three prompts a task.
 - *budget over it*: the same ratio between our planner `budget` and the method of the row; below 1 we lose.
 - *per core*: the mean divided by the cores that a method keeps, the draft's core included.
 - *hits*: verdicts for which the draft was ready. *rejected*, *unused*: drafted tokens rolled back per emitted token.
@@ -200,7 +201,8 @@ def _pairs(by_cell: Mapping[Cell, Mapping[str, list[Record]]], own: str, other: 
 
 
 def _trials(pairs: Sequence[tuple[Any, Any]]) -> int:
-    return sum(len(own) for own, _ in pairs)
+    """Prompts of the task that has the fewest."""
+    return min(len(own) for own, _ in pairs)
 
 
 def _ratio(ratio: Ratio, trials: int) -> str:
