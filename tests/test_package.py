@@ -14,8 +14,8 @@ for name in {HEAVY!r}:
 import specbranch
 from specbranch.cli import app
 from specbranch.engines.protocol import EngineError
-on_torch = ("torch", "dtype", "int8", "fused", "screened")
-extras = {{f"specbranch.engines.{{name}}": "specbranch[torch]" for name in on_torch}}
+on_torch = ("attention", "cache", "dtype", "engine", "fused", "head", "int8", "load")
+extras = {{f"specbranch.engines.torch.{{name}}": "specbranch[torch]" for name in on_torch}}
 extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"
 for module in pkgutil.walk_packages(specbranch.__path__, "specbranch."):
     try:

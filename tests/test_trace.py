@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.presets import PAIRS, make_trace
+from specbranch.simulation.presets import PAIRS, make_trace
 from specbranch.trace import NO_DISTRIBUTION, Trace, TraceError, read_trace, write_trace
 
 TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.gz"))

@@ -11,14 +11,14 @@ from specbranch.core.chance import Chance, RandomChance
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.distribution import Distribution, Prob, distribution_of
 from specbranch.core.draw import Draw, SampledDraw, TopDraw
-from specbranch.core.loop import Loop
+from specbranch.core.node import Node
 from specbranch.core.planners import make_planner
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.round import Signal
 from specbranch.core.session import Ending, Session
-from specbranch.core.tree import Node
 from specbranch.engines.scripted import EngineLane, Rule, ScriptedEngine, ScriptedTarget, TextScript
 from specbranch.predictor.fixed import ConstantPredictor
+from specbranch.simulation.loop import Loop
 
 SOME = ConstantPredictor(Signal.SOME)
 
@@ -108,7 +108,7 @@ def text_to(session: Session, node: Node) -> tuple[int, ...]:
 def decode(
     target: TextScript,
     draft: TextScript,
-    planner: Planner,
+    planner: Planner[Any],
     chance: Chance,
     *,
     prompt: Sequence[int] = (0,),
@@ -145,7 +145,7 @@ def plain(target: TextScript, chance: Chance, prompt: Sequence[int], ending: End
             return tokens[len(prompt) :]
 
 
-def planner_of(name: str, settings: Mapping[str, Any] | None = None, predictor: Predictor = SOME) -> Planner:
+def planner_of(name: str, settings: Mapping[str, Any] | None = None, predictor: Predictor = SOME) -> Planner[Any]:
     """A planner with small settings."""
     return make_planner(name, settings or {}, predictor)
 

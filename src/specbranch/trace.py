@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from specbranch.core.distribution import Distribution
+from specbranch.errors import SpecBranchError
 
 FORMAT = "specbranch-trace"
 VERSION = 1
@@ -26,7 +27,7 @@ T = TypeVar("T")
 _TopK = tuple[list[int], list[float]]
 
 
-class TraceError(ValueError):
+class TraceError(SpecBranchError, ValueError):
     """A file is not a trace that this version can read."""
 
 
@@ -93,6 +94,15 @@ class Trace:
 
     header: Header
     answers: tuple[Answer, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Trace:
+        """Read a trace file, or raise `TraceError` with the line that is wrong."""
+        return read_trace(Path(path))
+
+    def write(self, path: str | Path) -> None:
+        """Write an answer to a line; the same trace always gives the same bytes. Moments are left out."""
+        write_trace(Path(path), self)
 
     @property
     def num_tokens(self) -> int:

@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.progress import Progress
 
-from specbranch.bench.presets import PAIRS, Pair, make_trace
 from specbranch.bench.profile import provenance
-from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, Method, method_for, simulate
+from specbranch.pyplot import load_pyplot
+from specbranch.simulation.presets import PAIRS, Pair, make_trace
+from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 from specbranch.trace import Trace, read_trace
 
 HERE = Path(__file__).resolve().parent

@@ -18,8 +18,8 @@ from statistics import mean
 from typing import Any
 
 from specbranch.bench.profile import provenance
-from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, Method, simulate
+from specbranch.pyplot import load_pyplot
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace, read_trace
 
 HERE = Path(__file__).parent

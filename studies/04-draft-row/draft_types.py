@@ -20,8 +20,9 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.profile import measure, onednn_limits, provenance
-from specbranch.engines.options import EngineOptions, engine_for, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.registry import engine_for, open_engine
 
 HERE = Path(__file__).parent
 ROWS = (1, 4, 8, 16)
@@ -88,7 +89,8 @@ def _opened(model: str, dtype: str) -> DraftEngine:
 
 def _teach(engines: dict[str, DraftEngine]) -> None:
     """Let the output layers of 8 bits see traffic, as they would in service; one engine reads for all of them."""
-    from specbranch.engines.screened import LEARNED, ScreenedHead
+    from specbranch.engines.torch.head import LEARNED
+    from specbranch.engines.torch.head import CandidateHead as ScreenedHead
 
     models: dict[str, Any] = {name: engine._model for name, engine in engines.items() if hasattr(engine, "_model")}
     heads = [model.lm_head for model in models.values() if isinstance(getattr(model, "lm_head", None), ScreenedHead)]

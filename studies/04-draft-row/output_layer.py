@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specbranch.bench.profile import provenance
-from specbranch.engines.int8 import Int8Linear
 from specbranch.engines.options import local_model
-from specbranch.engines.screened import LEARNED, ScreenedHead
+from specbranch.engines.torch.head import LEARNED
+from specbranch.engines.torch.head import CandidateHead as ScreenedHead
+from specbranch.engines.torch.int8 import Int8Linear
 from specbranch.trace import Answer
 from specbranch.train.examples import read_answers, split_of
 

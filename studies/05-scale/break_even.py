@@ -16,8 +16,8 @@ from typing import Any
 
 from specbranch.bench.profile import provenance
 from specbranch.bench.results import read_results
-from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.bench.summary import mean_speeds
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 
 HERE = Path(__file__).resolve().parent

@@ -17,8 +17,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from specbranch.bench.profile import provenance
-from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.plugins.vllm.cores import split
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 
 HERE = Path(__file__).resolve().parent

@@ -16,10 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.presets import PAIRS, ROW_COST, Pair, make_trace
 from specbranch.bench.profile import provenance
-from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, Method, method_for, simulate
+from specbranch.pyplot import load_pyplot
+from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
+from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 
 HERE = Path(__file__).parent
 RATIOS = (3, 5, 8, 12, 20, 30)

@@ -19,11 +19,11 @@ from specbranch.bench.forecast import Terms, foresee, terms_of
 from specbranch.bench.profile import provenance
 from specbranch.bench.results import Record, Results, read_results
 from specbranch.bench.scenario import BARE
-from specbranch.bench.simulate import Method
 from specbranch.bench.summary import cells, compare
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
 from specbranch.predictor.fixed import CONSTANTS
+from specbranch.simulation.simulate import Method
 from specbranch.trace import Trace, read_trace
 
 HERE = Path(__file__).resolve().parent

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from specbranch.bench.forecast import Advice, advise, foresee, terms_of
-from specbranch.bench.presets import Pair, make_trace
-from specbranch.bench.simulate import Layout, Method, simulate
 from specbranch.bench.survey import Survey
+from specbranch.simulation.presets import Pair, make_trace
+from specbranch.simulation.simulate import Layout, Method, simulate
 
 TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
 CHEAP = Survey({1: 0.100, 2: 0.101, 4: 0.103}, 0.110, {1: 0.020, 2: 0.022, 4: 0.026}, TRACE)

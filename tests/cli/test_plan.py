@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.bench.forecast import advise
-from specbranch.bench.presets import Pair, make_trace
 from specbranch.bench.survey import Survey
 from specbranch.cli import app
 from specbranch.cli.plan import _sentences
 from specbranch.plugins.vllm import compat
+from specbranch.simulation.presets import Pair, make_trace
 
 TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
 run = CliRunner().invoke

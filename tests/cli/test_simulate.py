@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch import __version__
-from specbranch.bench.presets import PAIRS, make_trace
 from specbranch.cli import app
 from specbranch.core.planners import PLANNERS
+from specbranch.simulation.presets import PAIRS, make_trace
 from specbranch.trace import write_trace
 
 runner = CliRunner()

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from specbranch.core import verify
 from specbranch.core.chance import Chance
+from specbranch.core.node import Node
 from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
 from specbranch.core.round import Round, Signal
 from specbranch.core.session import Ending
-from specbranch.core.tree import Node
+from specbranch.core.verdict import Verdict
 from specbranch.engines.scripted import Rule, TextScript
 from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
 from tests.enumeration import exact_distribution
@@ -35,7 +36,7 @@ from tests.toys import (
 )
 
 Pair = tuple[TextScript, TextScript]
-Make = Callable[[Chance], Planner]
+Make = Callable[[Chance], Planner[Any]]
 
 _PREDICTORS: dict[str, Callable[[Chance], Predictor]] = {
     "always none": lambda chance: ConstantPredictor(Signal.NONE),
@@ -113,8 +114,8 @@ def test_what_the_text_itself_proposes_leaves_the_distribution_exact() -> None:
             planted.append(sum(node.parent is not None and node.parent.distribution is None for node in chain))
             return chain
 
-    def make(chance: Chance) -> Planner:
-        return Noting(BudgetSettings(gamma=3, max_rows=2))
+    def make(chance: Chance) -> Planner[Any]:
+        return Noting(BudgetSettings(gamma=3, max_rows=2), ConstantPredictor(Signal.SOME))
 
     assert emitted_distribution(two_token_pair(), make, "match", ending) == target_distribution(
         two_token_pair(), ending
@@ -153,7 +154,7 @@ class TokenStop(SpecbranchPlanner):
         return [tip] if tip else []
 
 
-def _token_stop(chance: Chance) -> Planner:
+def _token_stop(chance: Chance) -> Planner[Any]:
     return TokenStop(SpecbranchSettings(gamma=2), ConstantPredictor(Signal.SOME))
 
 
@@ -205,8 +206,8 @@ def test_the_distribution_of_the_pair_that_shows_mutations_is_exact_without_them
 
 
 def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lenient(submitted: list[int], sample: Callable[[int], int]) -> verify.Verdict:
-        return verify.Verdict(len(submitted), sample(len(submitted)))
+    def lenient(submitted: list[int], sample: Callable[[int], int]) -> Verdict:
+        return Verdict(len(submitted), sample(len(submitted)))
 
     monkeypatch.setattr("specbranch.engines.scripted.match", lenient)
     ending = Ending(max_new_tokens=3)

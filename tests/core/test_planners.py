@@ -10,13 +10,13 @@ import pytest
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
+from specbranch.core.node import Node
 from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
 from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
 from specbranch.core.planners.ssd import fan_out
 from specbranch.core.round import Signal
 from specbranch.core.session import Session
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 from specbranch.predictor.fixed import ConstantPredictor
 from tests.toys import SOME
 
@@ -96,7 +96,7 @@ def test_adaedl_raises_its_threshold_when_too_much_is_refused_and_lowers_it_agai
     for verdict in (Verdict(0, 2), Verdict(1, 2), Verdict(1, 2), Verdict(1, 2), Verdict(1, 2)):
         run(session)
         session.propose()
-        session.commit(verdict, session.round.index)
+        session.commit(verdict.committed(session.submitted))
         seen.append(planner.threshold)
 
     assert seen[1] > seen[0]
@@ -108,7 +108,7 @@ def test_adaedl_learns_nothing_from_an_empty_submission() -> None:
     planner = session._planner
     assert isinstance(planner, AdaedlPlanner)
     session.stand_aside()
-    session.commit(Verdict(0, 2), 0)
+    session.commit(Verdict(0, 2).committed(session.submitted))
 
     assert planner.threshold == AdaedlSettings().threshold
 
@@ -126,7 +126,7 @@ def test_pearl_submits_the_rest_of_the_window_after_a_hit_and_goes_on_drafting()
     session = session_of("pearl", gamma=3)
     session.propose()
     run(session, steps=3)
-    session.commit(Verdict(0, 1), 0)
+    session.commit(Verdict(0, 1).committed(session.submitted))
 
     assert session.rows() == ()
     assert session.propose() == [1, 1]
@@ -159,7 +159,7 @@ def test_ssd_submits_what_it_has_guessed_right() -> None:
     session = session_of("ssd", gamma=2, num_guesses=6, fallback="fast")
     session.propose()
     run(session, steps=4)
-    session.commit(Verdict(0, 3), 0)
+    session.commit(Verdict(0, 3).committed(session.submitted))
 
     assert session.round.is_hit
     assert session.propose() == [1, 1]
@@ -218,7 +218,7 @@ def test_specbranch_cuts_the_surviving_branch_and_starts_the_target_at_once() ->
     session.propose()
     run(session, SURE)
     run(session, DOUBTFUL)
-    session.commit(Verdict(0, 2), 0)
+    session.commit(Verdict(0, 2).committed(session.submitted))
 
     assert session.round.is_hit
     assert session.propose() == [1]
@@ -230,7 +230,7 @@ def test_after_a_hit_specbranch_submits_what_is_there_without_a_wait() -> None:
     run(session, SURE, 4)
     session.propose()
     run(session, SURE, 3)
-    session.commit(Verdict(4, 1), 0)
+    session.commit(Verdict(4, 1).committed(session.submitted))
 
     assert session.propose() == [1, 1]
     assert depths(session.rows()) == [7]
@@ -286,7 +286,7 @@ def test_after_a_miss_specbranch_does_not_let_the_target_wait() -> None:
     session = session_of("specbranch", gamma=4)
     session.propose()
     run(session, SURE, 2)
-    session.commit(Verdict(0, 6), 0)
+    session.commit(Verdict(0, 6).committed(session.submitted))
 
     assert not session.round.is_hit
     assert session.propose() == []
@@ -323,7 +323,7 @@ def test_budget_submits_all_that_is_drafted_and_never_waits() -> None:
 
     assert session.propose() == []
     run(session, SURE, 5)
-    session.commit(Verdict(0, 1), 0)
+    session.commit(Verdict(0, 1).committed(session.submitted))
     assert session.propose() == [1, 1, 1]
 
 
@@ -334,7 +334,7 @@ def test_budget_prepares_for_refusals_half_way_where_they_are_likely() -> None:
         costs.draft.observe(rows, 1.0)
     session = session_of("budget", costs=costs, gamma=2, max_rows=3)
     session.stand_aside()
-    session.commit(Verdict(0, 0), 0)
+    session.commit(Verdict(0, 0).committed(session.submitted))
     even = Distribution((1, 2, 3), (0.5, 0.4, 0.1), 0.9)
     session.grow(session.tree.root, even)
     session.propose()
@@ -361,7 +361,7 @@ def test_budget_submits_what_the_text_said_before_where_the_draft_has_nothing() 
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], gamma=4)
 
     assert session.propose() == [8, 9, 5]  # three tokens agree; after that 5 6 7 again, but 8 is too unlikely by then
-    session.commit(Verdict(2, 4), 0)
+    session.commit(Verdict(2, 4).committed(session.submitted))
     assert session.tokens[-3:] == [8, 9, 4]
     assert session.propose() == [], "8 9 4 never stood there"
 

@@ -1,4 +1,4 @@
-"""A session: rounds, endings, superseded verdicts, and counters."""
+"""A session: rounds, endings and counters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specbranch.core.draw import TopDraw
 from specbranch.core.round import Outlook, Signal
 from specbranch.core.session import Ending, Session
 from specbranch.core.stats import Stats
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 from tests.toys import planner_of
 
 SURE = Distribution((1, 2), (0.9, 0.1), 0.3)
@@ -34,39 +34,20 @@ def test_asking_again_repeats_the_proposal() -> None:
 def test_a_verdict_emits_what_it_accepts_and_its_own_token() -> None:
     session = submitted_session()
 
-    assert session.commit(Verdict(2, 7), 0) == [1, 1, 7]
+    assert session.commit(Verdict(2, 7).committed(session.submitted)) == [1, 1, 7]
     assert session.tokens == [0, 1, 1, 7]
     assert session.round.index == 1
 
 
-@pytest.mark.parametrize("round_index", [-1, 1, 5])
-def test_a_verdict_for_another_round_changes_nothing(round_index: int) -> None:
-    session = submitted_session()
-
-    assert session.commit(Verdict(2, 7), round_index) == []
-    assert session.tokens == [0]
-    assert session.stats.superseded == 1
-
-
-def test_a_verdict_is_taken_once_and_only_for_a_submission() -> None:
-    session = submitted_session()
-    session.commit(Verdict(0, 7), 0)
-
-    assert session.commit(Verdict(0, 7), 0) == []
-    assert session.commit(Verdict(0, 7), 1) == []
-    assert session.output == [7]
-    assert session.stats.superseded == 2
-
-
 def test_a_verdict_cannot_accept_what_was_not_submitted() -> None:
     with pytest.raises(ValueError, match="accepts 4 of 3"):
-        submitted_session().commit(Verdict(4, 7), 0)
+        Verdict(4, 7).committed([1, 1, 1])
 
 
 def test_an_end_token_inside_the_submission_ends_the_sequence_there() -> None:
     session = submitted_session(Ending(eos_ids=frozenset({1})))
 
-    assert session.commit(Verdict(3, 7), 0) == [1]
+    assert session.commit(Verdict(3, 7).committed(session.submitted)) == [1]
     assert session.is_finished
     assert session.stats.accepted == session.stats.emitted == 1
 
@@ -74,15 +55,16 @@ def test_an_end_token_inside_the_submission_ends_the_sequence_there() -> None:
 def test_the_token_limit_inside_a_submission_holds() -> None:
     session = submitted_session(Ending(max_new_tokens=2))
 
-    assert session.commit(Verdict(3, 7), 0) == [1, 1]
+    assert session.commit(Verdict(3, 7).committed(session.submitted)) == [1, 1]
     assert session.is_finished
-    assert session.commit(Verdict(0, 7), 1) == []
+    with pytest.raises(ValueError, match="the sequence is over"):
+        session.commit([7])
 
 
 def test_a_sequence_that_may_go_on_is_not_finished() -> None:
     session = submitted_session(Ending(max_new_tokens=5, eos_ids=frozenset({9})))
 
-    session.commit(Verdict(3, 7), 0)
+    session.commit(Verdict(3, 7).committed(session.submitted))
 
     assert not session.is_finished
 
@@ -103,7 +85,7 @@ def test_an_engine_that_drives_itself_reports_by_content(
 ) -> None:
     session = submitted_session()
 
-    session.follow(tokens, num_submitted)
+    session.commit(tokens, num_submitted)
     session.settle()
 
     assert session.tokens == [0, *tokens]
@@ -115,11 +97,11 @@ def test_an_outlook_is_for_the_round_that_begins_and_for_no_other() -> None:
     outlook = Outlook(Signal.ALL)
     session = submitted_session()
     found = [session.round.outlook]
-    session.commit(Verdict(2, 7), 0, outlook)
+    session.commit(Verdict(2, 7).committed(session.submitted), outlook=outlook)
     found.append(session.round.outlook)
-    session.follow([5], 0)
+    session.commit([5], 0)
     found.append(session.round.outlook)
-    session.follow([5], 0, outlook)
+    session.commit([5], 0, outlook)
     found.append(session.round.outlook)
 
     assert found == [None, outlook, None, outlook]
@@ -127,11 +109,11 @@ def test_an_outlook_is_for_the_round_that_begins_and_for_no_other() -> None:
 
 def test_an_engine_may_go_on_without_a_submission_but_not_without_a_token() -> None:
     session = Session([0], planner_of("sps"), TopDraw(), Costs())
-    session.follow([5, 6], 0)
+    session.commit([5, 6], 0)
 
     assert session.tokens == [0, 5, 6]
     with pytest.raises(ValueError, match="at least the target's own token"):
-        session.follow([], 0)
+        session.commit([], 0)
 
 
 def test_standing_aside_submits_nothing_and_only_while_the_target_waits() -> None:
@@ -149,7 +131,7 @@ def test_a_distribution_that_lands_after_a_rollback_does_no_harm() -> None:
     session.propose()
     session.grow(session.rows()[0], SURE)
     late = session.rows()[0]
-    session.commit(Verdict(0, 5), 0)
+    session.commit(Verdict(0, 5).committed(session.submitted))
 
     session.grow(late, SURE)
 
@@ -164,7 +146,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_counters_add_up_and_ratios_follow() -> None:
     session = submitted_session()
-    session.commit(Verdict(2, 7), 0)
+    session.commit(Verdict(2, 7).committed(session.submitted))
     session.settle()
     total = Stats(wait_s=1.0, target_s=3.0)
     total.add(session.stats)

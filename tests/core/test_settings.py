@@ -45,7 +45,7 @@ def run_rounds(session: Session, num_rounds: int = 3) -> None:
         for node in session.rows():
             session.grow(node, distribution_for(node.position))
         accepted = session.submitted[: (0, 1, None)[number % 3]]
-        session.follow([*accepted, 1 + number], len(session.submitted))
+        session.commit([*accepted, 1 + number], len(session.submitted))
 
 
 def session_with(planner: str, chosen: dict[str, Any]) -> Session:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.tree import Fate, Node, Settled, Tree
+from specbranch.core.node import Fate, Node
+from specbranch.core.rollback import Settled
+from specbranch.core.tree import Tree
 
 
 def distribution(*ids: int) -> Distribution:

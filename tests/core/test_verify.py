@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from specbranch.core.distribution import Dense, distribution_of
 from specbranch.core.draw import SampledDraw
-from specbranch.core.verify import Offer, Verdict, choose, keep_chance, match, recovery_distribution, reject, without
+from specbranch.core.verdict import Verdict
+from specbranch.core.verify import Offer, choose, keep_chance, match, recovery_distribution, reject, without
 from tests.enumeration import exact_distribution
 
 

@@ -12,7 +12,7 @@ ENTROPY_FACTOR = 10  # the entropy sums over the whole vocabulary, so its error 
 def close_distributions(a: Distribution, b: Distribution, tolerance: float = 1e-4) -> bool:
     """Is each token's probability the same within a tolerance, and the entropy within ten times that?
 
-    Tokens may swap places at a near-tie, so a token that only one head holds counts as the end of the other head: its
+    Tokens may swap positions at a near-tie. So a token that only one top-k has counts as the end of the other: its
     probability there is no more than the last one, and may be anything down to zero.
     """
     is_close = all(_gap(a, b, token) <= tolerance for token in {*a.ids, *b.ids})

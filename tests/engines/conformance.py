@@ -1,6 +1,25 @@
-"""What every draft engine must do. One suite; each engine's test module says how to make the engine.
+"""What every draft engine must do: the tests of `DraftEngine`, for our engines and those of other packages.
 
-The reference is always the same: a fresh handle that is fed the whole text in one row.
+The reference is always the same: a fresh handle that is fed the whole sequence in one row.
+
+To test an engine of your own, copy this file into your tests; it needs specbranch, pytest and hypothesis. Then write::
+
+    ENGINE = MyEngine(EngineOptions("my-model", max_tokens=1024))
+
+    class TestMyEngine(EngineConformance):
+        @pytest.fixture
+        def engine(self):
+            return ENGINE
+
+        @pytest.fixture
+        def is_close(self):  # only if distributions are not equal to the last bit
+            return lambda a, b: ...
+
+    def test_random_histories():
+        run_state_machine_as_test(machine_for(ENGINE, is_close), settings=STATEFUL)
+
+The engine needs a vocabulary of at least 5 tokens, room for 13 handles and for about 1,000 tokens. One engine may serve
+all tests: each test closes its handles. `closeness.py` compares distributions up to a tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +38,7 @@ Close = Callable[[Distribution, Distribution], bool]
 
 
 def fresh_distribution(engine: DraftEngine, tokens: Sequence[int]) -> Distribution:
-    """The distribution after a text, by a handle that has seen nothing else."""
+    """The distribution behind a sequence, by a handle that has seen nothing else."""
     handle = engine.open()
     (distribution,) = engine.run([Row(handle, tuple(tokens))])
     engine.close(handle)
@@ -27,7 +46,7 @@ def fresh_distribution(engine: DraftEngine, tokens: Sequence[int]) -> Distributi
 
 
 class EngineConformance:
-    """Subclass with fixtures `engine` and `is_close`; both may be shared by all tests."""
+    """Subclass it and give the fixture `engine`; `is_close` too, unless distributions are equal to the last bit."""
 
     @pytest.fixture
     def engine(self) -> DraftEngine:
@@ -43,7 +62,7 @@ class EngineConformance:
         assert info.model and info.device
         assert info.vocab_len > 4 and info.row_limit >= 1
 
-    def test_a_distribution_is_a_head_with_falling_probabilities(self, engine: DraftEngine) -> None:
+    def test_a_distribution_is_a_top_k_with_falling_probabilities(self, engine: DraftEngine) -> None:
         distribution = fresh_distribution(engine, [1, 2, 3])
 
         assert len(distribution.ids) == len(distribution.probs) == len(set(distribution.ids))
@@ -67,10 +86,10 @@ class EngineConformance:
         for handle in (trunk, *forks):
             engine.close(handle)
 
-        texts = ([1, 2, 3, 4], [1, 2, 3, 1], [1, 2, 2], [1, 2, 3, 3, 3])
+        sequences = ([1, 2, 3, 4], [1, 2, 3, 1], [1, 2, 2], [1, 2, 3, 3, 3])
         assert all(
-            is_close(distribution, fresh_distribution(engine, text))
-            for distribution, text in zip(distributions, texts, strict=True)
+            is_close(distribution, fresh_distribution(engine, sequence))
+            for distribution, sequence in zip(distributions, sequences, strict=True)
         )
 
     def test_a_fork_outlives_its_origin(self, engine: DraftEngine, is_close: Close) -> None:
@@ -97,15 +116,15 @@ class EngineConformance:
 
     def test_the_order_of_rows_does_not_matter(self, engine: DraftEngine, is_close: Close) -> None:
         handles = [engine.open() for _ in range(3)]
-        texts = [(1, 2), (3,), (2, 2, 4)]
-        rows = [Row(handle, text) for handle, text in zip(handles, texts, strict=True)]
+        sequences = [(1, 2), (3,), (2, 2, 4)]
+        rows = [Row(handle, sequence) for handle, sequence in zip(handles, sequences, strict=True)]
         distributions = engine.run(rows[::-1])[::-1]
         for handle in handles:
             engine.close(handle)
 
         assert all(
-            is_close(distribution, fresh_distribution(engine, text))
-            for distribution, text in zip(distributions, texts, strict=True)
+            is_close(distribution, fresh_distribution(engine, sequence))
+            for distribution, sequence in zip(distributions, sequences, strict=True)
         )
 
     def test_two_rows_for_one_handle_are_refused(self, engine: DraftEngine) -> None:
@@ -120,6 +139,25 @@ class EngineConformance:
             engine.run([Row(handle, ())])
         engine.close(handle)
 
+    def test_a_step_without_rows_does_nothing(self, engine: DraftEngine) -> None:
+        before = engine.num_tokens
+
+        assert engine.run([]) == []
+        assert engine.num_tokens == before
+
+    def test_a_handle_that_is_not_open_is_refused(self, engine: DraftEngine) -> None:
+        handle = engine.open()
+        engine.close(handle)
+
+        with pytest.raises(KeyError):
+            engine.run([Row(handle, (1,))])
+        with pytest.raises(KeyError):
+            engine.fork(handle, 0)
+        with pytest.raises(KeyError):
+            engine.truncate(handle, 0)
+        with pytest.raises(KeyError):
+            engine.close(handle)
+
     def test_forks_share_their_cells_and_closing_gives_them_back(self, engine: DraftEngine) -> None:
         before = engine.num_tokens
         trunk = engine.open()
@@ -133,7 +171,7 @@ class EngineConformance:
 
         assert (shared, grown, engine.num_tokens) == (3, 6, before)
 
-    def test_a_place_that_a_handle_does_not_hold_is_refused(self, engine: DraftEngine) -> None:
+    def test_a_length_that_a_handle_does_not_hold_is_refused(self, engine: DraftEngine) -> None:
         handle = engine.open()
         engine.run([Row(handle, (1, 2))])
         with pytest.raises(ValueError, match="holds 2 tokens"):
@@ -151,7 +189,7 @@ def machine_for(engine: DraftEngine, is_close: Close, most_handles: int = 12) ->
 
         def __init__(self) -> None:
             super().__init__()
-            self.texts: dict[int, list[int]] = {}
+            self.sequences: dict[int, list[int]] = {}
             self.tokens_before = engine.num_tokens
 
         @initialize(target=handles)
@@ -160,50 +198,52 @@ def machine_for(engine: DraftEngine, is_close: Close, most_handles: int = 12) ->
 
         @rule(target=handles)
         def open(self) -> object:
-            return self._hold(engine.open(), []) if len(self.texts) < most_handles else multiple()
+            return self._hold(engine.open(), []) if len(self.sequences) < most_handles else multiple()
 
         @rule(target=handles, handle=handles, keep=st.integers(0, 6))
         def fork(self, handle: int, keep: int) -> object:
-            if handle not in self.texts or len(self.texts) >= most_handles:
+            if handle not in self.sequences or len(self.sequences) >= most_handles:
                 return multiple()
-            length = min(keep, len(self.texts[handle]))
-            return self._hold(engine.fork(handle, length), self.texts[handle][:length])
+            length = min(keep, len(self.sequences[handle]))
+            return self._hold(engine.fork(handle, length), self.sequences[handle][:length])
 
         @rule(handle=handles, keep=st.integers(0, 6))
         def truncate(self, handle: int, keep: int) -> None:
-            if handle in self.texts:
-                length = min(keep, len(self.texts[handle]))
+            if handle in self.sequences:
+                length = min(keep, len(self.sequences[handle]))
                 engine.truncate(handle, length)
-                del self.texts[handle][length:]
+                del self.sequences[handle][length:]
 
         @rule(handle=handles)
         def close(self, handle: int) -> None:
-            if handle in self.texts:
+            if handle in self.sequences:
                 engine.close(handle)
-                del self.texts[handle]
+                del self.sequences[handle]
 
         @rule(data=st.data())
         def run(self, data: st.DataObject) -> None:
-            if not self.texts:
+            if not self.sequences:
                 return
-            chosen = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, max_size=4, unique=True))
+            chosen = data.draw(st.lists(st.sampled_from(sorted(self.sequences)), min_size=1, max_size=4, unique=True))
             pieces = [data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) for _ in chosen]
             distributions = engine.run([Row(h, tuple(piece)) for h, piece in zip(chosen, pieces, strict=True)])
             for handle, piece, distribution in zip(chosen, pieces, distributions, strict=True):
-                self.texts[handle] += piece
-                assert is_close(distribution, fresh_distribution(engine, self.texts[handle])), self.texts[handle]
+                self.sequences[handle] += piece
+                assert is_close(distribution, fresh_distribution(engine, self.sequences[handle])), self.sequences[
+                    handle
+                ]
 
         @invariant()
         def cells_hold_no_more_than_the_texts(self) -> None:
-            assert engine.num_tokens - self.tokens_before <= sum(len(text) for text in self.texts.values())
+            assert engine.num_tokens - self.tokens_before <= sum(len(sequence) for sequence in self.sequences.values())
 
         def teardown(self) -> None:
-            for handle in self.texts:
+            for handle in self.sequences:
                 engine.close(handle)
             assert engine.num_tokens == self.tokens_before
 
-        def _hold(self, handle: int, text: Sequence[int]) -> int:
-            self.texts[handle] = list(text)
+        def _hold(self, handle: int, sequence: Sequence[int]) -> int:
+            self.sequences[handle] = list(sequence)
             return handle
 
     return EngineMachine

@@ -1,4 +1,4 @@
-"""Which type of weights is taken on this CPU: what was measured decides, and a hopeless type costs little time."""
+"""Which dtype of weights is taken on this CPU: measurements decide, and a dtype that is too slow costs little time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="types of weights need torch")
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.dtype import ROWS, fastest_dtype  # noqa: E402
-from specbranch.engines.int8 import PACKED, Int8Linear, can_int8, sums_overflow  # noqa: E402
+from specbranch.engines.torch.dtype import ROWS, fastest_dtype  # noqa: E402
+from specbranch.engines.torch.int8 import PACKED, Int8Linear, can_int8, sums_overflow  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no products of 8 bits")
+pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ class Slow(Int8Linear):
 
     num_products = 0
 
-    def forward(self, rows: Any, onto: Any = None) -> Any:
+    def forward(self, rows: Any, residual: Any = None) -> Any:
         type(self).num_products += 1
         time.sleep(1.2e-6 * self.num_bytes)
-        return super().forward(rows, onto)
+        return super().forward(rows, residual)
 
 
-def test_the_fastest_type_is_taken_and_the_choice_says_what_each_costs(model: Any) -> None:
+def test_the_fastest_dtype_is_taken_and_the_choice_says_what_each_costs(model: Any) -> None:
     choice = fastest_dtype(model)
 
     assert set(choice.seconds) >= {"float32", "int8", "w8a16"}
@@ -40,7 +40,7 @@ def test_the_fastest_type_is_taken_and_the_choice_says_what_each_costs(model: An
     assert str(choice).startswith(f"{choice.dtype}, ") and all(f"{dtype} " in str(choice) for dtype in choice.seconds)
 
 
-def test_a_type_without_a_kernel_is_given_up_after_a_few_products(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dtype_without_a_kernel_is_given_up_after_a_few_products(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKED, "int8", Slow)
     monkeypatch.setitem(PACKED, "w8a16", Slow)
 
@@ -51,7 +51,7 @@ def test_a_type_without_a_kernel_is_given_up_after_a_few_products(model: Any, mo
     assert Slow.num_products == 6
 
 
-def test_a_type_that_this_torch_only_names_is_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dtype_that_this_torch_only_names_is_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise NotImplementedError("no such kernel")
 
@@ -66,8 +66,8 @@ def test_a_type_that_this_torch_only_names_is_left_out(model: Any, monkeypatch: 
 
 
 def test_the_cost_of_a_few_layers_stands_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbranch.engines.dtype._SAMPLE", 2 * 512 * 512)
-    monkeypatch.setattr("specbranch.engines.dtype._seconds", lambda products, linears, rows: float(len(linears)))
+    monkeypatch.setattr("specbranch.engines.torch.dtype._SAMPLE", 2 * 512 * 512)
+    monkeypatch.setattr("specbranch.engines.torch.dtype._seconds", lambda products, linears, rows: float(len(linears)))
 
     assert fastest_dtype(model).seconds["float32"] == (4.0,) * len(ROWS)
 

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 LIMITS = onednn_limits(provenance()["instruction_sets"])
 STEPS = """
 import json, sys, time
-from specbranch.engines.options import EngineOptions, open_engine
+from specbranch.engines.options import EngineOptions
+from specbranch.engines.registry import open_engine
 from specbranch.engines.protocol import Row
 model, found = sys.argv[1], {}
 engines = {dtype: open_engine("torch", EngineOptions(model, threads=1, dtype=dtype)) for dtype in ("auto", "float32")}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="8 bits need torch")
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.int8 import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow  # noqa: E402
+from specbranch.engines.torch.int8 import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not can_int8(), reason="this torch has no products of 8 bits")
+pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 KINDS = list(PACKED.values())
 MOST_APART = {"Int8Linear": 0.02, "WeightOnlyLinear": 0.01}  # relative, over all outputs
 
@@ -59,15 +59,15 @@ def test_rows_may_lie_anyhow_in_memory(kind: type[PackedLinear]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[PackedLinear]) -> None:
     one, other = plain(64, 96), torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
-    rows, onto = torch.randn(1, 3, 64), torch.randn(1, 3, 128)
+    rows, residual = torch.randn(1, 3, 64), torch.randn(1, 3, 128)
 
-    found = kind(one, other)(rows, onto)
+    found = kind(one, other)(rows, residual)
 
-    assert apart(found - onto, torch.cat((one(rows), other(rows)), dim=-1)) < MOST_APART[kind.__name__]
+    assert apart(found - residual, torch.cat((one(rows), other(rows)), dim=-1)) < MOST_APART[kind.__name__]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_whatever_stands_beside_it(kind: type[PackedLinear]) -> None:
+def test_a_row_is_the_same_whatever_is_beside_it(kind: type[PackedLinear]) -> None:
     packed = kind(plain(256, 320))
     rows = torch.randn(9, 256) * torch.logspace(-3, 3, 9)[:, None]
 
@@ -88,6 +88,6 @@ def test_weights_of_eight_bits_are_used_exactly_where_sums_are_whole(monkeypatch
     """If the CPU's own answer is not believed, the largest sums show it."""
     linear, rows = ones()
     overflows = sums_overflow()
-    monkeypatch.setattr("specbranch.engines.int8.sums_overflow", lambda: False)
+    monkeypatch.setattr("specbranch.engines.torch.int8.sums_overflow", lambda: False)
 
     assert (apart(Int8Linear(linear)(rows), linear(rows)) > 0.1) == overflows

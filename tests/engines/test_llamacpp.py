@@ -16,8 +16,9 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path
-from specbranch.engines.options import EngineOptions, engine_for, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
+from specbranch.engines.registry import engine_for, open_engine
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
 from tests.engines.models import model_path
@@ -113,7 +114,7 @@ def test_random_histories_never_give_a_wrong_distribution_or_leave_a_cell(dense:
 
 
 def test_after_all_handles_are_closed_the_whole_cache_can_be_filled(dense: LlamaCppEngine) -> None:
-    """llama.cpp itself has room for every token that the books say is free."""
+    """llama.cpp itself has room for every token that the bookkeeping says is free."""
     handle = dense.open()
     for _ in range(1024 // 256):
         dense.run([Row(handle, tuple(range(100, 356)))])
@@ -160,14 +161,14 @@ def test_llamacpp_and_torch_give_the_same_distributions_for_the_same_weights(den
     from specbranch.engines.torch import TorchEngine
 
     other = TorchEngine(EngineOptions(str(model_path("smollm2-135m")), dtype="float32", threads=1))
-    texts = [[504, 2365, 6354, 16438], [28, 253, 1165, 30, 100, 2000], list(range(300, 340))]
-    pairs = [(fresh_distribution(dense, text), fresh_distribution(other, text)) for text in texts]
+    sequences = [[504, 2365, 6354, 16438], [28, 253, 1165, 30, 100, 2000], list(range(300, 340))]
+    pairs = [(fresh_distribution(dense, sequence), fresh_distribution(other, sequence)) for sequence in sequences]
     other.shutdown()
 
     assert all(close_distributions(a, b, 1e-3) for a, b in pairs)
 
 
-def test_a_missing_or_broken_model_is_refused_with_a_advice(tmp_path: Path) -> None:
+def test_a_missing_or_broken_model_is_refused_with_advice(tmp_path: Path) -> None:
     broken, empty = tmp_path / "broken.gguf", tmp_path / "empty"
     broken.write_bytes(b"not a model")
     empty.mkdir()
@@ -195,5 +196,5 @@ def test_a_recurrent_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No recurrent weights are at hand; llama.cpp's own answer is replaced."""
     monkeypatch.setattr("specbranch.engines.llamacpp.llama_cpp.llama_model_is_recurrent", lambda model: True)
 
-    with pytest.raises(EngineError, match="cannot be cut back"):
+    with pytest.raises(EngineError, match="cannot be truncated"):
         engine_of(model_path("smollm2-135m"))

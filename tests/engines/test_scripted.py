@@ -11,11 +11,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.draw import TopDraw
-from specbranch.core.loop import Loop
 from specbranch.core.session import Ending, Session
 from specbranch.engines.binding import Binding
 from specbranch.engines.protocol import DraftEngine, EngineFull
 from specbranch.engines.scripted import ScriptedEngine, ScriptedTarget
+from specbranch.simulation.loop import Loop
 from tests.engines.conformance import STATEFUL, EngineConformance, machine_for
 from tests.toys import CheckedLane, greedy, planner_of, random_script, stream, text_to
 
@@ -91,7 +91,7 @@ def test_a_verdict_in_the_middle_of_the_text_goes_on_from_what_was_fed() -> None
     session.propose()
     (first,) = binding.feeds(session.tokens, session.tree, session.rows(), 2)
     engine.run([first.row])
-    session.follow([4], 0)
+    session.commit([4], 0)
     session.propose()
     (second,) = binding.feeds(session.tokens, session.tree, session.rows(), 2)
 
@@ -139,7 +139,7 @@ def test_a_cache_is_lent_only_as_far_as_it_holds_the_committed_text() -> None:
         draft_step(engine, binding, session)
     kept, lost = (node.token for node in session.tree.walk(session.tree.root, 2))
     other = (lost + 1) % 5
-    session.follow([kept, other, other], 0)
+    session.commit([kept, other, other], 0)
 
     assert binding.lend(session.tokens, session.tree, 5) is None
     handle = binding.lend(session.tokens, session.tree, 4)
@@ -201,7 +201,7 @@ def test_whatever_is_fed_or_lent_holds_the_committed_text(
             draft_step(engine, binding, session, piece_len)
             session.propose()
         kept = [node.token for node in session.tree.walk(session.tree.root, turn.num_kept)]
-        session.follow([*kept, *turn.others], len(session.submitted))
+        session.commit([*kept, *turn.others], len(session.submitted))
         if turn.is_settled:
             session.settle()
         length = len(session.tokens) - turn.num_lent

@@ -19,11 +19,12 @@ torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 from specbranch.core.distribution import Distribution  # noqa: E402
-from specbranch.engines.dtype import Choice  # noqa: E402
-from specbranch.engines.options import DTYPES, EngineOptions, open_engine  # noqa: E402
+from specbranch.engines.options import DTYPES, EngineOptions  # noqa: E402
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
+from specbranch.engines.registry import open_engine  # noqa: E402
 from specbranch.engines.top_k import top_k_of  # noqa: E402
 from specbranch.engines.torch import TorchEngine  # noqa: E402
+from specbranch.engines.torch.dtype import Choice  # noqa: E402
 from tests.engines.closeness import close_distributions  # noqa: E402
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
 from tests.engines.models import model_path  # noqa: E402
@@ -37,7 +38,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
-    "initializer_range": 0.3,  # at the usual 0.02 all distributions are flat and all texts alike
+    "initializer_range": 0.3,  # at the usual 0.02 all distributions are flat and all sequences alike
 }
 
 Save = Callable[..., str]
@@ -150,10 +151,10 @@ def test_eight_bits_say_nearly_what_the_whole_model_says(
     smollm2: TorchEngine, name: str, most_apart: float, request: pytest.FixtureRequest
 ) -> None:
     in_8_bits = request.getfixturevalue(name)
-    text = (504, 2, 314, 253, 1743, 282, 260, 1230, 28, 284, 260, 6334, 314, 260, 905, 282, 260, 2466)
+    tokens = (504, 2, 314, 253, 1743, 282, 260, 1230, 28, 284, 260, 6334, 314, 260, 905, 282, 260, 2466)
     apart = []
-    for length in range(2, len(text) + 1):
-        whole, packed = (fresh_distribution(engine, text[:length]) for engine in (smollm2, in_8_bits))
+    for length in range(2, len(tokens) + 1):
+        whole, packed = (fresh_distribution(engine, tokens[:length]) for engine in (smollm2, in_8_bits))
         mine = dict(zip(packed.ids, packed.probs, strict=True))
         gaps = [
             abs(float(prob) - float(mine.get(token, 0.0))) for token, prob in zip(whole.ids, whole.probs, strict=True)
@@ -161,7 +162,8 @@ def test_eight_bits_say_nearly_what_the_whole_model_says(
         apart.append(sum(gaps) / 2)
 
     assert sum(apart) / len(apart) < most_apart
-    assert in_8_bits.weight_bytes < 0.6 * smollm2.weight_bytes
+    assert smollm2.info.weight_bytes is not None
+    assert in_8_bits.info.weight_bytes < 0.6 * smollm2.info.weight_bytes
 
 
 @pytest.mark.parametrize("dtype", ["int8", "w8a16"])
@@ -172,15 +174,15 @@ def test_fused_layers_say_what_the_layers_one_by_one_say(
     more = {"sliding_window": None} if name == "mistral" else {}
     options = EngineOptions(save(name, head_dim=8, **more), dtype=dtype)
     fused = TorchEngine(options)
-    monkeypatch.setattr("specbranch.engines.torch.fuse", lambda model, attend, kind: model)
+    monkeypatch.setattr("specbranch.engines.torch.load.fuse", lambda model, attend, kind: model)
     plain = TorchEngine(options)
     kinds = [{type(module).__name__ for module in engine._model.modules()} for engine in (fused, plain)]
 
     # Without this line the test would pass if nothing were fused.
-    assert {"_Layer", "_Attention", "_Perceptron", "_Norm"} <= kinds[0]
-    assert not {"_Layer", "_Attention", "_Perceptron", "_Norm"} & kinds[1]
-    for text in ([1, 2, 3, 4], [5] * 30, list(range(60))):
-        assert close_distributions(fresh_distribution(fused, text), fresh_distribution(plain, text), tolerance=2e-3)
+    assert {"_Layer", "_Attention", "_MLP", "_Norm"} <= kinds[0]
+    assert not {"_Layer", "_Attention", "_MLP", "_Norm"} & kinds[1]
+    for tokens in ([1, 2, 3, 4], [5] * 30, list(range(60))):
+        assert close_distributions(fresh_distribution(fused, tokens), fresh_distribution(plain, tokens), tolerance=2e-3)
 
 
 def test_a_family_that_is_not_known_is_left_as_it_is(save: Save) -> None:
@@ -190,7 +192,7 @@ def test_a_family_that_is_not_known_is_left_as_it_is(save: Save) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_random_histories_never_give_a_wrong_distribution_or_leave_a_slot(
+def test_random_histories_never_give_a_wrong_distribution_or_leave_a_cell(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     engine = request.getfixturevalue(name)
@@ -209,7 +211,7 @@ def test_random_histories_of_a_real_model_never_give_a_wrong_distribution(smollm
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_the_distributions_of_a_tiny_model_tell_texts_apart(name: str, request: pytest.FixtureRequest) -> None:
+def test_the_distributions_of_a_tiny_model_tell_sequences_apart(name: str, request: pytest.FixtureRequest) -> None:
     """Else the suite above would pass whatever a token sees."""
     engine = request.getfixturevalue(name)
     distribution = fresh_distribution(engine, [1, 2, 3, 4])
@@ -220,16 +222,16 @@ def test_the_distributions_of_a_tiny_model_tell_texts_apart(name: str, request: 
 
 def test_a_distribution_is_that_of_the_plain_model(llama: TorchEngine, llama_path: str) -> None:
     plain = transformers.AutoModelForCausalLM.from_pretrained(llama_path, attn_implementation="eager")
-    text = [(7 * place + place * place) % 64 for place in range(150)]
+    tokens = [(7 * position + position * position) % 64 for position in range(150)]
     trunk = llama.open()
-    llama.run([Row(trunk, tuple(text[:100]))])
+    llama.run([Row(trunk, tuple(tokens[:100]))])
     other, fork = llama.fork(trunk, 90), llama.fork(trunk, 80)
-    llama.run([Row(other, (1, 2, 3)), Row(fork, tuple(text[80:120]))])
-    distributions = llama.run([Row(fork, tuple(text[120:])), Row(other, (4,))])
+    llama.run([Row(other, (1, 2, 3)), Row(fork, tuple(tokens[80:120]))])
+    distributions = llama.run([Row(fork, tuple(tokens[120:])), Row(other, (4,))])
     for handle in (trunk, other, fork):
         llama.close(handle)
 
-    for distribution, whole in zip(distributions, (text, [*text[:90], 1, 2, 3, 4]), strict=True):
+    for distribution, whole in zip(distributions, (tokens, [*tokens[:90], 1, 2, 3, 4]), strict=True):
         assert close_distributions(distribution, _plain_distribution(plain, whole))
 
 
@@ -242,9 +244,9 @@ class TestQwenDraft(_Close, EngineConformance):
 def test_a_distribution_of_a_real_model_is_that_of_the_plain_model(smollm2: TorchEngine) -> None:
     path = model_path("smollm2-135m-dense")
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="eager")
-    text = list(range(500, 540))
+    tokens = list(range(500, 540))
 
-    assert close_distributions(fresh_distribution(smollm2, text), _plain_distribution(plain, text))
+    assert close_distributions(fresh_distribution(smollm2, tokens), _plain_distribution(plain, tokens))
 
 
 def test_a_gguf_file_gives_the_distributions_of_its_dense_weights() -> None:
@@ -308,9 +310,9 @@ def test_a_token_outside_the_vocabulary_is_refused(llama: TorchEngine, token: in
     llama.close(handle)
 
 
-def test_a_fork_of_a_long_text_is_quick_and_adds_no_bytes(llama: TorchEngine) -> None:
+def test_a_fork_of_a_long_sequence_is_quick_and_adds_no_bytes(llama: TorchEngine) -> None:
     trunk = llama.open()
-    llama.run([Row(trunk, tuple(place % 64 for place in range(4000)))])
+    llama.run([Row(trunk, tuple(position % 64 for position in range(4000)))])
     bytes_before = llama.num_bytes
     forks, times_s = [], []
     for _ in range(100):
@@ -327,7 +329,7 @@ def test_a_fork_of_a_long_text_is_quick_and_adds_no_bytes(llama: TorchEngine) ->
     assert llama.num_bytes == 0
 
 
-def test_slots_of_closed_branches_are_used_again(llama: TorchEngine) -> None:
+def test_cells_of_closed_branches_are_used_again(llama: TorchEngine) -> None:
     trunk = llama.open()
     llama.run([Row(trunk, tuple(range(50)))])
     bytes_before = llama.num_bytes
@@ -354,8 +356,8 @@ def test_auto_takes_a_type_by_measuring_and_says_so(llama_path: str, caplog: pyt
 def test_positions_keep_their_32_bits_in_every_type(
     llama_path: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounded frequencies would put tokens of a long text at wrong distances."""
-    monkeypatch.setattr("specbranch.engines.torch.fastest_dtype", lambda model: Choice("bfloat16", {}))
+    """Rounded frequencies would put tokens of a long sequence at wrong distances."""
+    monkeypatch.setattr("specbranch.engines.torch.load.fastest_dtype", lambda model: Choice("bfloat16", {}))
     engine = TorchEngine(EngineOptions(llama_path, dtype=dtype))
 
     assert engine.info.dtype == "bfloat16"
@@ -411,18 +413,18 @@ def test_a_model_without_full_attention_is_refused(save: Save, name: str, more: 
         TorchEngine(EngineOptions(path))
 
 
-def test_a_sliding_window_that_no_text_can_leave_is_no_reason_to_refuse(save: Save) -> None:
+def test_a_sliding_window_that_no_sequence_can_leave_is_no_reason_to_refuse(save: Save) -> None:
     engine = TorchEngine(EngineOptions(save("mistral", sliding_window=16), max_tokens=16))
 
     assert fresh_distribution(engine, range(16)).ids
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "specbranch.engines.torch")
+    monkeypatch.delitem(sys.modules, "specbranch.engines.torch.load")
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     with pytest.raises(EngineError, match=r"pip install 'specbranch\[torch\]'"):
-        import_module("specbranch.engines.torch")
+        import_module("specbranch.engines.torch.load")
 
 
 def test_distributions_are_close_if_only_a_near_tie_swaps() -> None:
@@ -434,7 +436,7 @@ def test_distributions_are_close_if_only_a_near_tie_swaps() -> None:
     assert not close_distributions(distribution, Distribution((1, 2, 3), (0.5, 0.2, 0.1), 1.01))
 
 
-def _plain_distribution(model: Any, text: list[int]) -> Distribution:
+def _plain_distribution(model: Any, tokens: list[int]) -> Distribution:
     with torch.inference_mode():
-        logits = model(torch.tensor([text])).logits[0, -1].float().numpy()
+        logits = model(torch.tensor([tokens])).logits[0, -1].float().numpy()
     return top_k_of(logits, 32)

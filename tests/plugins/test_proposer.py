@@ -46,7 +46,7 @@ def proposer_with(
     monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, target: Any = None, **section: Any
 ) -> SpecBranchProposer:
     monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
-    monkeypatch.setattr(compat, "mend_cpu_sampler", lambda: None)
+    monkeypatch.setattr(compat, "patch_cpu_sampler", lambda: None)
     monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
     monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", partial(FixedClient, [5, 6, 7]))
     config = SimpleNamespace(

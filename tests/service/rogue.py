@@ -19,7 +19,7 @@ from specbranch.service.wire import (
     Hello,
     Open,
     Proposals,
-    Report,
+    StatsRequest,
     Step,
     Welcome,
     decode_request,
@@ -34,19 +34,19 @@ Frames = Iterator[bytes]
 _numbers = itertools.count()  # of the questions that came
 
 
-def _foreign(question: Step | Report) -> Frames:
+def _foreign(question: Step | StatsRequest) -> Frames:
     """Drafts with a token that the target does not have."""
     yield encode(Proposals(question.round, [[5, FOREIGN, 6]] * _num_rows(question)))
 
 
-def _garbage(question: Step | Report) -> Frames:
+def _garbage(question: Step | StatsRequest) -> Frames:
     """For every question a second of frames that say nothing."""
     end_s = time.monotonic() + FLOOD_S
     while time.monotonic() < end_s:
         yield b"\xc1" * 32
 
 
-def _late(question: Step | Report) -> Frames:
+def _late(question: Step | StatsRequest) -> Frames:
     """For every question a second of answers to the one before."""
     answer = encode(Proposals(question.round - 1, [[5] * MAX_WINDOW] * 200))
     end_s = time.monotonic() + FLOOD_S
@@ -54,7 +54,7 @@ def _late(question: Step | Report) -> Frames:
         yield answer
 
 
-def _huge(question: Step | Report) -> Frames:
+def _huge(question: Step | StatsRequest) -> Frames:
     """First a frame beyond the bound, then good answers."""
     if next(_numbers) == 0:
         yield b"\xc1" * (MAX_REPLY + 1)
@@ -62,12 +62,12 @@ def _huge(question: Step | Report) -> Frames:
         yield encode(Proposals(question.round, [[5]] * _num_rows(question)))
 
 
-def _unknown(question: Step | Report) -> Frames:
+def _unknown(question: Step | StatsRequest) -> Frames:
     """No text is known, however often it was sent."""
     yield encode(Proposals(question.round, [None] * _num_rows(question)))
 
 
-_DEEDS: dict[str, Callable[[Step | Report], Frames]] = {
+_DEEDS: dict[str, Callable[[Step | StatsRequest], Frames]] = {
     "foreign": _foreign,
     "garbage": _garbage,
     "late": _late,
@@ -76,7 +76,7 @@ _DEEDS: dict[str, Callable[[Step | Report], Frames]] = {
 }
 
 
-def _num_rows(question: Step | Report) -> int:
+def _num_rows(question: Step | StatsRequest) -> int:
     return len(question.rows) if isinstance(question, Step) else 1
 
 

@@ -16,6 +16,7 @@ from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
+from specbranch.service.observer import Observer
 from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.timeline import Timeline
@@ -56,7 +57,7 @@ def main() -> None:
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
     timeline = Timeline() if args.trace else None
     recorder = Recorder(args.record, "scripted") if args.record else None
-    server = Server(SlowEngine(args.step_ms / 1000, args.fatal_step), options, timeline, recorder)
+    server = Server(SlowEngine(args.step_ms / 1000, args.fatal_step), options, Observer(timeline, recorder))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
         serve_metrics(server, args.metrics_port)

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from specbranch.core.distribution import Distribution
+from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 from specbranch.engines.protocol import EngineError, Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.sessions import DraftSession
-from specbranch.service.wire import Figures, Open, Proposals, Refused, Report, Step, StepRow, pack
+from specbranch.service.sessions import DraftSession, State
+from specbranch.service.wire import Open, Proposals, Refused, StatsReply, StatsRequest, Step, StepRow, pack
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
 from tests.service.test_lookup import Bench, likely
@@ -31,10 +31,11 @@ from tests.service.test_security import free_port, scrape
 POISON = (49, 49)
 
 
-class Faulty:
+class Faulty(Planner[Any]):
     """A planner like another, until it is asked for the thing that it cannot do."""
 
-    def __init__(self, planner: Planner, broken: str) -> None:
+    def __init__(self, planner: Planner[Any], broken: str) -> None:
+        super().__init__(planner.settings, planner.predictor)
         self._planner = planner
         self._broken = broken
 
@@ -71,7 +72,7 @@ def row_of(text: list[int], *new: int) -> StepRow:
 
 
 def num_faults(bench: Bench) -> int:
-    return bench.lookup.faults.count + bench.compute.faults.count
+    return bench.dispatch.faults.count + bench.compute.faults.count
 
 
 def healthy_proposal() -> list[int] | None:
@@ -111,12 +112,12 @@ def test_a_fault_while_targets_wait_gives_both_their_answers_at_once() -> None:
         assert bench.ask(Step(1, b"ours", 1000.0, [row]), client=client) == []
     break_planner(draft_of(bench, [4, 5, 6]), "submit")
     bench.work()
-    answers = dict(bench.lookup.answer_ready())
+    answers = dict(bench.dispatch.answer_ready())
 
     assert answers[b"bad"] == Proposals(1, [[]])
     good = answers[b"good"]
     assert isinstance(good, Proposals) and good.rows[0] is not None and len(good.rows[0]) == 3
-    assert bench.lookup.next_deadline_s() is None
+    assert bench.dispatch.next_deadline_s() is None
     assert num_faults(bench) == 1
 
 
@@ -131,7 +132,7 @@ def test_who_waits_for_a_session_that_fails_is_told_to_look() -> None:
     bench.work(2)
 
     assert calls
-    assert bench.lookup.answer_ready() == [(b"me", Proposals(1, [[]]))]
+    assert bench.dispatch.answer_ready() == [(b"me", Proposals(1, [[]]))]
 
 
 def test_a_message_that_meets_a_fault_is_refused_and_the_next_one_is_served(
@@ -142,12 +143,12 @@ def test_a_message_that_meets_a_fault_is_refused_and_the_next_one_is_served(
     with monkeypatch.context() as patch:
         patch.setattr(bench.store, "stats_of", lambda namespace: 1 / 0)
         for _ in range(3):
-            (refusal,) = bench.ask(Report(1, b"ours"), client=b"other")
-            assert isinstance(refusal, Refused) and "fault" in refusal.reason
-    (figures,) = bench.ask(Report(1, b"ours"), client=b"other")
+            (refusal,) = bench.ask(StatsRequest(1, b"ours"), client=b"other")
+            assert isinstance(refusal, Refused) and "failed on this message" in refusal.reason
+    (figures,) = bench.ask(StatsRequest(1, b"ours"), client=b"other")
 
-    assert isinstance(figures, Figures) and figures.sessions == 1
-    assert bench.lookup.faults.count == 3 and bench.lookup.counts.refused == 0
+    assert isinstance(figures, StatsReply) and figures.sessions == 1
+    assert bench.dispatch.faults.count == 3 and bench.dispatch.counts.refused == 0
     assert len(caplog.records) == 1, "one line of each kind is enough"
 
 
@@ -159,14 +160,17 @@ def test_a_fault_in_one_held_back_answer_leaves_the_others(monkeypatch: pytest.M
         text = [4, 5, 6] if client == b"bad" else [1, 2, 3, 7]
         bench.ask(Open(client, "sps", {"gamma": 3}, "confidence", [pack(text)]))
         assert bench.ask(Step(2, client, 50.0, [row_of(text, 8)]), client=client) == []
-    tenant = bench.lookup._tenant
-    monkeypatch.setattr(bench.lookup, "_tenant", lambda namespace: 1 / 0 if namespace == b"bad" else tenant(namespace))
+    tenants = bench.dispatch.lookup.tenants
+    answered = tenants.answered
+    monkeypatch.setattr(
+        tenants, "answered", lambda namespace, at_s: 1 / 0 if namespace == b"bad" else answered(namespace, at_s)
+    )
     bench.now_s += 1
-    answers = dict(bench.lookup.answer_overdue())
+    answers = dict(bench.dispatch.answer_overdue())
 
     assert isinstance(answers[b"bad"], Refused)
     assert answers[b"good"] == Proposals(2, [[]])
-    assert bench.lookup.next_deadline_s() is None
+    assert bench.dispatch.next_deadline_s() is None
 
 
 class Poisoned(ScriptedEngine):
@@ -257,7 +261,7 @@ def test_a_verdict_that_leaves_nothing_to_run_evicts_nobody(monkeypatch: pytest.
 
     def give_up_first(session: DraftSession) -> None:
         bench.now_s += 2
-        bench.lookup.answer_overdue()
+        bench.dispatch.answer_overdue()
         bench.step([4, 5, 6], 7)
         borrow(session)
 
@@ -275,17 +279,17 @@ def test_a_token_that_the_draft_does_not_know_never_enters_the_session_that_draf
     assert bench.step([4, 5], 6, VOCAB) == [Proposals(1, [[]])]
 
     assert drafting.core.tokens == [4, 5] and drafting.is_forgotten
-    assert draft_of(bench, [4, 5, 6, VOCAB]).is_undraftable
+    assert draft_of(bench, [4, 5, 6, VOCAB]).state is State.UNDRAFTABLE
     assert len(bench.store) == 1 and bench.store.num_tokens == 4
 
 
-def report(address: str, namespace: bytes) -> Figures:
+def report(address: str, namespace: bytes) -> StatsReply:
     with contextlib.closing(Reporter(address, namespace)) as reporter:
         end_s = time.monotonic() + PATIENCE_S
         while reporter.ask(1.0) is not Reach.ANSWERS:
             assert time.monotonic() < end_s, "the service does not answer"
-        assert reporter.figures is not None
-        return reporter.figures
+        assert reporter.stats is not None
+        return reporter.stats
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from specbranch.engines.protocol import EngineError, EngineFull, Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
-from specbranch.service.lookup import Lookup
+from specbranch.service.dispatch import Dispatch
+from specbranch.service.observer import Observer
 from specbranch.service.sessions import SessionStore
 from specbranch.service.timeline import Timeline
 from specbranch.service.wire import (
@@ -41,11 +42,12 @@ class Bench:
         self.now_s = 100.0
         self.engine = engine or ScriptedEngine(DRAFT)
         self.store = SessionStore(max_sessions, 10_000)
-        self.compute = Compute(self.engine, self.store, clock=lambda: self.now_s, timeline=timeline, piece_len=4)
-        self.lookup = Lookup(self.engine, self.store, self.compute, clock=lambda: self.now_s, timeline=timeline)
+        observer = Observer(timeline)
+        self.compute = Compute(self.engine, self.store, clock=lambda: self.now_s, observer=observer, piece_len=4)
+        self.dispatch = Dispatch(self.engine, self.store, self.compute, observer, clock=lambda: self.now_s)
 
     def ask(self, request: Request, client: bytes = b"me") -> list[Reply]:
-        return [reply for _, reply in self.lookup.handle(client, [encode(request)])]
+        return [reply for _, reply in self.dispatch.handle(client, [encode(request)])]
 
     def open(self, *texts: list[int], planner: str = "pearl", namespace: bytes = b"ours", **settings: int) -> None:
         chosen: dict[str, str | int | float | bool] = {"gamma": 3, **settings}
@@ -84,7 +86,7 @@ def test_an_unknown_text_is_asked_for_and_then_drafted() -> None:
 
     assert isinstance(reply, Proposals)
     assert reply.rows == [[likely([1, 2, 3, next_token]), likely([1, 2, 3, next_token, likely([1, 2, 3, next_token])])]]
-    assert bench.lookup.counts.unknown == 1
+    assert bench.dispatch.counts.unknown == 1
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
 
     assert isinstance(reply, Proposals) and reply.rows[0] is not None
     assert len(reply.rows[0]) == drafted
-    assert bench.lookup.counts.outlooks == (signal is not None)
+    assert bench.dispatch.counts.outlooks == (signal is not None)
     begun = bench.store.snapshot()[0].core.round
     assert begun.outlook == (None if signal is None else Outlook(signal))
 
@@ -122,7 +124,7 @@ def test_equal_requests_share_one_draft() -> None:
 
     assert first == second
     assert len(bench.store) == 1
-    assert bench.lookup.counts.unknown == 0
+    assert bench.dispatch.counts.unknown == 0
 
 
 def test_a_text_opened_twice_keeps_its_draft() -> None:
@@ -133,21 +135,21 @@ def test_a_text_opened_twice_keeps_its_draft() -> None:
     bench.open([1, 2, 3])
 
     assert bench.store.snapshot() == [session]
-    assert bench.lookup.counts.opened == 1
+    assert bench.dispatch.counts.opened == 1
 
 
 def test_a_planner_may_hold_an_answer_back_until_the_draft_is_long_enough() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
     assert bench.step([1, 2, 3], 4, wait_ms=50) == []
-    assert bench.lookup.next_deadline_s() == pytest.approx(100.05)
-    assert bench.lookup.answer_ready() == []
+    assert bench.dispatch.next_deadline_s() == pytest.approx(100.05)
+    assert bench.dispatch.answer_ready() == []
     bench.work()
-    ((client, reply),) = bench.lookup.answer_ready()
+    ((client, reply),) = bench.dispatch.answer_ready()
 
     assert client == b"me"
     assert isinstance(reply, Proposals) and reply.rows[0] is not None and len(reply.rows[0]) == 3
-    assert bench.lookup.next_deadline_s() is None
+    assert bench.dispatch.next_deadline_s() is None
 
 
 def test_no_target_waits_for_a_draft_that_has_a_long_text_yet_to_read() -> None:
@@ -176,11 +178,11 @@ def test_at_the_deadline_the_answer_goes_out_without_a_draft() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
     bench.step([1, 2, 3], 4, wait_ms=50)
-    assert bench.lookup.answer_overdue() == []
+    assert bench.dispatch.answer_overdue() == []
     bench.now_s += 0.06
 
-    assert bench.lookup.answer_overdue() == [(b"me", Proposals(1, [[]]))]
-    assert bench.lookup.counts.overdue == 1
+    assert bench.dispatch.answer_overdue() == [(b"me", Proposals(1, [[]]))]
+    assert bench.dispatch.counts.overdue == 1
 
 
 def test_a_client_in_a_hurry_is_answered_at_once() -> None:
@@ -197,7 +199,7 @@ def test_a_newer_step_takes_the_place_of_one_that_still_waits() -> None:
     session = bench.store.snapshot()[0]
     bench.step([1, 2, 3, 4], 5, round=2, wait_ms=50)
     bench.work()
-    answers = bench.lookup.answer_ready()
+    answers = bench.dispatch.answer_ready()
 
     assert not session.is_awaited
     assert [reply.round for _, reply in answers if isinstance(reply, Proposals)] == [2]
@@ -225,7 +227,7 @@ def test_a_text_that_the_draft_model_cannot_read_is_remembered_and_left_alone() 
     assert bench.step([4, 5], VOCAB) == [Proposals(1, [[]])]
     bench.work()
 
-    assert bench.lookup.counts.undraftable == 2
+    assert bench.dispatch.counts.undraftable == 2
     assert bench.engine.num_handles == 0
 
 
@@ -254,15 +256,15 @@ def test_a_bad_setting_is_refused_with_its_advice(request_: Request, reason: str
     (refusal,) = bench.ask(request_)
 
     assert isinstance(refusal, Refused) and reason in refusal.reason
-    assert bench.lookup.counts.refused == 1
+    assert bench.dispatch.counts.refused == 1
 
 
 def test_messages_of_several_frames_and_nonsense_are_refused() -> None:
     bench = Bench()
     for frames in ([b""], [b"\xff\xff"], [encode(Hello(VERSION, 1)), b"more"], []):
-        ((_, refusal),) = bench.lookup.handle(b"me", frames)
+        ((_, refusal),) = bench.dispatch.handle(b"me", frames)
         assert isinstance(refusal, Refused)
-    assert bench.lookup.counts.refused == 4
+    assert bench.dispatch.counts.refused == 4
 
 
 def test_the_row_limit_goes_first_to_awaited_and_then_to_likely_texts() -> None:
@@ -313,7 +315,7 @@ def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
     session = bench.store.snapshot()[0]
     wish = bench.compute._wish(session)
     assert wish is not None
-    wish.chosen = list(wish.nodes)
+    wish.granted = list(wish.nodes)
     bench.step([1, 2], 49)
     feeds = bench.compute._feeds(wish, 4)
 

@@ -1,4 +1,4 @@
-"""Figures of a running service: one namespace only, and never a long wait."""
+"""Stats of a running service: one namespace only, and never a long wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.wire import Figures, Report
+from specbranch.service.wire import StatsReply, StatsRequest
 from tests.service.harness import PATIENCE_S, STALL_S, Walk, scripted_service
 from tests.service.rogue import rogue
 from tests.service.test_lookup import Bench
@@ -43,7 +43,7 @@ def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
                 walk.step()
                 time.sleep(0.01)
         ask_until(reporter, Reach.ANSWERS)
-        figures = reporter.figures
+        figures = reporter.stats
 
         assert figures is not None and figures.sessions == 1
         # The service learns of a verdict with the next step, so the last one is not among them.
@@ -54,7 +54,7 @@ def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
         assert figures.accepted <= figures.submitted <= figures.accepted + figures.rejected + 4
         with reporter_for(service.address, b"another") as stranger:
             ask_until(stranger, Reach.ANSWERS)
-            assert stranger.figures is not None and stranger.figures.rounds == 0 == stranger.figures.sessions
+            assert stranger.stats is not None and stranger.stats.rounds == 0 == stranger.stats.sessions
 
 
 def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tm
         service.kill()
         ask_until(reporter, Reach.ABSENT)
         assert timed(reporter, Reach.ABSENT) < TIMEOUT_S
-        assert reporter.figures is not None
+        assert reporter.stats is not None
 
         service.start()
         ask_until(reporter, Reach.ANSWERS)
@@ -101,10 +101,10 @@ def test_forgotten_sessions_stay_in_the_sums_of_their_namespace() -> None:
     for namespace in (b"ours", b"theirs", b"ours"):
         bench.open([1, 2], namespace=namespace)
         bench.step([1, 2], 3, namespace=namespace)
-    (ours,) = bench.ask(Report(5, b"ours"))
-    (theirs,) = bench.ask(Report(6, b"theirs"))
+    (ours,) = bench.ask(StatsRequest(5, b"ours"))
+    (theirs,) = bench.ask(StatsRequest(6, b"theirs"))
 
-    assert isinstance(ours, Figures) and isinstance(theirs, Figures)
+    assert isinstance(ours, StatsReply) and isinstance(theirs, StatsReply)
     assert (ours.round, ours.sessions, ours.rounds) == (5, 1, 2)
     assert (theirs.round, theirs.sessions, theirs.rounds) == (6, 0, 1)
     assert bench.store.stats().rounds == 3

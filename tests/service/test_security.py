@@ -73,7 +73,7 @@ def test_ten_thousand_mutated_frames_leave_a_live_service_well_and_are_counted(t
 
 def num_refused(frames: list[bytes]) -> int:
     """How many of these a lookup refuses, without a wire."""
-    lookup = Bench().lookup
+    lookup = Bench().dispatch
     for frame in frames:
         lookup.handle(b"me", [frame])
     return lookup.counts.refused

@@ -18,15 +18,15 @@ from specbranch.service.wire import (
     MAX_ROWS,
     MAX_SEQUENCE,
     VERSION,
-    Figures,
     FrameError,
     Hello,
     Open,
     Proposals,
     Refused,
     Reply,
-    Report,
     Request,
+    StatsReply,
+    StatsRequest,
     Step,
     StepRow,
     Welcome,
@@ -39,6 +39,13 @@ from specbranch.service.wire import (
 )
 
 NAME = Digest([1, 2, 3]).name
+
+
+def stats_reply(*values: int) -> StatsReply:
+    """Stats with these values in the order of the wire."""
+    return StatsReply(**dict(zip(StatsReply.__struct_fields__, values, strict=True)))
+
+
 REQUESTS: list[Request] = [
     Hello(VERSION, 7),
     Step(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
@@ -51,13 +58,13 @@ REQUESTS: list[Request] = [
         "confidence",
         [pack([1, 2, 3])],
     ),
-    Report(10, b"ours"),
+    StatsRequest(10, b"ours"),
 ]
 REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152),
     Proposals(8, [[1, 2, 3], None, []]),
     Refused("because"),
-    Figures(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000),
+    stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000),
 ]
 
 
@@ -95,9 +102,9 @@ def test_a_reply_is_no_request() -> None:
         Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [pack([1])]),
         Open(b"ours", "pearl", {}, "confidence", [b""]),
         Open(b"ours", "pearl", {}, "confidence", [pack([1] * (MAX_SEQUENCE + 1))]),
-        Report(-1, b"ours"),
-        Report(1, b""),
-        Report(1, b"x" * 65),
+        StatsRequest(-1, b"ours"),
+        StatsRequest(1, b""),
+        StatsRequest(1, b"x" * 65),
     ],
     ids=range(19),
 )
@@ -126,7 +133,7 @@ def test_a_reply_out_of_bounds_is_refused(message: Reply) -> None:
 def test_a_text_that_is_no_sequence_of_tokens_is_refused(text: bytes) -> None:
     frame = msgspec.msgpack.encode(["open", b"ours", "pearl", {}, "confidence", [pack([1]), text]])
 
-    with pytest.raises(FrameError, match="no sequence of tokens"):
+    with pytest.raises(FrameError, match="not a sequence of tokens"):
         decode_request(frame)
 
 
@@ -156,13 +163,13 @@ def test_a_row_of_the_first_version_is_still_understood() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 62, 0.5, "many", None])
-@pytest.mark.parametrize("place", range(12))
-def test_figures_out_of_bounds_are_refused(place: int, value: Any) -> None:
-    figures = [1] * 12
-    figures[place] = value
+@pytest.mark.parametrize("position", range(12))
+def test_stats_out_of_bounds_are_refused(position: int, value: Any) -> None:
+    values = [1] * 12
+    values[position] = value
 
     with pytest.raises(FrameError):
-        decode_reply(encode(Figures(*figures)))
+        decode_reply(encode(stats_reply(*values)))
 
 
 def test_a_frame_too_long_is_refused_unread() -> None:
@@ -205,7 +212,7 @@ def test_a_million_mutated_frames_are_taken_or_refused_and_nothing_else(capsys: 
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Hello | Step | Open | Report)
+            assert isinstance(message, Hello | Step | Open | StatsRequest)
 
     with capsys.disabled():
         print(f"\n1,000,000 mutated frames in {time.monotonic() - start_s:.0f} s: {counts}")
@@ -224,7 +231,7 @@ def test_mutated_replies_are_taken_or_refused_and_nothing_else() -> None:
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Welcome | Proposals | Refused | Figures)
+            assert isinstance(message, Welcome | Proposals | Refused | StatsReply)
 
     assert counts["taken"] > 1_000
     assert counts["refused"] > 10_000

@@ -12,7 +12,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
 from specbranch.core.planners import PLANNERS, make_planner, setting_names
 from specbranch.core.session import Session
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 from tests.toys import SOME
 
 BRANCHES, LENGTH = 24, 8
@@ -46,7 +46,7 @@ def test_a_decision_costs_less_than_a_fifth_of_a_millisecond(name: str, capsys: 
         start = time.perf_counter()
         session.rows()
         middle = time.perf_counter()
-        session.commit(Verdict(0, 3), session.round.index)
+        session.commit(Verdict(0, 3).committed(session.submitted))
         session.propose()
         end = time.perf_counter()
         prepare_s.append(middle - start)

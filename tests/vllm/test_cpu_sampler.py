@@ -18,7 +18,7 @@ current_platform.register_triton_kernel_overrides()
 from vllm.v1.sample import rejection_sampler
 from specbranch.plugins.vllm import compat
 
-compat.mend_cpu_sampler()
+compat.patch_cpu_sampler()
 ends = torch.tensor([2, 2, 5], dtype=torch.int32)
 top_k, temperature = torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0.5, 0.75, 0.0])
 print(json.dumps([

@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specbranch.bench.pyplot import load_pyplot
 from specbranch.bench.results import Results
 from specbranch.bench.scenario import BARE
 from specbranch.bench.summary import Line, Ratio, mean_speeds, summarize
+from specbranch.pyplot import load_pyplot
 
 _OURS = {
     "none": "#b7c9c6",

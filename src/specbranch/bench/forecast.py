@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specbranch.bench.presets import Pair
 from specbranch.bench.profile import fit_line
-from specbranch.bench.simulate import Layout, Method, best_gamma, method_for, simulate
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
+from specbranch.simulation.presets import Pair
+from specbranch.simulation.simulate import Layout, Method, best_gamma, method_for, simulate
 from specbranch.trace import Trace
 
 _NONE = "none"

@@ -274,9 +274,8 @@ def _spread_json(spread: Spread) -> dict[str, float]:
 
 
 def weight_bytes(engine: DraftEngine) -> int | None:
-    """Bytes of the model's weights, from engines that tell."""
-    told = getattr(engine, "weight_bytes", None)
-    return None if told is None else int(told)
+    """Bytes of the model's weights, if the engine knows."""
+    return engine.info.weight_bytes
 
 
 def read_bandwidth(

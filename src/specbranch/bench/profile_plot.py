@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.profile import Profile
-from specbranch.bench.pyplot import load_pyplot
+from specbranch.pyplot import load_pyplot
 
 _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 

@@ -12,6 +12,7 @@ from specbranch.bench.figures import draw_figures
 from specbranch.bench.results import Results
 from specbranch.bench.scenario import BARE
 from specbranch.bench.summary import Line, Ratio, losses, mean_speeds, summarize
+from specbranch.core.rollback import CAUSES
 
 _HEADS = (
     "method", "cores", "tokens/s", "over bare", "95 % of resamples", "per core", "emitted/round", "accepted", "hits",
@@ -205,7 +206,7 @@ def _row(line: Line) -> list[str]:
         f"{line.emitted_per_round:.2f}",
         _optional(line.accepted_share, ".2f"),
         _optional(line.hit_rate, ".2f"),
-        *(_optional(lost.get(cause), ".2f") for cause in ("rejected", "unused", "cut")),
+        *(_optional(lost.get(cause), ".2f") for cause in CAUSES),
         f"{line.round_ms:.0f}",
         _optional(line.hook_ms, ".1f"),
         f"{line.same_as_bare:.0%}",

@@ -162,14 +162,14 @@ class _Engines:
     def _figures(self, method: BenchMethod) -> dict[str, int]:
         """What the draft service has counted for a method so far."""
         reporter = self.reporters.get(method.name)
-        if reporter is None or reporter.ask(_REPORT_S) is not Reach.ANSWERS or reporter.figures is None:
+        if reporter is None or reporter.ask(_REPORT_S) is not Reach.ANSWERS or reporter.stats is None:
             return {}
-        return {name: getattr(reporter.figures, name) for name in _FIGURES}
+        return {name: getattr(reporter.stats, name) for name in _FIGURES}
 
     def _draft_us(self, method: BenchMethod) -> list[int] | None:
         """What a draft step of one row takes now, and each further row, in microseconds."""
         reporter = self.reporters.get(method.name)
-        figures = reporter.figures if reporter else None
+        figures = reporter.stats if reporter else None
         return [figures.first_row_us, figures.more_row_us] if figures else None
 
     def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> dict[str, Any]:

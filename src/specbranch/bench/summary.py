@@ -11,6 +11,7 @@ from typing import Any
 
 from specbranch.bench.results import Record, Results
 from specbranch.bench.scenario import BARE
+from specbranch.core.rollback import CAUSES
 
 _RESAMPLES = 2000
 
@@ -190,7 +191,7 @@ def _draft_figures(
         total.update(record["draft"])
     if not total["rounds"]:
         return None, None, None
-    lost = {cause: total[cause] / emitted for cause in ("rejected", "unused", "cut")}
+    lost = {cause: total[cause] / emitted for cause in CAUSES}
     return total["hits"] / total["rounds"], lost, total["rows"] / total["rounds"]
 
 

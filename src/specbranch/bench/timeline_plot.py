@@ -6,8 +6,8 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.pyplot import load_pyplot
 from specbranch.bench.recording import Recording, Span, TargetLane, shares
+from specbranch.pyplot import load_pyplot
 
 _TARGET, _WAIT, _PREFILL = "#264653", "#d1495b", "#d9d9d9"
 _HIT, _MISS = "#2a9d8f", "#d1495b"

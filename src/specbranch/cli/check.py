@@ -15,7 +15,7 @@ from rich.table import Table
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.cli.cores import divide_cores
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
-from specbranch.engines.options import ENGINES
+from specbranch.engines.registry import ENGINES
 from specbranch.plugins.vllm.exactness.engine import EngineFailure
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size

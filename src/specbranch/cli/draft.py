@@ -14,11 +14,13 @@ import typer
 
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import stay_on
-from specbranch.engines.options import DTYPES, ENGINES, EngineOptions, engine_for, open_engine
+from specbranch.engines.options import DTYPES, EngineOptions
 from specbranch.engines.protocol import EngineError
+from specbranch.engines.registry import ENGINES, engine_for, open_engine
 from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
 from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
+from specbranch.service.observer import Observer
 from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.timeline import Timeline
@@ -86,7 +88,7 @@ def draft(
         timeline = Timeline() if trace else None
         draft_engine = open_engine(engine or engine_for(model), options)
         recorder = Recorder(record, Path(model).name) if record else None
-        server = Server(draft_engine, service, timeline, recorder)
+        server = Server(draft_engine, service, Observer(timeline, recorder))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         if until_eof:

@@ -21,8 +21,9 @@ from specbranch.cli.console import UsageError, console_for, friendly_errors, pri
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.values import numbers
 from specbranch.core.planners import PLANNERS
-from specbranch.engines.options import ENGINES, EngineOptions, engine_for, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import EngineError
+from specbranch.engines.registry import ENGINES, engine_for, open_engine
 from specbranch.plugins.vllm import compat
 from specbranch.trace import write_trace
 

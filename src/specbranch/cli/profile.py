@@ -15,8 +15,9 @@ from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.cli.cores import stay_on
 from specbranch.cli.values import numbers
-from specbranch.engines.options import ENGINES, EngineOptions, engine_for, open_engine
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, EngineError
+from specbranch.engines.registry import ENGINES, engine_for, open_engine
 
 
 def profile(

@@ -19,8 +19,9 @@ from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.values import table
 from specbranch.core.planners import PLANNERS, SettingError
-from specbranch.engines.options import ENGINES, engine_for, found_model
+from specbranch.engines.options import found_model
 from specbranch.engines.protocol import EngineError
+from specbranch.engines.registry import ENGINES, engine_for
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.cores import Cores
 from specbranch.plugins.vllm.flags import FlagError, Flags

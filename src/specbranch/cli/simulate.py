@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.bench.presets import PAIRS, ROW_COST, Pair, make_trace
-from specbranch.bench.simulate import PREDICTORS, Layout, Method, Outcome, best_gamma, method_for
-from specbranch.bench.simulate import simulate as run_simulation
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, progress_bar
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 from specbranch.core.round import MAX_WINDOW
+from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
+from specbranch.simulation.simulate import PREDICTORS, Layout, Method, Outcome, best_gamma, method_for
+from specbranch.simulation.simulate import simulate as run_simulation
 from specbranch.trace import Trace, TraceError, read_trace
 
 ANSWER_LEN = 250
@@ -82,7 +82,7 @@ def simulate(
         outcomes = _run(case, [method_of(name, case.pair) for name in names], layout, seed, best)
         _print_table(console_for(as_json), case, layout, predictor, outcomes)
         if plot:
-            from specbranch.bench.plots import plot_simulation
+            from specbranch.simulation.plots import plot_simulation
 
             plot_simulation(plot, case.name, case.pair, case.trace, names, method_of, seed)
             console_for(as_json).print(f"drawn to {plot}")

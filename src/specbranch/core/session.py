@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import Draw
+from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner
 from specbranch.core.round import Outlook, Round
 from specbranch.core.stats import Stats
 from specbranch.core.suffix import SuffixIndex
-from specbranch.core.tree import Node, Tree
-from specbranch.core.verify import Verdict
+from specbranch.core.tree import Tree
+from specbranch.core.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Session:
     """A sequence and everything that is prepared for it. Only verified tokens ever enter `tokens`."""
 
     def __init__(
-        self, prompt: Sequence[int], planner: Planner, draw: Draw, costs: Costs, ending: Ending | None = None
+        self, prompt: Sequence[int], planner: Planner[Any], draw: Draw, costs: Costs, ending: Ending | None = None
     ) -> None:
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
@@ -93,57 +95,37 @@ class Session:
         """Count what verdicts have rolled back. Done before drafting goes on, not before the target is answered."""
         self.stats.settle(self.tree.settle())
 
-    def commit(self, verdict: Verdict, round_index: int, outlook: Outlook | None = None) -> list[int]:
-        """Settle a round and return the tokens that it emits. A verdict for a round that is over changes nothing.
+    def commit(
+        self, tokens: Sequence[int], num_submitted: int | None = None, outlook: Outlook | None = None
+    ) -> list[int]:
+        """End a round by content: the target committed these tokens after `num_submitted` had been sent.
 
-        `outlook` is for the round that begins.
-        """
-        if self.is_finished or round_index != self.round.index or self.round.is_waiting:
-            self.stats.superseded += 1
-            return []
-        submitted = self.submitted
-        if not 0 <= verdict.accepted <= len(submitted):
-            raise ValueError(f"a verdict accepts {verdict.accepted} of {len(submitted)} submitted tokens")
-        self._planner.learn(self.round, verdict)
-        committed = verdict.committed(submitted)
-        emitted, self.is_finished = self._ending.trim(committed, len(self.tokens) - self.prompt_len)
-        self._enter(committed, emitted, verdict, len(submitted), outlook)
-        return emitted
-
-    def follow(self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None = None) -> None:
-        """Settle a round by content alone: these tokens were committed after `num_submitted` had been sent.
-
-        This is how an engine that drives itself reports. It may have gone on by several tokens without asking.
-        `outlook` is for the round that begins.
+        None: all that was proposed had been sent. An engine that drives itself may have gone on by several tokens
+        without asking. `outlook` is for the round that begins. Returns the tokens that are emitted: all of them, unless
+        the sequence ends before.
         """
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
+        if self.is_finished:
+            raise ValueError("the sequence is over; no more tokens can be committed")
         self.stand_aside()
-        self.tree.retract(num_submitted)
+        if num_submitted is not None:
+            self.tree.retract(num_submitted)
         submitted = self.submitted
-        accepted = 0
-        while accepted < min(len(submitted), len(tokens) - 1) and submitted[accepted] == tokens[accepted]:
-            accepted += 1
-        verdict = Verdict(accepted, tokens[accepted])
+        verdict = Verdict.of(tokens, submitted)
         self._planner.learn(self.round, verdict)
-        self._enter(tokens, tokens, verdict, len(submitted), outlook)
-
-    def _enter(
-        self,
-        committed: Sequence[int],
-        emitted: Sequence[int],
-        verdict: Verdict,
-        num_submitted: int,
-        outlook: Outlook | None,
-    ) -> None:
-        """Take tokens in and begin the next round."""
+        emitted, self.is_finished = self._ending.trim(tokens, len(self.tokens) - self.prompt_len)
         self.tokens += emitted
-        tree = self.tree
+        self._begin_round(tokens, outlook)
+        self._count(verdict, len(submitted), len(emitted))
+        return emitted
+
+    def _begin_round(self, committed: Sequence[int], outlook: Outlook | None) -> None:
+        tree, old = self.tree, self.round
         tree.learn(committed)
         tree.commit(committed)
         is_hit = tree.root.distribution is not None
-        self.round = Round(self.round.index + 1, tree, self.round.costs, self.round.suffixes, is_hit, outlook=outlook)
-        self._count(verdict, num_submitted, len(emitted))
+        self.round = Round(old.index + 1, tree, old.costs, old.suffixes, is_hit=is_hit, outlook=outlook)
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:
         stats = self.stats

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from specbranch.core.tree import Settled
+from specbranch.core.rollback import Settled
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Stats:
     """Counters of one session, or the sum over several."""
 
@@ -22,7 +22,6 @@ class Stats:
     unused: int = 0  # rolled back: prepared for another outcome
     cut: int = 0  # rolled back: drafted, then not submitted
     losing: int = 0  # of the rolled back: on branches that were not the draft's first choice
-    superseded: int = 0  # verdicts dropped because their round was over
     wait_s: float = 0.0  # time the target waited for a draft
     target_s: float = 0.0  # time the target computed
 

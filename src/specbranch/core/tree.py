@@ -13,83 +13,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from specbranch.core.calibration import Calibration
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import Draw
+from specbranch.core.node import Fate, Node
+from specbranch.core.rollback import Abandoned, Settled
 
 _LEAST = 1e-30  # the last of top-k may have been rounded to nothing
-
-
-class Fate(Enum):
-    """What became of a drafted token."""
-
-    USED = "used"  # a verdict committed it
-    REJECTED = "rejected"  # submitted and refused
-    UNUSED = "unused"  # prepared for another outcome
-    CUT = "cut"  # followed a submission that left it out, and was lost with it
-
-
-@dataclass(slots=True)
-class Settled:
-    """What a verdict did to drafted tokens; `losing`: lost on a root that was not the draft's first choice."""
-
-    used: int = 0
-    rejected: int = 0
-    unused: int = 0
-    cut: int = 0
-    losing: int = 0
-
-    @property
-    def rolled_back(self) -> int:
-        """Tokens lost, whatever the cause."""
-        return self.rejected + self.unused + self.cut
-
-    def add(self, other: Settled) -> None:
-        """Add another count to this one."""
-        self.used += other.used
-        self.rejected += other.rejected
-        self.unused += other.unused
-        self.cut += other.cut
-        self.losing += other.losing
-
-
-class Node:
-    """One drafted token. `position` counts from 0 in the whole sequence."""
-
-    __slots__ = (
-        "born",
-        "children",
-        "distribution",
-        "fate",
-        "has_served",
-        "is_submitted",
-        "log_chance",
-        "parent",
-        "position",
-        "token",
-    )  # fmt: skip
-
-    def __init__(self, token: int, parent: Node | None, position: int, born: int) -> None:
-        self.token = token
-        self.parent = parent
-        self.position = position
-        self.born = born
-        self.children: list[Node] = []
-        self.distribution: Distribution | None = None
-        self.is_submitted = False
-        self.fate: Fate | None = None
-        self.has_served = False  # a token drawn after this one was committed
-        self.log_chance = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
-
-    def child_with(self, token: int) -> Node | None:
-        """The child that holds `token`, if it has been drawn."""
-        return next((child for child in self.children if child.token == token), None)
-
-    def __repr__(self) -> str:
-        return f"Node({self.token} at {self.position}, {len(self.children)} children)"
 
 
 class Tree:
@@ -105,7 +36,7 @@ class Tree:
         self.num_drafted = 0
         self.num_alive = 0
         self._submissions = 0
-        self._unsettled: list[_Left] = []
+        self._unsettled: list[Abandoned] = []
 
     @property
     def end(self) -> Node:
@@ -237,7 +168,7 @@ class Tree:
         is_drafted = len(path) == len(tokens)
         root = path[-1] if is_drafted else Node(tokens[-1], None, old.position + len(tokens), self._submissions)
         end = self.end if self.submitted is not None else None
-        self._unsettled.append(_Left(old, root, end, len(path), self._submissions))
+        self._unsettled.append(Abandoned(old, root, end, len(path), self._submissions))
         root.parent = None
         self.root = root
         self.submitted = None
@@ -250,7 +181,7 @@ class Tree:
         """
         total = Settled()
         for left in self._unsettled:
-            total.add(_drop(left))
+            total.add(left.settle())
         self._unsettled.clear()
         self.num_alive -= total.used + total.rolled_back
         return total
@@ -317,42 +248,3 @@ class Tree:
             path.append(child)
             node = child
         return path
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What one verdict left behind: all below `old` that is not below `root`."""
-
-    old: Node
-    root: Node
-    end: Node | None  # of the submission
-    num_used: int
-    submissions: int
-
-
-def _drop(left: _Left) -> Settled:
-    settled = Settled(used=left.num_used)
-    stack = [(left.old, False, False)]
-    while stack:
-        node, is_behind, is_losing = stack.pop()
-        if node is left.root:
-            continue
-        if node.fate is None and node is not left.old:
-            settled.losing += is_losing
-            if node.is_submitted:
-                node.fate = Fate.REJECTED
-                settled.rejected += 1
-            elif is_behind and node.born < left.submissions:
-                node.fate = Fate.CUT
-                settled.cut += 1
-            else:
-                node.fate = Fate.UNUSED
-                settled.unused += 1
-        if node.children:
-            is_behind = is_behind or node is left.end
-            first, *others = node.children
-            stack.append((first, is_behind, is_losing))
-            stack += [(child, is_behind, True) for child in others]
-            # Only upward links stay, so settled nodes are freed without a search for cycles.
-            node.children = []
-    return settled

@@ -14,18 +14,7 @@ import numpy as np
 
 from specbranch.core.chance import Chance
 from specbranch.core.distribution import Dense, Prob
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How many submitted tokens the target accepted, and the token that it puts after them."""
-
-    accepted: int
-    next_token: int
-
-    def committed(self, submitted: Sequence[int]) -> list[int]:
-        """The tokens that this verdict settles."""
-        return [*submitted[: self.accepted], self.next_token]
+from specbranch.core.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)

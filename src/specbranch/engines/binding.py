@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specbranch.core.tree import Node, Tree
+from specbranch.core.node import Node
+from specbranch.core.tree import Tree
 from specbranch.engines.protocol import DraftEngine, EngineFull, Row
 
 

@@ -1,6 +1,6 @@
 """A draft engine on llama.cpp: handles are sequences of one unified cache, all rows of all sessions are one batch.
 
-A fork is `llama_memory_seq_cp`, which marks cells and copies none. Models whose memory cannot be cut back (recurrent,
+A fork is `llama_memory_seq_cp`, which marks cells and copies none. Models whose state cannot be truncated (recurrent,
 hybrid) are refused. Needs the `llamacpp` extra.
 """
 
@@ -16,20 +16,19 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.cells import Cells
+from specbranch.engines.cells import Arena, Cells
+from specbranch.engines.extras import extra
 from specbranch.engines.options import EngineOptions, local_model
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
 from specbranch.engines.top_k import top_k_of
 
-try:
+with extra("llamacpp"):
     import llama_cpp
-except ImportError as error:
-    raise EngineError("this engine needs llama-cpp-python: pip install 'specbranch[llamacpp]'") from error
 
-# Every row's attention runs over all cells in use, whoever's they are: on one core a thousand cells of others add some
-# 6 ms to a row of Qwen 0.5B, which takes 70.
+# Every row's attention runs over all cells in use, those of other sessions too: on one core a thousand of them add some
+# 6 ms to a row of Qwen 0.5B, which takes 70 ms.
 _REST_TOKENS = 512
-_BATCH = 512  # tokens in one call of llama.cpp; a longer prompt goes in several
+_BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several calls
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -45,7 +44,7 @@ class _Fed:
     token: int
     position: int
     handle: int
-    row: int | None  # the row whose distribution stands behind this token
+    row: int | None  # the row that this token is the last of, whose distribution is read here
 
 
 class LlamaCppEngine:
@@ -56,27 +55,27 @@ class LlamaCppEngine:
         llama_cpp.llama_backend_init()
         path = gguf_path(options.model)
         self._model = _load_model(path, options.device)
-        self._require_plain_memory(path)
-        most = llama_cpp.llama_max_parallel_sequences()
-        max_handles = min(options.max_handles, most)
-        self._cells = Cells(options.max_tokens, max_handles)
+        self._require_attention_only(path)
+        max_handles = min(options.max_handles, llama_cpp.llama_max_parallel_sequences())
+        self._cells = Cells(options.max_tokens, max_handles, Arena)
         self._top_k = options.top_k
         self._context = self._make_context(options, max_handles)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
-        vocab_len = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        limits = (options.row_limit, max_handles, options.max_tokens)
-        rest_tokens = _REST_TOKENS if options.device == "cpu" else options.max_tokens
-        self.info = EngineInfo(path.name, options.device, vocab_len, *limits, rest_tokens)
+        self.info = EngineInfo(
+            model=path.name,
+            device=options.device,
+            vocab_len=llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)),
+            row_limit=options.row_limit,
+            max_handles=max_handles,
+            max_tokens=options.max_tokens,
+            rest_tokens=_REST_TOKENS if options.device == "cpu" else options.max_tokens,
+            weight_bytes=int(llama_cpp.llama_model_size(self._model)),
+        )
 
     @property
     def num_tokens(self) -> int:
         return self._cells.num_used
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the model's weights: what one step must at least read."""
-        return int(llama_cpp.llama_model_size(self._model))
 
     def open(self) -> int:
         return self._cells.open()
@@ -103,7 +102,7 @@ class LlamaCppEngine:
             chunk = fed[start : start + _BATCH]
             if not self._decode(chunk):
                 self._undo(rows, lengths)
-                raise EngineFull("llama.cpp found no room in its cache for this step")
+                raise EngineFull("llama.cpp has no room in its cache for this step; close handles or truncate them")
             for index, item in enumerate(chunk):
                 if item.row is not None:
                     distributions[item.row] = self._distribution(index)
@@ -127,7 +126,9 @@ class LlamaCppEngine:
             batch.logits[index] = item.row is not None
         code = llama_cpp.llama_decode(self._context, batch)
         if code < 0 or code > 1:
-            raise EngineError(f"llama.cpp could not compute a step (code {code})")
+            raise EngineError(
+                f"llama_decode failed with code {code}; the draft may be out of memory or its file damaged"
+            )
         return bool(code == 0)
 
     def _distribution(self, index: int) -> Distribution:
@@ -140,14 +141,14 @@ class LlamaCppEngine:
 
     def _forget(self, handle: int, length: int) -> None:
         if not llama_cpp.llama_memory_seq_rm(self._memory, handle, length, -1):
-            raise EngineError("this model's memory cannot be cut back; use a plain attention model as draft")
+            raise EngineError("llama.cpp cannot truncate this model's state; use a model with attention only as draft")
 
-    def _require_plain_memory(self, path: Path) -> None:
+    def _require_attention_only(self, path: Path) -> None:
         if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
             llama_cpp.llama_model_free(self._model)
             raise EngineError(
-                f"{path.name} is a recurrent or hybrid model, whose memory cannot be cut back to an earlier token; "
-                "use a plain attention model as draft"
+                f"{path.name} is a recurrent or hybrid model, whose state cannot be truncated to an earlier token; "
+                "use a model with attention only as draft"
             )
 
     def _make_context(self, options: EngineOptions, max_handles: int) -> Any:
@@ -157,7 +158,7 @@ class LlamaCppEngine:
         params.n_ubatch = _BATCH
         params.n_seq_max = max_handles
         params.kv_unified = True
-        params.swa_full = True  # without it the cache forgets what a truncation would need
+        params.swa_full = True  # without it the cache drops tokens that a truncation would need
         params.n_threads = params.n_threads_batch = options.threads or len(os.sched_getaffinity(0))
         params.offload_kqv = options.device != "cpu"
         if options.device == "cpu":
@@ -170,7 +171,7 @@ class LlamaCppEngine:
         context = llama_cpp.llama_init_from_model(self._model, params)
         if not context:
             llama_cpp.llama_model_free(self._model)
-            raise EngineError(f"no memory for a cache of {options.max_tokens} tokens; ask for fewer")
+            raise EngineError(f"no memory for a cache of {options.max_tokens} tokens; lower max_tokens")
         return context
 
 
@@ -185,7 +186,10 @@ def gguf_path(model: str) -> Path:
             return files[0]
         raise EngineError(f"{path} holds {len(files)} GGUF files; name one of them")
     if path is None:
-        raise EngineError(f"no model {model!r} here; give a path, a name below $SPECBRANCH_MODELS, or repo:file.gguf")
+        raise EngineError(
+            f"no model {model!r} on this machine; give a path, a name below $SPECBRANCH_MODELS, or repo:file.gguf for "
+            "the Hugging Face hub"
+        )
     return path
 
 
@@ -193,23 +197,25 @@ def _from_hub(repo: str, name: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
-        raise EngineError("models from the hub need huggingface_hub: pip install huggingface_hub") from error
+        raise EngineError(f"to download {repo}, run: pip install huggingface_hub") from error
     try:
         return Path(hf_hub_download(repo, name))
-    except Exception as error:  # the hub's client raises many kinds
-        raise EngineError(f"{repo}:{name} could not be had from the hub: {error}") from error
+    except Exception as error:  # the hub's client raises many types
+        raise EngineError(f"cannot download {name} of {repo} from the Hugging Face hub: {error}") from error
 
 
 def _load_model(path: Path, device: str) -> Any:
     params = llama_cpp.llama_model_default_params()
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "gpu", "cuda", "metal", "vulkan") or not (index or "0").isdecimal():
-        raise EngineError(f"no device is called {device!r}; choose cpu, or gpu:N for what llama.cpp was built for")
+        raise EngineError(f"no device is called {device!r}; give cpu, or gpu:N for a GPU that llama.cpp was built for")
     params.n_gpu_layers = 0 if kind == "cpu" else -1
     params.main_gpu = int(index or 0)
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if not model:
-        raise EngineError(f"{path} could not be loaded; is it a complete GGUF file that this llama.cpp knows?")
+        raise EngineError(
+            f"{path} could not be loaded; check that it is a complete GGUF file and update llama-cpp-python"
+        )
     return model
 
 

@@ -1,4 +1,4 @@
-"""How to open a draft engine by name. Heavy libraries are imported only for the engine that is asked for."""
+"""What a draft engine is opened with, and where models are found. Knows no engine."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbranch.engines.protocol import DraftEngine, EngineError
+from specbranch.engines.protocol import EngineError
 
-ENGINES = ("llamacpp", "torch")
 DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What to load, where, and how much of it at once.
+    """Which model to load, on which device, and the limits of the engine.
 
     `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the Hugging Face hub (`repo` for torch,
-    `repo:file.gguf` for llama.cpp). `threads` None means the engine's own choice. `dtype` is one
-    of `DTYPES`, for torch: int8 has weights and activations in 8 bits, w8a16 only weights, and auto takes what is
-    fastest on this CPU, and the model's own type on other devices. llama.cpp takes weights as they are and, with
-    float32, keeps its cache in 32 bits.
+    `repo:file.gguf` for llama.cpp). `threads` None leaves the choice to the engine. `dtype` is one of `DTYPES`, for
+    torch: int8 quantizes weights and activations, w8a16 only weights, and auto takes the fastest on a CPU and the
+    model's own dtype on other devices. llama.cpp leaves weights as they are; float32 gives it a cache of 32 bits.
     """
 
     model: str
     device: str = "cpu"
     threads: int | None = None
     dtype: str = "auto"
-    max_tokens: int = 16384
-    max_handles: int = 128
-    row_limit: int = 64
-    top_k: int = 32
+    max_tokens: int = 16384  # in the cache, shared ones counted once
+    max_handles: int = 128  # open at once
+    row_limit: int = 64  # rows in one step
+    top_k: int = 32  # tokens of a distribution
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_handles", "row_limit", "top_k"):
@@ -40,34 +38,13 @@ class EngineOptions:
             raise EngineError(f"threads is {self.threads}; give at least 1")
 
 
-def open_engine(name: str, options: EngineOptions) -> DraftEngine:
-    """Load a model into an engine."""
-    if name == "llamacpp":
-        from specbranch.engines.llamacpp import LlamaCppEngine
-
-        return LlamaCppEngine(options)
-    if name == "torch":
-        from specbranch.engines.torch import TorchEngine
-
-        return TorchEngine(options)
-    raise EngineError(f"no engine is called {name!r}; choose from {', '.join(ENGINES)}")
-
-
-def engine_for(model: str) -> str:
-    """The engine that suits a model's name: GGUF files go to llama.cpp, all else to torch."""
-    path = local_model(model)
-    if model.endswith(".gguf") or (path is not None and path.is_dir() and any(path.glob("*.gguf"))):
-        return "llamacpp"
-    return "torch"
-
-
 def found_model(model: str) -> str:
-    """Where a model lies on this machine, or else its name, for whoever fetches models from the hub by itself."""
+    """The path of a model on this machine, or else its name, for callers that download from the hub themselves."""
     return str(local_model(model) or model)
 
 
 def local_model(model: str) -> Path | None:
-    """Where a model lies on this machine: as given, or below $SPECBRANCH_MODELS; None if it must come from the hub."""
+    """The path of a model on this machine: as given, or below $SPECBRANCH_MODELS; None if it is not here."""
     given = Path(model).expanduser()
     if given.exists():
         return given

@@ -1,16 +1,20 @@
-"""What a draft engine can do. A handle is one sequence in its cache; handles share what they have in common."""
+"""The protocol of draft engines. Public: an engine of another package implements `DraftEngine`.
+
+A handle is one sequence of tokens in an engine's key-value cache. Handles share the cache of their common prefix.
+`registry.register_engine` makes an engine known by name; `tests/engines/conformance.py` checks it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from specbranch.core.distribution import Distribution
 
 
 class EngineError(RuntimeError):
-    """An engine cannot do what was asked; the message says why and what would help."""
+    """An engine cannot do what was asked. The message names the cause and the way out; users read it."""
 
 
 class EngineFull(EngineError):
@@ -19,28 +23,33 @@ class EngineFull(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a caller must know of an engine."""
+    """What callers need to know of an engine. It does not change while the engine lives.
 
-    model: str
-    device: str
-    vocab_len: int
+    Callers keep to `row_limit`; the engine itself enforces `max_handles` and `max_tokens`, by `EngineFull`.
+    """
+
+    model: str  # a name for people
+    device: str  # "cpu", or what the engine calls its device
+    vocab_len: int  # tokens are numbers from 0 up to this one, exclusive
     row_limit: int  # rows in one step
     max_handles: int  # handles open at once
     max_tokens: int  # tokens in the cache, shared ones counted once
-    rest_tokens: int = 1 << 30  # of sessions at rest that may stay there without slowing down the others
+    _: KW_ONLY
+    rest_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing down the others
     dtype: str = ""  # of the weights, where the engine chose or was told one
+    weight_bytes: int | None = None  # of the model: what one step must at least read; None if the engine cannot tell
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens to feed to one handle, at least one. The distribution comes back for the place behind the last of them."""
+    """Tokens to append to one handle, at least one. The distribution behind the last of them is returned."""
 
     handle: int
     tokens: tuple[int, ...]
 
 
 def require_rows(rows: Sequence[Row]) -> None:
-    """What every engine asks of a step: at most one row per handle, and a token in each."""
+    """Raise `ValueError` unless the rows have different handles and a token each. Every engine's `run` must check."""
     if len({row.handle for row in rows}) < len(rows):
         raise ValueError("one step takes at most one row per handle")
     if not all(row.tokens for row in rows):
@@ -48,44 +57,75 @@ def require_rows(rows: Sequence[Row]) -> None:
 
 
 def require_length(handle: int, held: int, length: int) -> None:
-    """What every engine asks of a fork or a truncation: a place that the handle, with `held` tokens, has."""
+    """Raise `ValueError` unless a handle with `held` tokens has a prefix of `length`. For `fork` and `truncate`."""
     if not 0 <= length <= held:
         raise ValueError(f"handle {handle} holds {held} tokens, not {length}")
 
 
 class DraftEngine(Protocol):
-    """A model that turns rows into distributions, many rows at a time. One thread at a time may use it."""
+    """A language model that appends tokens to many sequences in one batch and returns next-token distributions.
+
+    Made from `EngineOptions` by a class or a function, which loads the model and raises `EngineError` if it cannot.
+
+    Threads: methods are called by one thread at a time, though not always by the same one; an engine needs no locks.
+    Only `info` may be read by any thread at any time.
+
+    Errors: `EngineFull` where there is no room, `ValueError` for an argument out of range, `KeyError` for a handle
+    that is not open. All three leave the engine as it was. Any other exception means that a step failed; see `run`.
+    """
 
     @property
     def info(self) -> EngineInfo:
-        """Model, device and limits."""
+        """Model, device and limits. Read often, so it must be cheap; always the same, also after `shutdown`."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the cache now, shared ones counted once."""
+        """Tokens in the cache now, shared ones counted once; 0 when no handle is open. Read before every step."""
         ...
 
     def open(self) -> int:
-        """A new handle with no tokens."""
+        """A new handle with no tokens.
+
+        A handle is any number of zero or more that no open handle has; numbers of closed handles may be used again.
+        Raises `EngineFull` if `max_handles` are open.
+        """
         ...
 
     def fork(self, handle: int, length: int) -> int:
-        """A new handle that begins with the first `length` tokens of another. The cache is shared, not copied."""
+        """A new handle that begins with the first `length` tokens of another, from none to all of them.
+
+        The cache is shared, not copied: a fork adds nothing to `num_tokens` and takes microseconds, however long the
+        prefix is. Afterwards the two are independent: either may be run, truncated or closed without effect on the
+        other. Raises `EngineFull` if `max_handles` are open, and `ValueError` if the handle holds fewer tokens.
+        """
         ...
 
     def truncate(self, handle: int, length: int) -> None:
-        """Forget all tokens behind the first `length`."""
+        """Keep the first `length` tokens of a handle and forget the rest. Forks of the handle keep theirs.
+
+        The next row continues behind the tokens kept. Tokens that no handle holds any more free their room at once.
+        Raises `ValueError` if the handle holds fewer tokens.
+        """
         ...
 
     def close(self, handle: int) -> None:
-        """Forget a handle."""
+        """Forget a handle. Its forks live on; tokens that no handle holds any more free their room at once."""
         ...
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
-        """Feed every row, at most one per handle, in one batch."""
+        """Append every row's tokens to its handle, in one batch; the distributions behind the rows, in their order.
+
+        Rows may differ in length: most have one token, a prefill has thousands. A distribution must depend on the
+        handle's tokens only, up to rounding: not on other rows, their order, or how the tokens came into the cache. It
+        has the most likely tokens at temperature 1, most likely first, and the entropy over the whole vocabulary.
+
+        Raises `EngineFull` before anything is changed if the tokens of all rows do not fit, and `ValueError` as
+        `require_rows` does. After any other exception the rows' handles may hold some of the new tokens, but must
+        still accept `truncate` to the length they had before, and `close`; other handles must be unharmed.
+        """
         ...
 
     def shutdown(self) -> None:
-        """Give memory and devices back. The engine is of no use afterwards."""
+        """Free memory and devices; open handles are lost. Called once, at the end; only `info` is read afterwards."""
         ...

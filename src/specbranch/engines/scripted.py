@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 from specbranch.core.chance import Chance
 from specbranch.core.costs import StepCost
 from specbranch.core.distribution import Distribution
+from specbranch.core.node import Node
 from specbranch.core.session import Session
-from specbranch.core.tree import Node
-from specbranch.core.verify import Offer, Verdict, match, reject
+from specbranch.core.verdict import Verdict
+from specbranch.core.verify import Offer, match, reject
 from specbranch.engines.binding import Binding
 from specbranch.engines.protocol import DraftEngine, EngineInfo, Row, require_length, require_rows
 

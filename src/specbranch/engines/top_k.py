@@ -1,4 +1,4 @@
-"""From logits to the top-k of a distribution. Runs once per draft row, so it sorts only the tokens that can matter."""
+"""From logits to a distribution's top-k. Runs once per draft row, so it sorts only tokens that can be among them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
 
-_BLOCK = 64
+_BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 
 
 def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
-    """The `head_len` most likely tokens at temperature 1, and the entropy of the whole distribution."""
+    """The `top_k` most likely tokens at temperature 1, and the entropy of the whole distribution."""
     shifted = logits - logits.max()  # [vocab]
     weights = np.exp(shifted)
     total = float(weights.sum())
     entropy = np.log(total) - float(weights @ shifted) / total
-    near = _largest(shifted, top_k)
-    best = near[np.argsort(-shifted[near], kind="stable")][:top_k]
+    candidates = _largest(shifted, top_k)
+    best = candidates[np.argsort(-shifted[candidates], kind="stable")][:top_k]
     return Distribution(tuple(best.tolist()), tuple((weights[best] / total).tolist()), max(float(entropy), 0.0))
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Places that hold the `count` largest values, and perhaps a few more, in order.
+    """Indices of the `count` largest values, and perhaps a few more, in order.
 
-    The best `count` of the blocks' largest are that many values, so none that is wanted is below the least of them.
+    The `count` largest block maxima are `count` values, so no value below the smallest of them is needed.
     """
     num_blocks = len(values) // _BLOCK
     if num_blocks <= count:
         return np.arange(len(values))
     peaks = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
-    bar = np.partition(peaks, -count)[-count]
-    return np.flatnonzero(values >= bar)
+    threshold = np.partition(peaks, -count)[-count]
+    return np.flatnonzero(values >= threshold)

@@ -12,18 +12,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specbranch.core.costs import StepEstimate
 from specbranch.core.distribution import Distribution
-from specbranch.core.tree import Node
+from specbranch.core.node import Node
+from specbranch.core.schedule import Wish, schedule, wish_for
 from specbranch.engines.binding import Feed
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
 from specbranch.service.faults import Faults
-from specbranch.service.sessions import DraftSession, SessionStore
-from specbranch.service.timeline import Timeline
-
-_DRAFTING_SHARE = 4  # of a piece of sequence is read beside sessions that draft: one part in so many
+from specbranch.service.observer import Observer
+from specbranch.service.sessions import DraftSession, SessionStore, State
 
 
 @dataclass(slots=True)
@@ -38,17 +37,6 @@ class ComputeCounts:
     borrowed_tokens: int = 0  # that were not prefilled because another session's cache held them
 
 
-@dataclass(slots=True)
-class _Wish:
-    """The nodes that one draft would like to run, each with its worth."""
-
-    session: DraftSession
-    round_index: int
-    nodes: Sequence[Node]
-    worths: list[float]
-    chosen: list[Node] = field(default_factory=list)
-
-
 class Compute:
     """Runs on its own thread from `start` to `stop`. `notify` is called after every step that a target waits for."""
 
@@ -58,11 +46,11 @@ class Compute:
         store: SessionStore,
         notify: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        timeline: Timeline | None = None,
+        observer: Observer | None = None,
         piece_len: int = 128,
     ) -> None:
         self._piece_len = piece_len
-        self._timeline = timeline
+        self._observer = observer or Observer()
         self._engine = engine
         self._store = store
         self._notify = notify
@@ -130,8 +118,7 @@ class Compute:
         for session in self._store.take_forgotten():
             self._busy.pop(session, None)
             self.faults.contain(session, self._close, session)
-            if session.is_awaited:
-                self._notify()
+            self._notify()  # a target may wait for it
 
     def _close(self, session: DraftSession) -> None:
         with session.lock:
@@ -157,59 +144,30 @@ class Compute:
     def _plan(self) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
         wishes = [wish for session in list(self._busy) if (wish := contain(session, self._wish, session))]
-        ranked = sorted(
-            ((worth, number, wish, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
-            key=lambda item: (-item[0], item[1]),
-        )
-        for _, _, wish, node in ranked[: self._engine.info.row_limit]:
-            wish.chosen.append(node)
-        chosen = [wish for wish in wishes if wish.chosen]
-        # Whoever drafts already must not wait long for others who read: these then read by smaller pieces, unless a
-        # target waits for one of them.
-        readers = [wish.session for wish in chosen if self._is_reading(wish.session)]
-        is_aside = len(readers) < len(chosen) and not any(session.is_awaited for session in readers)
-        piece_len = max(1, self._piece_len // _DRAFTING_SHARE) if is_aside else self._piece_len
-        chosen = self._within_a_piece(chosen, piece_len)
-        for wish in chosen:  # before any feed: what is fed is not yet in the engine's cache
+        plan = schedule(wishes, self._engine.info.row_limit, self._piece_len)
+        for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
             self._borrow(wish.session)
-        fed = [(wish.session, contain(wish.session, self._feeds, wish, piece_len) or ()) for wish in chosen]
+        fed = [(wish.session, contain(wish.session, self._feeds, wish, plan.piece_len) or ()) for wish in plan.wishes]
         feeds = [(session, feed) for session, own in fed for feed in own]
-        without_room = [wish.session for wish in chosen if wish.chosen and not wish.session.is_forgotten]
+        without_room = [wish.session for wish in plan.wishes if wish.granted and not wish.session.is_forgotten]
         if without_room and not feeds:
             self._make_room(without_room)
         return feeds
 
-    def _is_reading(self, session: DraftSession) -> bool:
-        return session.binding.num_unread(session.core.tree) > 1
-
-    def _within_a_piece(self, wishes: list[_Wish], piece_len: int) -> list[_Wish]:
-        """Without those who would prefill more than one step should; the first reader always may."""
-        kept, num_read = [], 0
-        for wish in wishes:
-            if self._is_about_to_borrow(wish.session):
-                continue
-            if self._is_reading(wish.session):
-                size = min(wish.session.binding.num_unread(wish.session.core.tree), piece_len)
-                if num_read and num_read + size > piece_len:
-                    continue
-                num_read += size
-            kept.append(wish)
-        return kept
-
-    def _wish(self, session: DraftSession) -> _Wish | None:
+    def _wish(self, session: DraftSession) -> Wish[DraftSession] | None:
         with session.lock:
-            core = session.core
+            core, num_unread = session.core, session.num_unread
             nodes = () if session.is_forgotten else core.rows()
-            if not nodes and session.is_behind and self._is_reading(session):
+            if not nodes and session.state is State.BEHIND and num_unread > 1:
                 nodes = (core.tree.root,)  # its planner drafts only while a target waits, and none will until then
             if not nodes or session.is_forgotten or session.is_at_rest:
                 del self._busy[session]
                 return None
-            lead = 1.0 if session.is_awaited else 0.0
-            worths = [lead + core.tree.chance(node) for node in nodes]
-            return _Wish(session, core.round.index, nodes, worths)
+            if self._is_about_to_borrow(session):
+                return None
+            return wish_for(session, core.round, nodes, session.is_awaited, num_unread)
 
-    def _feeds(self, wish: _Wish, piece_len: int) -> list[Feed]:
+    def _feeds(self, wish: Wish[DraftSession], piece_len: int) -> list[Feed]:
         session = wish.session
         with session.lock:
             core = session.core
@@ -217,8 +175,8 @@ class Compute:
                 return []
             if core.round.index != wish.round_index:
                 # A verdict came in between: the old nodes may be gone.
-                wish.chosen = list(core.rows()[: len(wish.chosen)])
-            return session.binding.feeds(core.tokens, core.tree, wish.chosen, piece_len)
+                wish.granted = list(core.rows()[: len(wish.granted)])
+            return session.binding.feeds(core.tokens, core.tree, wish.granted, piece_len)
 
     def _is_about_to_borrow(self, session: DraftSession) -> bool:
         """Whether the session that this one will borrow from is itself still reading."""
@@ -226,12 +184,12 @@ class Compute:
         if found is None or session.binding.num_handles:
             return False
         donor, _ = found
-        return donor in self._busy and not donor.is_forgotten and self._is_reading(donor)
+        return donor in self._busy and not donor.is_forgotten and donor.num_unread > 1
 
     def _borrow(self, session: DraftSession) -> None:
         """Begin with what another session's cache holds of the same sequence."""
         found, session.donor = session.donor, None
-        if found is None or session.is_undraftable:
+        if found is None or not session.is_draftable:
             return
         donor, length = found
         if donor.is_forgotten or session.binding.num_handles:
@@ -264,8 +222,7 @@ class Compute:
             self._find_fault(feeds, error)
             return
         step_s = self._clock() - start_s
-        if self._timeline is not None:
-            _note_step(self._timeline, feeds, start_s, start_s + step_s)
+        self._observer.drafted(feeds, start_s, start_s + step_s)
         self._place(feeds, distributions)
         self._count(feeds, step_s)
         if any(session.is_awaited for session, _ in feeds):
@@ -325,14 +282,3 @@ def _common_len(one: Sequence[int], other: Sequence[int], known: int) -> int:
     while length < min(len(one), len(other) - 1) and one[length] == other[length]:
         length += 1
     return length
-
-
-def _pairs(wish: _Wish) -> list[tuple[float, Node]]:
-    return list(zip(wish.worths, wish.nodes, strict=True))
-
-
-def _note_step(timeline: Timeline, feeds: list[tuple[DraftSession, Feed]], start_s: float, end_s: float) -> None:
-    """Record a step before its distributions are put into the trees: a session without any is still in prefill."""
-    num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
-    is_prefill = any(feed.node is None or not session.core.stats.rows for session, feed in feeds)
-    timeline.draft(start_s, end_s, len(feeds), num_tokens, is_prefill, {session.number for session, _ in feeds})

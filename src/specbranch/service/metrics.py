@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from specbranch.core.rollback import CAUSES
 from specbranch.core.stats import Stats
 from specbranch.service.server import Server
 
@@ -34,7 +35,7 @@ class _Collector:
             "specbranch_draft_rolled_back_tokens", "Drafted tokens that a verdict made useless.", labels=["cause"]
         )
         stats = self._server.store.stats()
-        for cause in ("rejected", "unused", "cut"):
+        for cause in CAUSES:
             rolled.add_metric([cause], getattr(stats, cause))
         yield rolled
         for name, text, value in gauges(self._server):
@@ -44,7 +45,7 @@ class _Collector:
 def counters(server: Server) -> list[tuple[str, str, float]]:
     """Name, meaning and value of everything that only grows."""
     stats: Stats = server.store.stats()
-    lookup, compute = server.lookup.counts, server.compute.counts
+    lookup, compute = server.dispatch.counts, server.compute.counts
     return [
         ("hits", "Verdicts whose root had been drawn and run.", stats.hits),
         ("misses", "Verdicts that were not prepared.", stats.rounds - stats.hits),
@@ -63,7 +64,7 @@ def counters(server: Server) -> list[tuple[str, str, float]]:
         (
             "faults",
             "Exceptions that cost one session or one answer.",
-            server.lookup.faults.count + server.compute.faults.count,
+            server.dispatch.faults.count + server.compute.faults.count,
         ),
         ("outlooks", "Verdicts that came with what the target foresees.", lookup.outlooks),
         ("overdue", "Answers given without a full draft because time was up.", lookup.overdue),

@@ -12,7 +12,7 @@ import time
 
 from specbranch.service.connection import Connection
 from specbranch.service.endpoint import ClientKeys
-from specbranch.service.wire import Figures, Reply, Report
+from specbranch.service.wire import Reply, StatsReply, StatsRequest
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Reporter:
         self._round = 0
         self._is_new = True
         self._open_s: float | None = None  # when the oldest question was asked that is still open
-        self.figures: Figures | None = None
+        self.stats: StatsReply | None = None
 
     def ask(self, timeout_s: float) -> Reach:
         """Bring `figures` up to date if that can be done in time; they stay as they were if not."""
@@ -64,7 +64,7 @@ class Reporter:
             # Connecting happens in the background; the first question must not come too early.
             self._connection.await_writable(timeout_s)
             self._is_new = False
-        if not self._connection.send(Report(self._round, self._namespace)):
+        if not self._connection.send(StatsRequest(self._round, self._namespace)):
             self._open_s = None
             return Reach.ABSENT
         if self._open_s is not None:
@@ -80,8 +80,8 @@ class Reporter:
         self._open_s = None
         if reply is None:
             return None
-        if not isinstance(reply, Figures):
+        if not isinstance(reply, StatsReply):
             # A service of an older release knows no reports. It is there, though, and drafts.
             return self._round
-        self.figures = reply
+        self.stats = reply
         return reply.round

@@ -14,11 +14,10 @@ import zmq
 
 from specbranch.engines.protocol import DraftEngine
 from specbranch.service.compute import Compute
+from specbranch.service.dispatch import Answer, Dispatch
 from specbranch.service.endpoint import ServiceKeys, listening
-from specbranch.service.lookup import Answer, Lookup
-from specbranch.service.recorder import Recorder
+from specbranch.service.observer import Observer
 from specbranch.service.sessions import SessionStore
-from specbranch.service.timeline import Timeline
 from specbranch.service.wire import encode
 
 log = logging.getLogger(__name__)
@@ -46,18 +45,17 @@ class ServiceOptions:
 class Server:
     """Serves until `stop`. `stop` may be called from a signal handler or another thread.
 
-    Who gives a timeline finds in it what happened, once `serve` has returned; a recorder writes as it goes.
+    An observer with a timeline has it complete once `serve` has returned; a recorder writes as it goes.
     """
 
     def __init__(
         self,
         engine: DraftEngine,
         options: ServiceOptions,
-        timeline: Timeline | None = None,
-        recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._engine = engine
-        self._recorder = recorder
+        self._observer = observer or Observer()
         self._options = options
         self._context: zmq.Context[Any] = zmq.Context()
         self._wake_sender = self._context.socket(zmq.PUSH)
@@ -66,8 +64,8 @@ class Server:
         self._is_stopping = False
         self.store = SessionStore(options.max_sessions, options.max_session_tokens)
         piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
-        self.compute = Compute(engine, self.store, notify=self._wake, timeline=timeline, piece_len=piece_len)
-        self.lookup = Lookup(engine, self.store, self.compute, timeline=timeline, recorder=recorder)
+        self.compute = Compute(engine, self.store, notify=self._wake, observer=self._observer, piece_len=piece_len)
+        self.dispatch = Dispatch(engine, self.store, self.compute, self._observer)
 
     def stop(self) -> None:
         """End soon."""
@@ -86,8 +84,7 @@ class Server:
                 self._loop(router, wake)
         finally:
             self.compute.stop()
-            if self._recorder is not None:
-                self._recorder.close()
+            self._observer.close()
             wake.close()
             self._wake_sender.close()
             self._context.term()
@@ -106,13 +103,12 @@ class Server:
                 self._receive(router)
             if wake in events:
                 wake.recv()
-                self._send(router, self.lookup.answer_ready())
-            self._send(router, self.lookup.answer_overdue())
-            if self._recorder is not None:
-                self._recorder.flush()
+                self._send(router, self.dispatch.answer_ready())
+            self._send(router, self.dispatch.answer_overdue())
+            self._observer.flush()
 
     def _timeout_ms(self) -> int:
-        deadline_s = self.lookup.next_deadline_s()
+        deadline_s = self.dispatch.next_deadline_s()
         if deadline_s is None:
             return _POLL_MS
         return min(max(math.ceil((deadline_s - time.monotonic()) * 1000), 0), _POLL_MS)
@@ -124,7 +120,7 @@ class Server:
                 client, *frames = router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._send(router, self.lookup.handle(client, frames))
+            self._send(router, self.dispatch.handle(client, frames))
 
     def _send(self, router: zmq.Socket[bytes], answers: list[Answer]) -> None:
         for client, reply in answers:

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from enum import Enum
 
 from specbranch.core.round import Outlook
 from specbranch.core.session import Session
@@ -21,6 +22,7 @@ from specbranch.service.prefixes import Prefixes
 Key = tuple[bytes, bytes]  # namespace, digest
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 _REST_STEPS = 32
+_FAR_BEHIND = 32  # tokens yet to prefill: no draft will come soon, so no target waits for one
 _numbers = itertools.count(1)
 
 
@@ -31,48 +33,109 @@ class StepCounter:
         self.steps = 0
 
 
-class DraftSession:
-    """One session of the service: what is drafted, and the engine handles that hold it."""
+class State(Enum):
+    """What a session is doing."""
 
-    def __init__(self, namespace: bytes, core: Session, binding: Binding, is_undraftable: bool = False) -> None:
-        self.number = next(_numbers)  # tells sessions apart in a trace
+    PREPARING = "preparing"  # the draft works ahead; no target waits
+    AWAITED = "awaited"  # a target waits for its draft
+    BEHIND = "behind"  # a target asked for a draft, and did not wait: there is a long prefill to do first
+    UNDRAFTABLE = "undraftable"  # kept only so that its sequence is not asked for again
+    FORGOTTEN = "forgotten"  # left the store; its handles are to be closed
+
+
+class DraftSession:
+    """One session of the service: what is drafted, and the engine handles that hold it.
+
+    Two threads use it. Who writes what:
+
+    | attribute | written by | guarded by |
+    |---|---|---|
+    | `state`: AWAITED, PREPARING, BEHIND | lookup thread | `turn` |
+    | `state`: FORGOTTEN, which is final | either thread, through the store | `turn` |
+    | `core`: `commit`, `propose` | lookup thread | `lock` |
+    | `core`: `rows`, `grow` | compute thread | `lock` |
+    | `binding` | compute thread | `lock` |
+    | `donor` | set by the store, taken by the compute thread | assignment |
+    | step counter, digest | lookup thread | |
+    """
+
+    def __init__(self, namespace: bytes, core: Session, binding: Binding, is_draftable: bool = True) -> None:
+        self.number = next(_numbers)  # tells sessions apart in a timeline
         self.namespace = namespace
-        self.is_undraftable = is_undraftable  # remembered only so that its sequence is not asked for again
         self.core = core
         self.binding = binding
         self.lock = threading.Lock()
-        self.is_forgotten = False
-        self.is_awaited = False  # the target waits for this one
-        self.is_behind = False  # it was asked for a draft while it had a long sequence yet to read
+        self.state = State.PREPARING if is_draftable else State.UNDRAFTABLE
+        self.is_draftable = is_draftable
+        self.donor: tuple[DraftSession, int] | None = None  # who holds the same prefix, and how much of it
+        self._state_lock = threading.Lock()
         self._step_counter = StepCounter()
         self._heard = 0
-        self.donor: tuple[DraftSession, int] | None = (
-            None  # who holds the beginning of this sequence, and how much of it
-        )
         self._digest = Digest(core.tokens)
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether its target has gone on for long without it: the request has most likely ended."""
-        return self._step_counter.steps - self._heard > _REST_STEPS
-
-    def hear(self, step_counter: StepCounter) -> None:
-        """The target with this step counter has just sent a verdict for the session."""
-        self._step_counter, self._heard = step_counter, step_counter.steps
 
     @property
     def key(self) -> Key:
         """What the session is found by."""
         return (self.namespace, self._digest.name)
 
-    def follow(self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None) -> None:
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether it has left the store."""
+        return self.state is State.FORGOTTEN
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a target waits for its draft."""
+        return self.state is State.AWAITED
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its target has gone on for long without it: the request has most likely ended."""
+        return self._step_counter.steps - self._heard > _REST_STEPS
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens that the draft has yet to prefill."""
+        return self.binding.num_unread(self.core.tree)
+
+    def turn(self, state: State) -> bool:
+        """Change the state; False if it cannot: a forgotten or undraftable session can only be forgotten."""
+        with self._state_lock:
+            if self.state is State.FORGOTTEN or not (self.is_draftable or state is State.FORGOTTEN):
+                return False
+            self.state = state
+            return True
+
+    def hear(self, step_counter: StepCounter) -> None:
+        """The target with this step counter has just sent a verdict for the session."""
+        self._step_counter, self._heard = step_counter, step_counter.steps
+
+    def commit(self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None) -> None:
         """Take in a verdict; the caller holds the lock and moves the session in the store."""
-        self.core.follow(tokens, num_submitted, outlook)
+        self.core.commit(tokens, num_submitted, outlook)
         self._digest = self._digest.extend(tokens)
+
+    def propose(self) -> list[int] | None:
+        """What there is to submit; None if the target should wait for it."""
+        with self.lock:
+            proposal = self.core.propose()
+            if proposal is None and self.num_unread > _FAR_BEHIND:
+                return self._propose_now()
+            return proposal
+
+    def propose_now(self) -> list[int] | None:
+        """What there is to submit: the target waits no longer."""
+        with self.lock:
+            return self._propose_now()
+
+    def _propose_now(self) -> list[int] | None:
+        self.core.stand_aside()
+        self.turn(State.BEHIND if self.num_unread > 1 else State.PREPARING)
+        return self.core.propose()
 
 
 class SessionStore:
-    """Drafts by key, most recently used last; at most `max_sessions`, and at most `max_tokens` of sequence in all."""
+    """Sessions by key, most recently used last; at most `max_sessions` with at most `max_tokens` tokens in all."""
 
     def __init__(self, max_sessions: int, max_tokens: int) -> None:
         self._max_sessions = max_sessions
@@ -95,7 +158,7 @@ class SessionStore:
         return self._num_tokens
 
     def find(self, key: Key) -> DraftSession | None:
-        """The draft of a sequence, which is thereby the most recently used."""
+        """The session of a sequence, which is thereby the most recently used."""
         with self._lock:
             session = self._sessions.get(key)
             if session is not None:
@@ -103,7 +166,7 @@ class SessionStore:
             return session
 
     def put(self, session: DraftSession) -> None:
-        """Add a draft; one with the same key makes way, and so do the oldest where the budget asks for it."""
+        """Add a session; one with the same key makes way, and so do the oldest where the budget asks for it."""
         with self._lock:
             self._remove(self._sessions.get(session.key))
             self._sessions[session.key] = session
@@ -112,10 +175,10 @@ class SessionStore:
             self._prefixes.add(session, session.namespace, session.core.tokens)
             self._shrink()
 
-    def follow(
+    def commit(
         self, session: DraftSession, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None = None
     ) -> bool:
-        """Let a draft take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
+        """Let a session take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
         with self._lock:
             if session.is_forgotten:
                 return False
@@ -123,7 +186,7 @@ class SessionStore:
             held = len(session.core.tokens)
             try:
                 with session.lock:
-                    session.follow(tokens, num_submitted, outlook)
+                    session.commit(tokens, num_submitted, outlook)
             except Exception:
                 self._remove(session)  # it is half-way between two sequences
                 raise
@@ -136,7 +199,7 @@ class SessionStore:
             return not session.is_forgotten
 
     def evict_oldest(self, spared: Sequence[DraftSession] = ()) -> bool:
-        """Forget the least recently used draft that holds engine handles; False if there is none to forget."""
+        """Forget the least recently used session that holds engine handles; False if there is none to forget."""
         with self._lock:
             for session in self._sessions.values():
                 if session.binding.num_handles and session not in spared:
@@ -146,18 +209,18 @@ class SessionStore:
             return False
 
     def forget(self, session: DraftSession) -> None:
-        """Forget one draft."""
+        """Forget one session."""
         with self._lock:
             self._remove(session)
 
     def take_forgotten(self) -> list[DraftSession]:
-        """Drafts forgotten since the last call. Whoever owns the engine closes their handles."""
+        """Sessions forgotten since the last call. Whoever owns the engine closes their handles."""
         with self._lock:
             forgotten, self._forgotten = self._forgotten, []
             return forgotten
 
     def snapshot(self) -> list[DraftSession]:
-        """All drafts, least recently used first."""
+        """All sessions, least recently used first."""
         with self._lock:
             return list(self._sessions.values())
 
@@ -192,8 +255,7 @@ class SessionStore:
             self.num_evictions += 1
 
     def _remove(self, session: DraftSession | None) -> None:
-        if session is not None and not session.is_forgotten:
-            session.is_forgotten = True
+        if session is not None and session.turn(State.FORGOTTEN):
             self._sessions.pop(session.key, None)
             self._prefixes.remove(session)
             session.donor = None  # else sessions that never borrow would keep all their forerunners alive

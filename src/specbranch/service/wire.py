@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
 MAX_ROWS = 1024
@@ -109,15 +109,15 @@ class Refused(Struct, tag="refused", array_like=True, frozen=True, forbid_unknow
     reason: Annotated[str, Meta(max_length=512)]
 
 
-class Report(Struct, tag="report", array_like=True, frozen=True, forbid_unknown_fields=True):
+class StatsRequest(Struct, tag="get-stats", array_like=True, frozen=True, forbid_unknown_fields=True):
     """What has become of the drafts of this namespace?"""
 
     round: Round
     namespace: Namespace
 
 
-class Figures(Struct, tag="figures", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to `Report`: sums over all sessions of the namespace since the service began.
+class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to `StatsRequest`: sums over all sessions of the namespace since the service began.
 
     The last two are of the draft for whomever it works: what a step of one row takes now, and each further row.
     """
@@ -136,8 +136,8 @@ class Figures(Struct, tag="figures", array_like=True, frozen=True, forbid_unknow
     more_row_us: Count
 
 
-Request = Hello | Step | Open | Report
-Reply = Welcome | Proposals | Refused | Figures
+Request = Hello | Step | Open | StatsRequest
+Reply = Welcome | Proposals | Refused | StatsReply
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()

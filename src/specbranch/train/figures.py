@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from specbranch.bench.pyplot import load_pyplot
+from specbranch.pyplot import load_pyplot
 from specbranch.train.score import Score
 
 _CLASSES = ("none", "some", "all")

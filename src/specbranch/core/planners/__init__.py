@@ -1,50 +1,84 @@
-"""Every method behind one protocol. A new planner is one new file and one line in `_MAKERS`."""
+"""Every method behind one base class. A new planner is one new file and one line in `_PLANNERS`.
+
+Planners of other packages join by `register_planner`; `specbranch.extensions` finds them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
-from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
-from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
+from specbranch.core.planners.adaedl import AdaedlPlanner
+from specbranch.core.planners.budget import BudgetPlanner
 from specbranch.core.planners.none import NonePlanner
-from specbranch.core.planners.pearl import PearlPlanner, PearlSettings
+from specbranch.core.planners.pearl import PearlPlanner
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.settings import SettingError, Settings, suggest
-from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
-from specbranch.core.planners.sps import SpsPlanner, SpsSettings
-from specbranch.core.planners.ssd import SsdPlanner, SsdSettings
+from specbranch.core.planners.specbranch import SpecbranchPlanner
+from specbranch.core.planners.sps import SpsPlanner
+from specbranch.core.planners.ssd import SsdPlanner
 
-__all__ = ["PLANNERS", "Planner", "Predictor", "SettingError", "make_planner", "setting_names", "suggest"]
+__all__ = [
+    "PLANNERS", "Planner", "Predictor", "SettingError", "Settings", "make_planner", "planner_names", "register_planner",
+    "setting_names", "suggest",
+]  # fmt: skip
 
-# name: (its settings, how to make it from them and a predictor)
-_MAKERS: dict[str, tuple[type[Settings], Callable[[Any, Predictor], Planner]]] = {
-    "none": (Settings, lambda settings, predictor: NonePlanner()),
-    "sps": (SpsSettings, lambda settings, predictor: SpsPlanner(settings)),
-    "adaedl": (AdaedlSettings, lambda settings, predictor: AdaedlPlanner(settings)),
-    "pearl": (PearlSettings, lambda settings, predictor: PearlPlanner(settings)),
-    "ssd": (SsdSettings, lambda settings, predictor: SsdPlanner(settings)),
-    "specbranch": (SpecbranchSettings, SpecbranchPlanner),
-    "budget": (BudgetSettings, lambda settings, predictor: BudgetPlanner(settings)),
+P = TypeVar("P", bound=type[Planner[Any]])
+_MAX_NAME = 64  # characters, as the wire takes them
+
+_PLANNERS: dict[str, type[Planner[Any]]] = {
+    "none": NonePlanner,
+    "sps": SpsPlanner,
+    "adaedl": AdaedlPlanner,
+    "pearl": PearlPlanner,
+    "ssd": SsdPlanner,
+    "specbranch": SpecbranchPlanner,
+    "budget": BudgetPlanner,
 }
 
-PLANNERS = tuple(_MAKERS)
+PLANNERS = tuple(_PLANNERS)  # our own
+
+
+def planner_names() -> tuple[str, ...]:
+    """All planners that can be asked for, those of other packages included."""
+    return tuple(_PLANNERS)
+
+
+def register_planner(name: str) -> Callable[[P], P]:
+    """Let a planner class be asked for by this name: `@register_planner("mine")`.
+
+    A draft service runs in a process of its own. It finds the class by an entry point of the group
+    `specbranch.planners` with the same name; without one the name is known in this process alone.
+    """
+    if not name or len(name) > _MAX_NAME:
+        raise SettingError(f"a planner's name has 1 to {_MAX_NAME} characters, not {len(name)}")
+
+    def register(planner: P) -> P:
+        if not (isinstance(planner, type) and issubclass(planner, Planner)):
+            raise SettingError(f"planner {name!r} is {planner!r}; give a subclass of specbranch.Planner")
+        if _PLANNERS.setdefault(name, planner) is not planner:
+            raise SettingError(f"{name!r} is the name of another planner already; choose another name")
+        return planner
+
+    return register
 
 
 def setting_names(name: str) -> tuple[str, ...]:
     """The settings that a planner takes."""
-    if name not in _MAKERS:
-        raise SettingError(f"no planner is called {name!r}; {suggest(name, PLANNERS)}")
-    settings, _ = _MAKERS[name]
-    return tuple(field.name for field in fields(settings))
+    return tuple(field.name for field in fields(_found(name).settings_type))
 
 
-def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -> Planner:
+def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -> Planner[Any]:
     """A fresh planner for one sequence. Unknown names raise, with the nearest known one, and so do bad values."""
-    known = setting_names(name)
+    planner, known = _found(name), setting_names(name)
     for key in settings:
         if key not in known:
             raise SettingError(f"planner {name!r} has no setting {key!r}; {suggest(key, known)}")
-    kind, make = _MAKERS[name]
-    return make(kind(**settings), predictor)
+    return planner(planner.settings_type(**settings), predictor)
+
+
+def _found(name: str) -> type[Planner[Any]]:
+    if name not in _PLANNERS:
+        raise SettingError(f"no planner is called {name!r}; {suggest(name, planner_names())}")
+    return _PLANNERS[name]

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbranch.core.distribution import Distribution
+from specbranch.core.node import Node
+from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.settings import Settings, Share, Window
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,13 @@ class AdaedlSettings(Settings):
     threshold_step: Share = 0.01
 
 
-class AdaedlPlanner:
+class AdaedlPlanner(Planner[AdaedlSettings]):
     """Length by entropy, strictly in turns."""
 
-    def __init__(self, settings: AdaedlSettings) -> None:
-        self._settings = settings
+    settings_type = AdaedlSettings
+
+    def __init__(self, settings: AdaedlSettings, predictor: Predictor) -> None:
+        super().__init__(settings, predictor)
         self._threshold = settings.threshold
         self._acceptance = settings.acceptance_goal
 
@@ -56,7 +59,7 @@ class AdaedlPlanner:
     def learn(self, round: Round, verdict: Verdict) -> None:
         if not round.tree.submitted:
             return
-        settings = self._settings
+        settings = self.settings
         seen = verdict.accepted / len(round.tree.submitted)
         self._acceptance = _blend(self._acceptance, seen, settings.acceptance_memory)
         direction = 1 if self._acceptance < settings.acceptance_goal else -1
@@ -67,7 +70,7 @@ class AdaedlPlanner:
         """The tokens up to the first doubtful one, and the node to run if that position has not been reached yet."""
         chain: list[Node] = []
         node = round.tree.root
-        while len(chain) < self._settings.gamma:
+        while len(chain) < self.settings.gamma:
             if node.distribution is None:
                 return chain, node
             children = round.tree.children(node, 1)
@@ -78,7 +81,7 @@ class AdaedlPlanner:
         return chain, None
 
     def _bound(self, distribution: Distribution) -> float:
-        return 1 - math.sqrt(self._settings.eta * distribution.entropy)
+        return 1 - math.sqrt(self.settings.eta * distribution.entropy)
 
 
 def _blend(old: float, new: float, memory: float) -> float:

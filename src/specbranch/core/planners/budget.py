@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specbranch.core.node import Node
+from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.rows import rows_that_pay
 from specbranch.core.planners.settings import Rows, Settings, Window
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 
 _LEAST_CHANCE = 0.01
 _NEWEST = 64  # tokens of the sequence that are looked at before an answer
@@ -44,22 +45,24 @@ class _Repeat:
     num_agreed: int
 
 
-class BudgetPlanner:
+class BudgetPlanner(Planner[BudgetSettings]):
     """The likeliest outcomes first, as many as pay for their time."""
 
-    def __init__(self, settings: BudgetSettings) -> None:
-        self._settings = settings
+    settings_type = BudgetSettings
+
+    def __init__(self, settings: BudgetSettings, predictor: Predictor) -> None:
+        super().__init__(settings, predictor)
         self._repeat: _Repeat | None = None
 
     def submit(self, round: Round) -> Sequence[Node]:
-        chain = round.tree.walk(round.tree.root, self._settings.gamma)
+        chain = round.tree.walk(round.tree.root, self.settings.gamma)
         self._repeat = None
-        if self._settings.uses_text and len(chain) < self._settings.gamma:
+        if self.settings.uses_text and len(chain) < self.settings.gamma:
             self._go_on(round, chain)
         return chain
 
     def prepare(self, round: Round) -> Sequence[Node]:
-        tree, settings = round.tree, self._settings
+        tree, settings = round.tree, self.settings
         if settings.uses_text:  # here, because an answer to the target must not wait for it
             round.suffixes.catch_up()
         depth = len(tree.submitted or ()) + settings.gamma
@@ -78,7 +81,7 @@ class BudgetPlanner:
         tree, start = round.tree, len(chain)
         tip = chain[-1] if chain else tree.root
         round.suffixes.catch_up(most=_NEWEST)
-        tokens, num_agreed = round.suffixes.after([node.token for node in chain], self._settings.gamma - start)
+        tokens, num_agreed = round.suffixes.after([node.token for node in chain], self.settings.gamma - start)
         chance = round.costs.calibration.repeat_chance(num_agreed)
         for token in tokens:
             if tip.distribution is not None or tree.chance(tip) * chance < _LEAST_REPEAT:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specbranch.core.node import Node
+from specbranch.core.planners.protocol import Planner
+from specbranch.core.planners.settings import Settings
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
 
 
-class NonePlanner:
+class NonePlanner(Planner[Settings]):
     """The target alone: the reference that every speed is measured against."""
 
     def submit(self, round: Round) -> Sequence[Node]:
@@ -17,6 +18,3 @@ class NonePlanner:
 
     def prepare(self, round: Round) -> Sequence[Node]:
         return ()
-
-    def learn(self, round: Round, verdict: Verdict) -> None:
-        pass

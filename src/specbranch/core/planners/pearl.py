@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specbranch.core.node import Node
+from specbranch.core.planners.protocol import Planner
 from specbranch.core.planners.settings import Settings, Window
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,16 @@ class PearlSettings(Settings):
     gamma: Window = 5
 
 
-class PearlPlanner:
+class PearlPlanner(Planner[PearlSettings]):
     """Submit what is there; prepare for full acceptance and the most likely token after it."""
 
-    def __init__(self, settings: PearlSettings) -> None:
-        self._gamma = settings.gamma
+    settings_type = PearlSettings
 
     def submit(self, round: Round) -> Sequence[Node]:
-        return round.tree.walk(round.tree.root, self._gamma - 1)
+        return round.tree.walk(round.tree.root, self.settings.gamma - 1)
 
     def prepare(self, round: Round) -> Sequence[Node]:
         if round.is_waiting:
             return ()
-        tip = round.tree.unrun(round.tree.end, self._gamma)
+        tip = round.tree.unrun(round.tree.end, self.settings.gamma)
         return (tip,) if tip else ()
-
-    def learn(self, round: Round, verdict: Verdict) -> None:
-        pass

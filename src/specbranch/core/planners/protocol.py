@@ -1,4 +1,4 @@
-"""The planner protocol. A method of speculative decoding is three answers over the same draft tree.
+"""The planner. A method of speculative decoding is three answers over the same draft tree.
 
 A planner decides what is drafted and what is submitted, never what is accepted; no planner can change the output
 distribution. One planner object serves one sequence. It is asked on every verdict, so its answers must cost
@@ -7,31 +7,16 @@ microseconds.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
+from specbranch.core.node import Node
+from specbranch.core.planners.settings import Settings
 from specbranch.core.round import Round, Signal
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 
-
-class Planner(Protocol):
-    """What to submit and when, what to prepare, and what to learn from a verdict."""
-
-    def submit(self, round: Round) -> Sequence[Node] | None:
-        """The chain below the root to verify now (it may be empty), or None to let the target wait for more.
-
-        Asked after every verdict, and again after every draft step while the target waits.
-        """
-        ...
-
-    def prepare(self, round: Round) -> Sequence[Node]:
-        """The nodes worth running in the next draft step, most valuable first. Asked between draft steps."""
-        ...
-
-    def learn(self, round: Round, verdict: Verdict) -> None:
-        """Take in the verdict on this round's submission, before the tree is re-rooted."""
-        ...
+S = TypeVar("S", bound=Settings)
 
 
 class Predictor(Protocol):
@@ -40,3 +25,31 @@ class Predictor(Protocol):
     def predict(self, round: Round) -> Signal:
         """What will become of the next window of draft tokens."""
         ...
+
+
+class Planner(ABC, Generic[S]):
+    """What to submit and when, what to prepare, and what to learn from a verdict.
+
+    Made by `planner(settings, predictor)`, where `settings` is of `settings_type`. A planner that is asked for by name
+    is registered by `specbranch.register_planner`.
+    """
+
+    settings_type: ClassVar[type[Settings]] = Settings
+
+    def __init__(self, settings: S, predictor: Predictor) -> None:
+        self.settings = settings
+        self.predictor = predictor
+
+    @abstractmethod
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        """The chain below the root to verify now (it may be empty), or None to let the target wait for more.
+
+        Asked after every verdict, and again after every draft step while the target waits.
+        """
+
+    @abstractmethod
+    def prepare(self, round: Round) -> Sequence[Node]:
+        """The nodes worth running in the next draft step, most valuable first. Asked between draft steps."""
+
+    def learn(self, round: Round, verdict: Verdict) -> None:  # most planners learn nothing
+        """Take in the verdict on this round's submission, before the tree is re-rooted."""

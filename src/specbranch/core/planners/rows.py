@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from specbranch.core.node import Node
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
 
 
 def rows_that_pay(round: Round, start: Node, depth: int, most: int, least: float) -> list[Node]:

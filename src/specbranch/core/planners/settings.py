@@ -10,11 +10,12 @@ from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from specbranch.core.round import MAX_WINDOW
+from specbranch.errors import SpecBranchError
 
 MAX_ROWS = 64  # draft rows, guesses or branches at a time
 
 
-class SettingError(ValueError):
+class SettingError(SpecBranchError, ValueError):
     """A planner was asked for with a value or a name that it does not know."""
 
 

@@ -17,12 +17,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specbranch.core.planners.protocol import Predictor
+from specbranch.core.node import Node
+from specbranch.core.planners.protocol import Planner
 from specbranch.core.planners.rows import rows_that_pay
 from specbranch.core.planners.settings import Rows, Settings, Share, Window
 from specbranch.core.round import Round, Signal
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
 
 _LEAST_CHANCE = 0.02
 
@@ -42,16 +41,14 @@ class SpecbranchSettings(Settings):
     is_thrifty: bool = True
 
 
-class SpecbranchPlanner:
+class SpecbranchPlanner(Planner[SpecbranchSettings]):
     """Few branches, where they are needed."""
 
-    def __init__(self, settings: SpecbranchSettings, predictor: Predictor) -> None:
-        self._settings = settings
-        self._predictor = predictor
+    settings_type = SpecbranchSettings
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         chain, tip = self._chain(round)
-        return chain if tip is None or round.is_hit or not self._settings.waits else None
+        return chain if tip is None or round.is_hit or not self.settings.waits else None
 
     def prepare(self, round: Round) -> Sequence[Node]:
         if round.is_waiting:
@@ -61,27 +58,24 @@ class SpecbranchPlanner:
         end = tree.end
         if end.distribution is None:
             return (end,)
-        if self._settings.is_thrifty:
-            settings = self._settings
+        if self.settings.is_thrifty:
+            settings = self.settings
             return rows_that_pay(round, end, settings.gamma, settings.max_branches, _LEAST_CHANCE)
-        count = max(1, math.floor(self._settings.max_branches * (1 - end.distribution.confidence)))
+        count = max(1, math.floor(self.settings.max_branches * (1 - end.distribution.confidence)))
         tips = (tree.unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
         return [tip for tip in tips if tip]
-
-    def learn(self, round: Round, verdict: Verdict) -> None:
-        pass
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
         """The tokens to submit as far as they are drafted, and the node to run if the cut lies beyond them."""
         if round.signal is None:
-            round.signal = self._predictor.predict(round)
+            round.signal = self.predictor.predict(round)
         chain: list[Node] = []
         node = round.tree.root
-        while len(chain) < self._settings.gamma and round.signal != Signal.NONE:
+        while len(chain) < self.settings.gamma and round.signal != Signal.NONE:
             if node.distribution is None:
                 return chain, node
             # The distribution decides, not the token drawn from it: rule B would be biased otherwise.
-            if round.signal == Signal.SOME and node.distribution.confidence < self._settings.confidence:
+            if round.signal == Signal.SOME and node.distribution.confidence < self.settings.confidence:
                 break
             children = round.tree.children(node, 1)
             if not children:
@@ -93,5 +87,5 @@ class SpecbranchPlanner:
     def _branch_len(self, round: Round, num_branches: int) -> int:
         """Tokens per branch, the root included: no more than the target's step leaves time for."""
         ratio = round.costs.draft_steps_per_target_step(num_branches)
-        longest = self._settings.gamma
+        longest = self.settings.gamma
         return longest if ratio is None else max(1, min(longest, math.floor(ratio)))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specbranch.core.node import Node
+from specbranch.core.planners.protocol import Planner
 from specbranch.core.planners.settings import Settings, Window
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +21,17 @@ class SpsSettings(Settings):
     gamma: Window = 5
 
 
-class SpsPlanner:
+class SpsPlanner(Planner[SpsSettings]):
     """Fixed length, strictly in turns."""
 
-    def __init__(self, settings: SpsSettings) -> None:
-        self._gamma = settings.gamma
+    settings_type = SpsSettings
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         root = round.tree.root
-        return None if round.tree.unrun(root, self._gamma) else round.tree.walk(root, self._gamma)
+        return None if round.tree.unrun(root, self.settings.gamma) else round.tree.walk(root, self.settings.gamma)
 
     def prepare(self, round: Round) -> Sequence[Node]:
         if not round.is_waiting:
             return ()
-        tip = round.tree.unrun(round.tree.root, self._gamma)
+        tip = round.tree.unrun(round.tree.root, self.settings.gamma)
         return (tip,) if tip else ()
-
-    def learn(self, round: Round, verdict: Verdict) -> None:
-        pass

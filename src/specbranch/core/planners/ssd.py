@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
+from specbranch.core.node import Node
+from specbranch.core.planners.protocol import Planner
 from specbranch.core.planners.settings import Bounds, Rows, Settings, Window
 from specbranch.core.round import Round
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
 
 Fallback = Literal["jit", "fast"]
 
@@ -48,20 +48,19 @@ def fan_out(num_guesses: int, submitted_len: int, acceptance: float, decay: floa
     return tuple(counts)
 
 
-class SsdPlanner:
+class SsdPlanner(Planner[SsdSettings]):
     """Fixed length, roots at every stop point."""
 
-    def __init__(self, settings: SsdSettings) -> None:
-        self._settings = settings
+    settings_type = SsdSettings
 
     def submit(self, round: Round) -> Sequence[Node] | None:
-        if not round.is_hit and self._settings.fallback == "fast":
+        if not round.is_hit and self.settings.fallback == "fast":
             return ()
-        root, gamma = round.tree.root, self._settings.gamma
+        root, gamma = round.tree.root, self.settings.gamma
         return None if round.tree.unrun(root, gamma) else round.tree.walk(root, gamma)
 
     def prepare(self, round: Round) -> Sequence[Node]:
-        tree, gamma = round.tree, self._settings.gamma
+        tree, gamma = round.tree, self.settings.gamma
         if round.is_waiting:
             tip = tree.unrun(tree.root, gamma)
             return (tip,) if tip else ()
@@ -69,12 +68,9 @@ class SsdPlanner:
         rows = [tip for tip in tips if tip]
         return [tree.end, *rows] if tree.end.distribution is None else rows
 
-    def learn(self, round: Round, verdict: Verdict) -> None:
-        pass
-
     def _roots(self, round: Round) -> list[Node]:
         """The guessed tokens at every stop point, the all-accepted one first."""
-        tree, settings = round.tree, self._settings
+        tree, settings = round.tree, self.settings
         stops = [tree.root, *(tree.submitted or ())]
         counts = fan_out(settings.num_guesses, len(stops) - 1, settings.acceptance, settings.decay)
         roots = list(tree.children(stops[-1], counts[-1]))

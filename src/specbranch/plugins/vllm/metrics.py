@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from specbranch.core.rollback import CAUSES
 from specbranch.plugins.vllm.settings import client_keys
 from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
 from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.wire import Figures
+from specbranch.service.wire import StatsReply
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _COUNTS = {
     "faults": ("faults", "Calls that met a fault of our own."),
     "wait_s": ("wait_seconds", "Time that the target waited for drafts."),
 }
-_FIGURES: dict[str, tuple[str, Callable[[Figures], int]]] = {
+_FIGURES: dict[str, tuple[str, Callable[[StatsReply], int]]] = {
     "hits": ("Verdicts whose root the draft had drawn and run.", lambda figures: figures.hits),
     "misses": ("Verdicts that were not prepared.", lambda figures: figures.rounds - figures.hits),
     "accepted_tokens": ("Submitted tokens that were accepted.", lambda figures: figures.accepted),
@@ -76,7 +77,7 @@ class Collector:
         groups = self._ask(stats_files)
         yield self._states(groups)
         yield from _of_proposers(stats_files)
-        yield from _of_services([(group, reporter.figures) for group, reporter, _ in groups if reporter is not None])
+        yield from _of_services([(group, reporter.stats) for group, reporter, _ in groups if reporter is not None])
 
     def _ask(self, stats_files: Sequence[Shown]) -> list[tuple[list[Shown], Reporter | None, Reach]]:
         """Engines that share a namespace, with what is known of their service; services have one deadline in all."""
@@ -163,7 +164,7 @@ def _buckets(lens: Sequence[int]) -> tuple[list[tuple[str, float]], float]:
     return [*bounds, ("+Inf", float(totals[-1]))], float(sum(length * rows for length, rows in enumerate(lens)))
 
 
-def _of_services(known: Sequence[tuple[list[Shown], Figures | None]]) -> Iterator[Any]:
+def _of_services(known: Sequence[tuple[list[Shown], StatsReply | None]]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     answered = [(_labels(group), figures) for group, figures in known if figures is not None]
@@ -177,7 +178,7 @@ def _of_services(known: Sequence[tuple[list[Shown], Figures | None]]) -> Iterato
     )
     sessions = GaugeMetricFamily("specbranch_sessions", "Sessions that the draft service remembers.", labels=_LABELS)
     for labels, figures in answered:
-        for cause in ("rejected", "unused", "cut"):
+        for cause in CAUSES:
             rolled_back.add_metric([*labels, cause], getattr(figures, cause))
         sessions.add_metric(labels, figures.sessions)
     yield rolled_back

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
-from specbranch.bench.presets import make_iid_trace
-from specbranch.bench.simulate import Layout, Method, Outcome, simulate
-from specbranch.bench.theory import (
+from specbranch.simulation.presets import make_iid_trace
+from specbranch.simulation.simulate import Layout, Method, Outcome, simulate
+from specbranch.simulation.theory import (
     pearl_emitted,
     pearl_speed,
     solve_acceptance,

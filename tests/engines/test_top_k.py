@@ -1,4 +1,4 @@
-"""The head of a distribution from logits."""
+"""The top-k of a distribution from logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specbranch.engines.top_k import top_k_of
     scale=st.sampled_from([0.0, 1.0, 5.0, 30.0]),
     vocab_len=st.sampled_from([200, 1000, 3001]),
 )
-def test_the_head_equals_a_plain_softmax(seed: int, scale: float, vocab_len: int) -> None:
+def test_the_top_k_equals_a_plain_softmax(seed: int, scale: float, vocab_len: int) -> None:
     logits = (np.random.default_rng(seed).standard_normal(vocab_len) * scale).astype(np.float32)
     exact = np.exp(logits.astype(np.float64) - logits.max())
     exact /= exact.sum()
@@ -28,14 +28,14 @@ def test_the_head_equals_a_plain_softmax(seed: int, scale: float, vocab_len: int
     assert distribution.entropy == pytest.approx(-(positive * np.log(positive)).sum(), abs=1e-3)
 
 
-def test_the_best_tokens_may_all_stand_in_one_block() -> None:
+def test_the_best_tokens_may_all_be_in_one_block() -> None:
     logits = np.zeros(6400, dtype=np.float32)
     logits[130:142] = np.arange(12)
 
     assert top_k_of(logits, 8).ids == tuple(range(141, 133, -1))
 
 
-def test_the_best_token_may_stand_behind_the_last_whole_block() -> None:
+def test_the_best_token_may_be_behind_the_last_whole_block() -> None:
     logits = np.zeros(6401, dtype=np.float32)
     logits[-1] = 5.0
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.presets import Pair
-from specbranch.bench.pyplot import load_pyplot
-from specbranch.bench.simulate import Layout, Method, simulate
-from specbranch.core.loop import DraftStep, Step, TargetStep
+from specbranch.pyplot import load_pyplot
+from specbranch.simulation.loop import DraftStep, Step, TargetStep
+from specbranch.simulation.presets import Pair
+from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace
 
 _USED, _LOST, _TARGET, _WAIT = "#2a9d8f", "#e9c9b1", "#264653", "#f4f1ea"
@@ -49,7 +49,7 @@ def plot_simulation(
 def _first_steps(trace: Trace, planner: str, pair: Pair, method_of: MethodOf, seed: int) -> list[Step]:
     steps: list[Step] = []
     short = replace(trace, answers=trace.answers[:1])
-    simulate(short, method_of(planner, pair), Layout(pair.c, pair.row_cost), seed, steps.append)
+    simulate(short, method_of(planner, pair), Layout(pair.c, pair.row_cost), seed, observe=steps.append)
     return steps
 
 

@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass
 from itertools import pairwise
 
-from specbranch.bench.theory import pearl_speed, solve_acceptance
 from specbranch.core.distribution import Distribution
+from specbranch.simulation.theory import pearl_speed, solve_acceptance
 from specbranch.trace import Answer, Header, Trace
 
 # Both read off traces/qwen-coder-chat.jsonl.gz, the flagship pair on chat, by `fit_shape`; a test holds them to it.

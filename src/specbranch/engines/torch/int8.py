@@ -1,9 +1,8 @@
-"""Linear layers with weights in 8 bits, for the CPU. Each output channel has its own scale.
+"""Linear layers with 8-bit weights, for the CPU. Each output channel has its own scale.
 
-Two forms, named as the field names them. W8A8 rounds activations to 8 bits as well, each row with its own scale, and
+Two forms, named as the field names them. W8A8 quantizes activations to 8 bits as well, each row with its own scale, and
 oneDNN multiplies integers: further rows cost little where the CPU has instructions for it (AMX, VNNI, AVX-512). W8A16
 keeps activations in bfloat16: it needs no such instructions and rounds less, but each row costs its full share.
-
 A row's result does not depend on the rows beside it.
 """
 
@@ -12,46 +11,44 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from specbranch.engines.protocol import EngineError
+from specbranch.engines.extras import extra
 
-try:
+with extra("torch"):
     import torch
     from torch import nn
     from torch.nn.functional import pad
-except ImportError as missing:
-    raise EngineError(f"8 bits need torch ({missing}); pip install 'specbranch[torch]'") from missing
 
-_LEAST = 1e-8
-_LARGEST = 127.0  # of a signed byte
-_LARGEST_OF_SEVEN_BITS = 63.0
-_MIDDLE = 128.0  # an unsigned byte that stands for zero
-_FEWEST = 4  # rows; for one or two oneDNN has no fast kernel with AMX where a layer is narrow
-_PART = 512  # outputs that are rounded at a time: whole layers at once would go through memory five times
-_WIDTH = 32  # W8A16 reads weights in blocks of so many inputs
+_MIN_PEAK = 1e-8  # of the values that a scale is computed from, so that no scale is zero
+_MAX_INT8 = 127.0
+_MAX_INT7 = 63.0
+_ZERO_POINT = 128.0  # the unsigned byte that means zero
+_MIN_ROWS = 4  # for one or two rows oneDNN has no fast AMX kernel where a layer is narrow
+_CHUNK = 512  # outputs that are quantized at a time: whole layers at once would go through memory five times
+_W8A16_BLOCK = 32  # W8A16 reads weights in blocks of this many inputs
 
 
 class PackedLinear(nn.Module):
-    """Linear layers of one input as one, with weights in 8 bits; inputs and outputs are float32."""
+    """Linear layers of one input joined into one, with 8-bit weights; inputs and outputs are float32."""
 
-    def __init__(self, *linears: nn.Linear, largest: float = _LARGEST) -> None:
+    def __init__(self, *linears: nn.Linear, largest: float = _MAX_INT8) -> None:
         super().__init__()
-        parts = [_rounded(part, largest) for linear in linears for part in linear.weight.detach().split(_PART)]
+        parts = [_quantized(part, largest) for linear in linears for part in linear.weight.detach().split(_CHUNK)]
         self._scales = torch.cat([scales for _, scales in parts])
         self._bias = _joined_bias(linears)
         integers = torch.cat([integers for integers, _ in parts])
         self._pack(integers)
         self.num_bytes = integers.numel()
 
-    def forward(self, rows: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """As the linear layers it was made from, end to end, within the error of 8 bits; added to `onto`, if given."""
-        base = self._bias if onto is None else onto.reshape(-1, onto.shape[-1])
+    def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs of the layers it was made from, end to end, up to quantization; plus `residual`, if given."""
+        base = self._bias if residual is None else residual.reshape(-1, residual.shape[-1])
         out = self._product(rows.reshape(-1, rows.shape[-1]), base)
-        if onto is not None and self._bias is not None:
+        if residual is not None and self._bias is not None:
             out.add_(self._bias)
         return out.view(*rows.shape[:-1], -1)
 
     def _pack(self, integers: torch.Tensor) -> None:
-        """Keep the weights [outputs, inputs] in the form that the product reads."""
+        """Store the weights [outputs, inputs] in the layout that the kernel reads."""
         raise NotImplementedError
 
     def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
@@ -60,36 +57,38 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(PackedLinear):
-    """W8A8: activations are rounded to unsigned bytes, row by row. For signed ones oneDNN is fast only with AMX.
+    """W8A8: activations are quantized to unsigned bytes, row by row; for signed ones oneDNN is fast only with AMX.
 
-    Without VNNI two products of bytes are added in 16 bits, which can overflow; weights of 7 bits cannot.
+    Without VNNI two products of bytes are added in 16 bits, which can overflow; with 7-bit weights it cannot.
     """
 
     def __init__(self, *linears: nn.Linear) -> None:
-        super().__init__(*linears, largest=_LARGEST_OF_SEVEN_BITS if sums_overflow() else _LARGEST)
+        super().__init__(*linears, largest=_MAX_INT7 if sums_overflow() else _MAX_INT8)
 
     def _pack(self, integers: torch.Tensor) -> None:
         self._zeros = torch.zeros(len(integers), dtype=torch.int64)
         self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
-        # What the shift of the activations adds to every output. oneDNN could subtract it too, but takes longer.
-        self._shift = _MIDDLE * integers.sum(dim=1) * self._scales
-        # Rows beyond those asked for hold anything.
-        self._few = torch.zeros(_FEWEST, integers.shape[1], dtype=torch.uint8)
+        # What the zero point adds to every output. oneDNN could subtract it too, but takes longer.
+        self._shift = _ZERO_POINT * integers.sum(dim=1) * self._scales
+        # A buffer for small steps; rows beyond those asked for hold leftovers.
+        self._few = torch.zeros(_MIN_ROWS, integers.shape[1], dtype=torch.uint8)
 
     def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
         count = len(rows)
-        scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST).div_(_LARGEST)
-        integers = self._few if count <= _FEWEST else torch.empty(rows.shape, dtype=torch.uint8)
-        integers[:count].copy_(torch.div(rows, scales).add_(_MIDDLE + 0.5))  # the copy cuts, so the half rounds
+        scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_MIN_PEAK).div_(_MAX_INT8)
+        integers = self._few if count <= _MIN_ROWS else torch.empty(rows.shape, dtype=torch.uint8)
+        integers[:count].copy_(
+            torch.div(rows, scales).add_(_ZERO_POINT + 0.5)
+        )  # the copy truncates: 0.5 makes it round
         out = _int8_product(integers, self._packed, self._scales, self._zeros)[:count].sub_(self._shift)
         return out.mul_(scales) if base is None else torch.addcmul(base, out, scales)
 
 
 class WeightOnlyLinear(PackedLinear):
-    """W8A16: activations in bfloat16."""
+    """W8A16: 8-bit weights, activations in bfloat16."""
 
     def _pack(self, integers: torch.Tensor) -> None:
-        self._extra = -integers.shape[1] % _WIDTH
+        self._extra = -integers.shape[1] % _W8A16_BLOCK
         self._weight = pad(integers, (0, self._extra))
         self._scales = self._scales.bfloat16()
 
@@ -106,13 +105,13 @@ PACKED: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "w8a16": WeightOnly
 
 @cache
 def sums_overflow() -> bool:
-    """Whether this CPU's product of bytes loses large sums: by trying, as oneDNN does not say."""
+    """Whether large sums overflow in this CPU's int8 product: by trying, as oneDNN does not say."""
     width, most = 64, 255
-    weight = torch.full((width, width), int(_LARGEST), dtype=torch.int8)
-    rows = torch.full((_FEWEST, width), most, dtype=torch.uint8)
+    weight = torch.full((width, width), int(_MAX_INT8), dtype=torch.int8)
+    rows = torch.full((_MIN_ROWS, width), most, dtype=torch.uint8)
     ones, zeros = torch.ones(width), torch.zeros(width, dtype=torch.int64)
     out = _int8_product(rows, torch.ops.onednn.qlinear_prepack(weight, None), ones, zeros)
-    return bool((out != width * most * _LARGEST).any())
+    return bool((out != width * most * _MAX_INT8).any())
 
 
 def _int8_product(
@@ -124,9 +123,9 @@ def _int8_product(
     return out
 
 
-def _rounded(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [outputs, inputs] as integers up to `largest`, and the scale of each output."""
-    scales = weight.abs().amax(dim=1).float().clamp_(min=_LEAST).div_(largest)
+def _quantized(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [outputs, inputs] as integers of at most `largest`, and the scale of each output."""
+    scales = weight.abs().amax(dim=1).float().clamp_(min=_MIN_PEAK).div_(largest)
     return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 
@@ -138,12 +137,12 @@ def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
 
 
 def can_int8() -> bool:
-    """Whether this torch has the products of 8 bits."""
+    """Whether this build of torch has the int8 kernels."""
     return hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch.ops.aten, "_weight_int8pack_mm")
 
 
 def pack_linears(model: Any, kind: type[PackedLinear]) -> Any:
-    """The model with its linear layers in 8 bits; everything else is as it was."""
+    """The model with 8-bit weights in its linear layers; everything else is as it was."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -152,5 +151,5 @@ def pack_linears(model: Any, kind: type[PackedLinear]) -> Any:
 
 
 def packed_bytes(model: Any) -> int:
-    """Bytes of the weights that are packed."""
+    """Bytes of the 8-bit weights."""
     return sum(module.num_bytes for module in model.modules() if isinstance(module, PackedLinear))

@@ -1,4 +1,4 @@
-"""The round loop: any planners, any target, any draft, in virtual time.
+"""The simulator's clock: any planners, any target, any draft, in virtual time.
 
 Two lanes overlap as two devices do. A draft step that is under way when a verdict arrives runs to its end, and its
 distributions enter the tree only then. The target starts a step once every session has a submission or the deadline has
@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from typing import Protocol
 
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
+from specbranch.core.node import Node
+from specbranch.core.schedule import schedule, wish_for
 from specbranch.core.session import Session
-from specbranch.core.tree import Node
-from specbranch.core.verify import Verdict
+from specbranch.core.verdict import Verdict
 
 
 class TargetLane(Protocol):
@@ -135,9 +135,13 @@ class Loop:
     def _start_draft(self, active: list[Session]) -> None:
         if self._drafting is not None:
             return
-        # One row of each session before the second row of any: a busy session does not starve the others.
-        wishes = zip_longest(*([(session, node) for node in session.rows()] for session in active))
-        rows = [row for row in chain.from_iterable(wishes) if row is not None][: self._draft.row_limit]
+        wishes = [
+            wish_for(session, session.round, nodes, is_awaited=session.round.is_waiting)
+            for session in active
+            if (nodes := session.rows())
+        ]
+        granted = schedule(wishes, self._draft.row_limit, piece_len=1).wishes  # nothing is ever in prefill here
+        rows = [(wish.session, node) for wish in granted for node in wish.granted]
         if rows:
             distributions, step_s = self._draft.run(rows)
             self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, distributions)
@@ -166,7 +170,7 @@ class Loop:
         verdicts = tuple(self._target.verify(session) for session in step.batch)
         step_s = step.end_s - step.start_s
         for session, verdict in zip(step.batch, verdicts, strict=True):
-            session.commit(verdict, session.round.index)
+            session.commit(verdict.committed(session.submitted))
             session.stats.target_s += step_s
             session.stats.wait_s += step.wait_s
             session.settle()

@@ -1,4 +1,4 @@
-"""The virtual twin of a two-device run: the real planners and the real loop on a trace, with given step times."""
+"""The virtual twin of a two-device run: real planners, sessions and scheduling on a trace, with given step times."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specbranch.bench.presets import Pair
-from specbranch.bench.replay import ReplayDraft, ReplayTarget
 from specbranch.core.chance import RandomChance
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.draw import TopDraw
-from specbranch.core.loop import Loop, Step
-from specbranch.core.planners import make_planner, setting_names
+from specbranch.core.planners import SettingError, make_planner, setting_names
 from specbranch.core.planners.protocol import Predictor
+from specbranch.core.rollback import CAUSES
 from specbranch.core.round import Signal
 from specbranch.core.session import Ending, Session
 from specbranch.core.stats import Stats
 from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget
+from specbranch.extensions import load_planners
 from specbranch.predictor.fixed import CONSTANTS, RandomPredictor
 from specbranch.predictor.oracle import OraclePredictor
 from specbranch.predictor.recorded import RecordedPredictor
+from specbranch.simulation.loop import Loop, Step
+from specbranch.simulation.presets import Pair
+from specbranch.simulation.replay import ReplayDraft, ReplayTarget
 from specbranch.trace import Answer, Trace
 
+_ROW_LIMIT = 64  # as draft engines have it
 PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 
 
@@ -85,7 +88,7 @@ class Outcome:
             "speedup": self.speedup,
             "emitted_per_round": stats.emitted_per_round,
             "hit_rate": stats.hit_rate,
-            "rolled_back": {cause: getattr(stats, cause) / stats.emitted for cause in ("rejected", "unused", "cut")},
+            "rolled_back": {cause: getattr(stats, cause) / stats.emitted for cause in CAUSES},
             "losing": stats.losing / stats.emitted,
             "used": stats.used / stats.emitted,
             "wait_share": stats.wait_share,
@@ -111,27 +114,41 @@ def method_for(planner: str, pair: Pair, predictor: str = "confidence", as_in_pa
 
 def simulate(
     trace: Trace,
-    method: Method,
-    layout: Layout,
+    planner: str | Method,
+    layout: Layout | None = None,
     seed: int = 0,
+    *,
+    c: float | None = None,
+    row_cost: float = 0.0,
+    batch: int = 1,
     observe: Callable[[Step], None] = lambda step: None,
     costs: Costs | None = None,
 ) -> Outcome:
-    """Decode every answer of the trace, `layout.batch` at a time; `costs` holds what is learned on the way."""
+    """Decode every answer of a trace in virtual time, `batch` at once, and say how much faster than plain decoding.
+
+    `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step over that of a
+    draft step of one row, `row_cost` what each further row takes; a `Layout` says more. `costs` holds what is learned
+    on the way.
+    """
+    load_planners()
+    method = Method(planner) if isinstance(planner, str) else planner
+    if layout is None:
+        if c is None:
+            raise SettingError("say how much slower a target step is than a draft step: c=6, or a Layout")
+        layout = Layout(c, row_cost, batch)
     costs = costs or Costs()
     target = ScriptedTarget(ReplayTarget(trace), layout.target, RandomChance(random.Random(seed)))
-    draft = EngineLane(ScriptedEngine(ReplayDraft(trace), row_limit=1024), layout.draft)
+    draft = EngineLane(ScriptedEngine(ReplayDraft(trace), row_limit=_ROW_LIMIT), layout.draft)
     chance = RandomChance(random.Random(seed + 1))
     elapsed_s, plain_s, stats = 0.0, 0.0, Stats()
     for start in range(0, len(trace.answers), layout.batch):
-        batch = trace.answers[start : start + layout.batch]
+        group = trace.answers[start : start + layout.batch]
         sessions = []
-        for index, answer in enumerate(batch, start=start):
-            predictor = _predictor(method, answer, chance)
-            planner = make_planner(method.planner, method.settings, predictor)
-            sessions.append(Session((index,), planner, TopDraw(), costs, Ending(max_new_tokens=len(answer.tokens))))
+        for index, answer in enumerate(group, start=start):
+            own = make_planner(method.planner, method.settings, _predictor(method, answer, chance))
+            sessions.append(Session((index,), own, TopDraw(), costs, Ending(max_new_tokens=len(answer.tokens))))
         elapsed_s += Loop(sessions, target, draft, costs, observe=observe).run()
-        plain_s += _plain_s(batch, layout)
+        plain_s += _plain_s(group, layout)
         for session in sessions:
             stats.add(session.stats)
     return Outcome(method, elapsed_s, plain_s / elapsed_s, stats)
@@ -140,7 +157,7 @@ def simulate(
 def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
     """The time in which the target alone says all answers of a batch."""
     lengths = [len(answer.tokens) for answer in batch]
-    return sum(layout.target.at(sum(length > place for length in lengths)) for place in range(max(lengths)))
+    return sum(layout.target.at(sum(length > position for length in lengths)) for position in range(max(lengths)))
 
 
 def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> Outcome:
@@ -156,7 +173,7 @@ def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predicto
         return RandomPredictor(chance)
     if method.predictor == "oracle":
         runs = answer.runs()
-        # Position 0 is the prompt, so answer token i stands at position i + 1.
+        # Position 0 is the prompt, so answer token i is at position i + 1.
         return OraclePredictor(lambda position: runs[position - 1], method.settings.get("gamma", 8))
     if method.predictor == "hrad":
         return RecordedPredictor([Signal(signal) for signal in answer.foreseen])

@@ -9,9 +9,13 @@ import pytest
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
-from specbranch.core.loop import DraftStep, Loop, Step, TargetStep
+from specbranch.core.planners.protocol import Planner
+from specbranch.core.planners.settings import Settings
+from specbranch.core.round import Round, Signal
 from specbranch.core.session import Ending, Session
 from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget, TextScript
+from specbranch.predictor.fixed import ConstantPredictor
+from specbranch.simulation.loop import DraftStep, Loop, Step, TargetStep
 from tests.toys import planner_of, stream
 
 ALWAYS_ONE = TextScript(3, lambda text: Distribution((1, 2), (0.9, 0.1), 0.3))
@@ -91,22 +95,21 @@ def test_a_planner_that_can_draft_nothing_more_does_not_hang_the_target() -> Non
     assert group[0].output == [1, 1, 1]
 
 
-class Stuck:
+class Stuck(Planner[Settings]):
     """A planner that waits for ever and wants nothing."""
 
-    def submit(self, round: object) -> None:
+    def submit(self, round: Round) -> None:
         return None
 
-    def prepare(self, round: object) -> tuple[()]:
+    def prepare(self, round: Round) -> tuple[()]:
         return ()
-
-    def learn(self, round: object, verdict: object) -> None:
-        return None
 
 
 def test_a_planner_that_waits_for_nothing_is_passed_over() -> None:
     costs = Costs()
-    session = Session([0], Stuck(), TopDraw(), costs, Ending(max_new_tokens=2))
+    session = Session(
+        [0], Stuck(Settings(), ConstantPredictor(Signal.SOME)), TopDraw(), costs, Ending(max_new_tokens=2)
+    )
     lane = EngineLane(ScriptedEngine(ALWAYS_ONE), StepCost(1.0))
 
     Loop([session], ScriptedTarget(AGREES, StepCost(2.0), stream(0)), lane, costs).run()

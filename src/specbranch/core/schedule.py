@@ -1,0 +1,92 @@
+"""Who gets the rows of the next draft step. One policy for the service and for the simulator.
+
+Rows of all sessions compete: first those that a target waits for, then by how likely the draft thinks it that their
+tokens come true. Sessions that are still in prefill share one piece of tokens in a step, so that others go on drafting
+meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from specbranch.core.node import Node
+from specbranch.core.round import Round
+
+K = TypeVar("K")
+_BESIDE_DRAFTING = 4  # prefill beside sessions that draft gets this part of a piece: one in so many
+
+
+@dataclass(slots=True, kw_only=True)
+class Wish(Generic[K]):
+    """What one session would like to run in the next step, and what it was granted."""
+
+    session: K
+    nodes: Sequence[Node]
+    worths: Sequence[float]  # of the nodes
+    is_awaited: bool = False  # a target waits for this session
+    num_unread: int = 0  # committed tokens that the draft has yet to prefill
+    round_index: int = 0  # when it was made
+    granted: list[Node] = field(default_factory=list)
+
+    @property
+    def is_in_prefill(self) -> bool:
+        """Whether more than the newest token has to be fed before it can draft."""
+        return self.num_unread > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule(Generic[K]):
+    """The wishes that take part in the next step, and how many tokens each may prefill in it."""
+
+    wishes: list[Wish[K]]
+    piece_len: int
+
+
+def wish_for(session: K, round: Round, nodes: Sequence[Node], is_awaited: bool, num_unread: int = 0) -> Wish[K]:
+    """A session's wish to run these nodes of its tree in this round."""
+    lead = 1.0 if is_awaited else 0.0
+    worths = [lead + round.tree.chance(node) for node in nodes]
+    return Wish(
+        session=session,
+        nodes=nodes,
+        worths=worths,
+        is_awaited=is_awaited,
+        num_unread=num_unread,
+        round_index=round.index,
+    )
+
+
+def schedule(wishes: Sequence[Wish[K]], row_limit: int, piece_len: int) -> Schedule[K]:
+    """Grant at most `row_limit` rows, the most valuable first, and at most one piece of prefill."""
+    ranked = sorted(
+        ((worth, number, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
+        key=lambda item: (-item[0], item[1]),
+    )
+    for _, number, node in ranked[:row_limit]:
+        wishes[number].granted.append(node)
+    granted = [wish for wish in wishes if wish.granted]
+    # Whoever drafts already must not wait long for others in prefill. These go by smaller pieces, unless a target waits
+    # for one of them.
+    in_prefill = [wish for wish in granted if wish.is_in_prefill]
+    if len(in_prefill) < len(granted) and not any(wish.is_awaited for wish in in_prefill):
+        piece_len = max(1, piece_len // _BESIDE_DRAFTING)
+    return Schedule(_within_a_piece(granted, piece_len), piece_len)
+
+
+def _within_a_piece(wishes: list[Wish[K]], piece_len: int) -> list[Wish[K]]:
+    """Without those that would prefill more than one step should; the first always may."""
+    kept, num_read = [], 0
+    for wish in wishes:
+        if wish.is_in_prefill:
+            size = min(wish.num_unread, piece_len)
+            if num_read and num_read + size > piece_len:
+                continue
+            num_read += size
+        kept.append(wish)
+    return kept
+
+
+def _pairs(wish: Wish[K]) -> list[tuple[float, Node]]:
+    return list(zip(wish.worths, wish.nodes, strict=True))

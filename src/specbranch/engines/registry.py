@@ -1,0 +1,122 @@
+"""Draft engines by name: ours, those registered by a program, and those that installed packages offer.
+
+A package offers an engine as an entry point of the group `specbranch.engines`. Entry points are loaded only when an
+unknown name is looked up or all names are listed. Heavy libraries are imported only by the engine that is opened.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, distributions
+
+from specbranch.engines.options import EngineOptions, local_model
+from specbranch.engines.protocol import DraftEngine, EngineError
+
+log = logging.getLogger(__name__)
+
+GROUP = "specbranch.engines"  # of entry points
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+
+Opener = Callable[[EngineOptions], DraftEngine]
+
+
+def _open_llamacpp(options: EngineOptions) -> DraftEngine:
+    from specbranch.engines.llamacpp import LlamaCppEngine
+
+    return LlamaCppEngine(options)
+
+
+def _open_torch(options: EngineOptions) -> DraftEngine:
+    from specbranch.engines.torch import TorchEngine
+
+    return TorchEngine(options)
+
+
+_OPENERS: dict[str, Opener] = {"llamacpp": _open_llamacpp, "torch": _open_torch}
+
+ENGINES = tuple(_OPENERS)  # the engines of this package; `engine_names` has those of other packages too
+
+
+def register_engine(name: str, opener: Opener) -> None:
+    """Make an engine known by name. `opener` is called with `EngineOptions`; an engine's class can be one.
+
+    Raises `EngineError` for a name that cannot be typed easily, and for one that another opener has.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise EngineError(
+            f"{name!r} cannot be the name of an engine; use lower-case letters, digits, '-' and '_', a letter first"
+        )
+    if not callable(opener):
+        raise EngineError(f"engine {name!r} cannot be opened: {opener!r} is not callable; give a class or a function")
+    if _OPENERS.setdefault(name, opener) is not opener:
+        raise EngineError(f"an engine called {name!r} exists already; choose another name")
+
+
+def engine_names() -> tuple[str, ...]:
+    """The names of all engines, those of other packages included."""
+    _discover()
+    return tuple(_OPENERS)
+
+
+def open_engine(name: str, options: EngineOptions) -> DraftEngine:
+    """Load a model into the engine of this name."""
+    return _opener(name)(options)
+
+
+def engine_for(model: str) -> str:
+    """The engine that suits a model's name: GGUF files go to llama.cpp, all else to torch."""
+    path = local_model(model)
+    if model.endswith(".gguf") or (path is not None and path.is_dir() and any(path.glob("*.gguf"))):
+        return "llamacpp"
+    return "torch"
+
+
+def _opener(name: str) -> Opener:
+    if name in _OPENERS:
+        return _OPENERS[name]
+    broken = _discover()
+    if name in _OPENERS:
+        return _OPENERS[name]
+    if name in broken:
+        raise EngineError(broken[name])
+    near = difflib.get_close_matches(name, _OPENERS, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(_OPENERS)}"
+    raise EngineError(f"no engine is called {name!r}; {advice}")
+
+
+@cache
+def _discover() -> dict[str, str]:
+    """Register what installed packages offer, once; for names that could not be registered, why."""
+    broken: dict[str, str] = {}
+    for package, point in _offers():
+        try:
+            register_engine(point.name, point.load())
+        except Exception as error:  # code of another package: anything can go wrong in it
+            broken[point.name] = (
+                f"the package {package!r} offers a draft engine {point.name!r} that cannot be used "
+                f"({type(error).__name__}: {error}); update or uninstall that package"
+            )
+            log.warning("%s", broken[point.name])
+    return broken
+
+
+def _offers() -> Iterator[tuple[str, EntryPoint]]:
+    """Entry points of our group, with the names of their packages; of two copies of a package only the first."""
+    seen: set[str] = set()
+    # Package by package: `entry_points()` fails as a whole if one of them has a damaged file.
+    for package in distributions():
+        damage, points = None, []
+        try:
+            points = list(package.entry_points.select(group=GROUP))
+        except Exception as error:
+            damage = error
+        if (not points and damage is None) or package.name in seen:
+            continue
+        seen.add(package.name)
+        if damage is not None:
+            log.warning("ignoring the package %r: its entry points cannot be read (%s)", package.name, damage)
+        yield from ((package.name, point) for point in points)

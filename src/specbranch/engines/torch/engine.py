@@ -1,0 +1,148 @@
+"""A draft engine on a model of Transformers.
+
+A step is one forward pass: the rows of all sessions are concatenated to one sequence, and only attention treats each
+session by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbranch.core.distribution import Distribution
+from specbranch.engines.cells import Cells
+from specbranch.engines.extras import extra
+from specbranch.engines.options import EngineOptions
+from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
+from specbranch.engines.top_k import top_k_of
+from specbranch.engines.torch.cache import KeyValueArena, Share, shares_of, tensor_of
+from specbranch.engines.torch.load import load, weight_bytes
+from specbranch.engines.torch.support import first_line, text_config, unsupported
+
+with extra("torch"):
+    import torch
+
+_PROBE = ((0, 0), (0,))  # tokens of the first steps: one without a mask, one with
+
+
+class TorchEngine:
+    """A draft engine on a model of Transformers."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        if options.threads is not None and options.device == "cpu":
+            torch.set_num_threads(options.threads)
+        self._options = options
+        self._model, dtype = load(options)
+        self._cells = Cells(sum(map(len, _PROBE)), 1, KeyValueArena)
+        vocab_len = self._probe()
+        self._cells = Cells(options.max_tokens, options.max_handles, KeyValueArena)
+        self.info = EngineInfo(
+            model=options.model,
+            device=options.device,
+            vocab_len=vocab_len,
+            row_limit=options.row_limit,
+            max_handles=options.max_handles,
+            max_tokens=options.max_tokens,
+            dtype=dtype,
+            weight_bytes=weight_bytes(self._model),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self._cells.num_used
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(arena.num_bytes for arena in self._cells.arenas())
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of the model's weights, as in `info`."""
+        return self.info.weight_bytes
+
+    def open(self) -> int:
+        return self._cells.open()
+
+    def fork(self, handle: int, length: int) -> int:
+        return self._cells.fork(handle, length)
+
+    def truncate(self, handle: int, length: int) -> None:
+        self._cells.truncate(handle, length)
+
+    def close(self, handle: int) -> None:
+        self._cells.close(handle)
+
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
+        self._require_known_tokens(rows)
+        if not rows:
+            return []
+        lengths = [len(self._cells.path(row.handle)) for row in rows]
+        try:
+            self._cells.extend(rows)
+            logits = self._logits(rows)
+        except BaseException as error:
+            for row, length in zip(rows, lengths, strict=True):
+                self.truncate(row.handle, length)
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise EngineFull(f"{self._options.device} has no memory for this step; close handles") from error
+            raise
+        top_k = min(self._options.top_k, self.info.vocab_len)
+        return [top_k_of(row, top_k) for row in logits]
+
+    def shutdown(self) -> None:
+        self._cells.clear()
+        del self._model
+        if self._options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    def _logits(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        """Run the model on rows that have their cells; the logits behind each row."""
+        shares = shares_of(self._cells, rows, self._options.device, self._model.dtype)
+        by_handle: dict[int, NDArray[np.float32]] = {}
+        packed = [row for share in shares for row in share.rows]
+        for row, logits in zip(packed, self._forward(packed, shares), strict=True):
+            by_handle[row.handle] = logits
+        return [by_handle[row.handle] for row in rows]
+
+    def _forward(self, rows: Sequence[Row], shares: Sequence[Share]) -> NDArray[np.float32]:
+        device = self._options.device
+        tokens = np.array([token for row in rows for token in row.tokens])
+        positions = [np.arange(len(self._cells.path(row.handle)))[-len(row.tokens) :] for row in rows]
+        ends = np.cumsum([len(row.tokens) for row in rows]) - 1
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=tensor_of(tokens, device)[None],
+                position_ids=tensor_of(np.concatenate(positions), device)[None],
+                logits_to_keep=tensor_of(ends, device),
+                use_cache=False,
+                specbranch_shares=shares,
+            )
+        logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()  # [rows, vocab]
+        return logits
+
+    def _probe(self) -> int:
+        """The vocabulary's size, by first steps that show whether the model works with our attention."""
+        handle = self.open()
+        try:
+            for tokens in _PROBE:
+                row = Row(handle, tokens)
+                self._cells.extend([row])
+                (logits,) = self._logits([row])
+        except EngineError:
+            raise
+        except Exception as error:
+            raise unsupported(self._model, f"its first step failed ({first_line(error)})") from error
+        num_layers = len(self._cells.arena(handle).layers)
+        if num_layers != text_config(self._model).num_hidden_layers:
+            raise unsupported(self._model, f"only {num_layers} of its layers use attention that can be replaced")
+        return len(logits)
+
+    def _require_known_tokens(self, rows: Sequence[Row]) -> None:
+        vocab_len = self.info.vocab_len
+        for row in rows:
+            # On a GPU such a token would not only fail: it would end the process.
+            if row.tokens and (min(row.tokens) < 0 or max(row.tokens) >= vocab_len):
+                raise ValueError(f"handle {row.handle}: tokens must be below {vocab_len}, the vocabulary's size")

@@ -1,0 +1,41 @@
+"""Which models of Transformers the torch engine supports, and the errors for all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specbranch.engines.protocol import EngineError
+
+
+def require_full_attention(model: Any, max_tokens: int) -> None:
+    """Refuse a model that keeps more than keys and values, or whose tokens do not see their whole sequence."""
+    if type(model)._is_stateful or not type(model)._supports_attention_backend:
+        raise unsupported(model, "it is recurrent, or Transformers does not let its attention be replaced")
+    config = text_config(model)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window >= max_tokens:  # no sequence is long enough to leave it
+        window = None
+        kinds.discard("sliding_attention")
+    if window is not None:
+        raise unsupported(model, f"its sliding window is {window}, less than max_tokens ({max_tokens})")
+    if kinds:
+        raise unsupported(model, f"it has layers of {', '.join(sorted(kinds))}")
+
+
+def text_config(model: Any) -> Any:
+    """The part of a model's configuration that describes its language model."""
+    return model.config.get_text_config(decoder=True)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message: those of Transformers go on for a page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def unsupported(model: Any, why: str) -> EngineError:
+    """The error for a model that this engine cannot run."""
+    return EngineError(
+        f"{type(model).__name__} cannot be a draft on the torch engine: {why}; choose a model with full attention in "
+        "every layer, such as Llama, Qwen2, Qwen3 or SmolLM2"
+    )

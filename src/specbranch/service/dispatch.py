@@ -1,0 +1,187 @@
+"""Messages in, answers out. No socket and no thread here: frames come in, frames go out.
+
+An answer never waits for the draft step that is under way, unless a planner lets the target wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from specbranch.core.costs import StepCost
+from specbranch.core.planners import SettingError
+from specbranch.engines.protocol import DraftEngine
+from specbranch.service.compute import Compute
+from specbranch.service.faults import Faults
+from specbranch.service.lookup import Lookup, LookupCounts
+from specbranch.service.observer import Observer
+from specbranch.service.sessions import SessionStore
+from specbranch.service.waiting import Pending, Waiting
+from specbranch.service.wire import (
+    VERSION,
+    FrameError,
+    Hello,
+    Open,
+    Proposals,
+    Refused,
+    Reply,
+    StatsReply,
+    StatsRequest,
+    Step,
+    Welcome,
+    decode_request,
+)
+
+log = logging.getLogger(__name__)
+
+Client = bytes
+Answer = tuple[Client, Reply]
+
+
+class Dispatch:
+    """Answers clients. Called by the lookup thread only."""
+
+    def __init__(
+        self,
+        engine: DraftEngine,
+        store: SessionStore,
+        compute: Compute,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._info = engine.info
+        self._store = store
+        self._compute = compute
+        self._observer = observer or Observer()
+        self._clock = clock
+        self.faults = Faults(store)
+        self.lookup = Lookup(engine, store, compute, self.faults, self._observer, clock)
+        self._tenants = self.lookup.tenants
+        self._waiting = Waiting(self.faults, compute.tell)
+
+    @property
+    def counts(self) -> LookupCounts:
+        """What this thread did."""
+        return self.lookup.counts
+
+    def handle(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
+        """Serve one message. What cannot be served is refused, counted and logged; it never raises."""
+        try:
+            return self._serve(client, frames)
+        except (FrameError, SettingError) as error:
+            self.counts.refused += 1
+            log.warning("refused a message: %s", repr(str(error))[:200])
+            return [(client, Refused(str(error)[:500]))]
+        except Exception as error:
+            return [self._refuse(client, error)]
+
+    def next_deadline_s(self) -> float | None:
+        """When `answer_overdue` must be called at the latest."""
+        return self._waiting.next_deadline_s()
+
+    def answer_ready(self) -> list[Answer]:
+        """Answers that were held back and are complete now; asked after draft steps."""
+        return self._answers(self._waiting.is_ready)
+
+    def answer_overdue(self) -> list[Answer]:
+        """Answers whose time is up: rows that are not ready go without a draft."""
+        return self._answers(self._is_overdue)
+
+    def _serve(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
+        if len(frames) != 1:
+            raise FrameError(f"a message has one frame, this one has {len(frames)}")
+        request = decode_request(frames[0])
+        if isinstance(request, Step):
+            return self._serve_step(client, request)
+        if isinstance(request, Hello):
+            return [(client, self._serve_hello(request))]
+        if isinstance(request, StatsRequest):
+            return [(client, self._serve_stats(request))]
+        assert isinstance(request, Open)
+        self.lookup.open(client, request)
+        return []
+
+    def _refuse(self, client: Client, error: Exception) -> Answer:
+        """The answer where serving failed by a fault of ours: it costs this client one answer, and nobody else."""
+        self.faults.note(error, "a message is refused")
+        self._waiting.remove(client)
+        return (client, Refused("the service failed on this message; see its log"))
+
+    def _serve_hello(self, hello: Hello) -> Welcome:
+        if hello.version != VERSION:
+            raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
+        return Welcome(VERSION, hello.round, self._info.model, self._info.vocab_len)
+
+    def _serve_stats(self, request: StatsRequest) -> StatsReply:
+        sessions, stats = self._store.stats_of(request.namespace)
+        cost = self._compute.cost.cost or StepCost(0.0)
+        return StatsReply(
+            round=request.round,
+            sessions=sessions,
+            rounds=stats.rounds,
+            hits=stats.hits,
+            submitted=stats.submitted,
+            accepted=stats.accepted,
+            rows=stats.rows,
+            rejected=stats.rejected,
+            unused=stats.unused,
+            cut=stats.cut,
+            first_row_us=round(1e6 * cost.first_s),
+            more_row_us=round(1e6 * cost.more_s),
+        )
+
+    def _serve_step(self, client: Client, step: Step) -> list[Answer]:
+        now_s = self._clock()
+        self._tenants.step_ended(step.namespace, now_s)
+        self._drop_pending(client)
+        self.counts.steps += 1
+        step_counter = self._tenants.step_counter(client)
+        step_counter.steps += 1
+        pending = Pending(client=client, step=step, since_s=now_s, deadline_s=now_s + step.wait_ms / 1000)
+        self._waiting.add(pending)
+        for row in step.rows:
+            session = self.lookup.session_of(step.namespace, row)
+            proposal = self.faults.contain(session, session.propose) if session else None
+            pending.add(session, proposal)
+            if session:
+                session.hear(step_counter)
+                self._compute.tell(session)
+        self._observer.arrived(client, step, pending.sessions, now_s)
+        if not pending.waiting:
+            return [self._answer(pending)]
+        return self.answer_overdue() if pending.deadline_s <= now_s else []
+
+    def _drop_pending(self, client: Client) -> None:
+        """The client has gone on: nobody waits for its last step's drafts any more."""
+        pending = self._waiting.remove(client)
+        if pending is not None:
+            self._note_answer(pending, min(self._clock(), pending.deadline_s))
+
+    def _is_overdue(self, pending: Pending) -> bool:
+        if self._clock() < pending.deadline_s:
+            return False
+        self.counts.overdue += 1
+        self._waiting.give_up(pending)
+        return True
+
+    def _answers(self, is_done: Callable[[Pending], bool]) -> list[Answer]:
+        answers: list[Answer] = []
+        for pending in self._waiting.all():
+            try:
+                if is_done(pending):
+                    answers.append(self._answer(pending))
+            except Exception as error:
+                answers.append(self._refuse(pending.client, error))
+        return answers
+
+    def _answer(self, pending: Pending) -> Answer:
+        now_s = self._clock()
+        self._waiting.remove(pending.client)
+        self.counts.wait_s += now_s - pending.since_s
+        self._tenants.answered(pending.step.namespace, now_s)
+        self._note_answer(pending, now_s)
+        return (pending.client, Proposals(pending.step.round, pending.proposals))
+
+    def _note_answer(self, pending: Pending, at_s: float) -> None:
+        self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)

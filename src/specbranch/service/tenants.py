@@ -1,0 +1,62 @@
+"""What a service knows of its targets: how long their steps take, and how many steps each has sent."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from specbranch.core.costs import Costs, StepEstimate
+from specbranch.service.sessions import StepCounter
+
+T = TypeVar("T")
+_MOST = 1024
+_LONGEST_STEP_S = 10.0  # a longer pause between two steps is a target at rest
+
+
+@dataclass(slots=True)
+class _Tenant:
+    costs: Costs
+    answered_s: float | None = None
+
+
+class Tenants:
+    """By namespace: learned costs. By client: step counters. The least recently used make way."""
+
+    def __init__(self, draft_cost: StepEstimate) -> None:
+        self._draft_cost = draft_cost
+        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
+        self._step_counters: OrderedDict[bytes, StepCounter] = OrderedDict()
+
+    def costs(self, namespace: bytes) -> Costs:
+        """What was learned for a namespace."""
+        return self._tenant(namespace).costs
+
+    def step_counter(self, client: bytes) -> StepCounter:
+        """The steps of one client."""
+        return _kept(self._step_counters, client, StepCounter)
+
+    def step_ended(self, namespace: bytes, now_s: float) -> None:
+        """A verdict came: the target's step began when the last answer left."""
+        tenant = self._tenant(namespace)
+        if tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
+            tenant.costs.target.observe(1, now_s - tenant.answered_s)
+
+    def answered(self, namespace: bytes, now_s: float) -> None:
+        """An answer left."""
+        self._tenant(namespace).answered_s = now_s
+
+    def _tenant(self, namespace: bytes) -> _Tenant:
+        return _kept(self._tenants, namespace, lambda: _Tenant(Costs(draft=self._draft_cost)))
+
+
+def _kept(store: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
+    """What a bounded store holds for a key, made if need be."""
+    found = store.get(key)
+    if found is None:
+        found = store[key] = make()
+        if len(store) > _MOST:
+            store.popitem(last=False)
+    store.move_to_end(key)
+    return found

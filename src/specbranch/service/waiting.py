@@ -1,0 +1,87 @@
+"""Answers that are held back until a draft is long enough or the time of the client is up, as its planner wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specbranch.service.faults import Faults
+from specbranch.service.sessions import DraftSession, State
+from specbranch.service.wire import Step
+
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """A step that is not answered yet; one entry for each row in `sessions` and `proposals`."""
+
+    client: bytes
+    step: Step
+    since_s: float
+    deadline_s: float
+    sessions: list[DraftSession | None] = field(default_factory=list)
+    proposals: list[list[int] | None] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)  # rows that are not ready
+    num_held: int = 0  # rows that were not ready at once
+
+    def add(self, session: DraftSession | None, proposal: list[int] | None) -> None:
+        """One more row. If its session has no proposal yet, the row waits for it."""
+        if session and proposal is None and session.turn(State.AWAITED):
+            self.waiting.add(len(self.sessions))
+            self.num_held += 1
+        self.sessions.append(session)
+        self.proposals.append(proposal)
+
+
+class Waiting:
+    """The steps that wait, one for each client. `tell` lets the compute thread look at a session again."""
+
+    def __init__(self, faults: Faults, tell: Callable[[DraftSession], None]) -> None:
+        self._faults = faults
+        self._tell = tell
+        self._pending: dict[bytes, Pending] = {}
+
+    def add(self, pending: Pending) -> None:
+        """From now on this client waits."""
+        self._pending[pending.client] = pending
+
+    def remove(self, client: bytes) -> Pending | None:
+        """The client waits no more: it was answered, or it has gone on."""
+        pending = self._pending.pop(client, None)
+        for session in pending.sessions if pending else ():
+            if session is not None and session.state is State.AWAITED:
+                session.turn(State.PREPARING)
+        return pending
+
+    def all(self) -> list[Pending]:
+        """Everyone who waits."""
+        return list(self._pending.values())
+
+    def next_deadline_s(self) -> float | None:
+        """When the first of them must be answered."""
+        return min((pending.deadline_s for pending in self._pending.values()), default=None)
+
+    def is_ready(self, pending: Pending) -> bool:
+        """Whether all rows have their proposals by now."""
+        for index in list(pending.waiting):
+            session = pending.sessions[index]
+            assert session is not None, "only sessions are waited for"
+            proposal = None if session.is_forgotten else self._faults.contain(session, session.propose)
+            if session.is_forgotten:
+                self._give_up(pending, index)
+            elif proposal is not None:
+                pending.proposals[index] = proposal
+                pending.waiting.discard(index)
+                session.turn(State.PREPARING)
+        return not pending.waiting
+
+    def give_up(self, pending: Pending) -> None:
+        """The time is up: rows that are not ready go with what there is."""
+        for index in list(pending.waiting):
+            self._give_up(pending, index)
+
+    def _give_up(self, pending: Pending, index: int) -> None:
+        session = pending.sessions[index]
+        assert session is not None, "only sessions are waited for"
+        pending.proposals[index] = self._faults.contain(session, session.propose_now)
+        pending.waiting.discard(index)
+        self._tell(session)
