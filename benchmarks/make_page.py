@@ -220,7 +220,7 @@ def _lost(results: Results) -> str:
         where = f"{loss.concurrency} at once" if len(results.scenario.concurrency) > 1 else loss.task
         name = f"{loss.other}, per core" if loss.is_per_core else loss.other
         ahead.setdefault(name, []).append(f"{where} {loss.ahead.value:.2f}")
-    return "\n".join(f"- {name}: {', '.join(places)}" for name, places in ahead.items())
+    return "\n".join(f"- {name}: {', '.join(cells_lost)}" for name, cells_lost in ahead.items())
 
 
 def _forecasts() -> str:

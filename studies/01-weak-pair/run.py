@@ -107,6 +107,12 @@ def measure() -> None:
 
 def draw(weak: dict[str, Any], sweep: dict[str, Any]) -> None:
     figure, (bars, curves) = load_pyplot().subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    _draw_rolled_back(bars, weak)
+    _draw_sweep(curves, weak["pearl"], sweep)
+    figure.savefig(HERE / "figure.png", dpi=130)
+
+
+def _draw_rolled_back(bars: Any, weak: dict[str, Any]) -> None:
     shown = [name for name in weak if name != "ssd"]
     bottom = [0.0] * len(shown)
     parts = {
@@ -135,6 +141,8 @@ def draw(weak: dict[str, Any], sweep: dict[str, Any]) -> None:
     bars.legend(frameon=False, fontsize=8)
     bars.set_xlim(0, max(bottom) * 1.15)
 
+
+def _draw_sweep(curves: Any, pearl: dict[str, Any], sweep: dict[str, Any]) -> None:
     for predictor, color in (("confidence", "#1982c4"), ("oracle", "#2a9d8f")):
         xs = [float(confidence) for confidence in sweep[predictor]]
         curves.plot(
@@ -152,15 +160,12 @@ def draw(weak: dict[str, Any], sweep: dict[str, Any]) -> None:
             ms=4,
             label=f"its rejected tokens, {predictor}",
         )
-    curves.axhline(weak["pearl"]["speedup"], color="#264653", ls="--", lw=1, label="pearl")
-    curves.axhline(
-        weak["pearl"]["rolled_back"]["rejected"], color="#264653", ls=":", lw=1, label="pearl's rejected tokens"
-    )
+    curves.axhline(pearl["speedup"], color="#264653", ls="--", lw=1, label="pearl")
+    curves.axhline(pearl["rolled_back"]["rejected"], color="#264653", ls=":", lw=1, label="pearl's rejected tokens")
     curves.set_xlabel("confidence under which a distribution is doubtful")
     curves.set_title("Speed; rejected tokens per emitted token (dotted)", loc="left", fontweight="bold")
     curves.grid(alpha=0.25)
     curves.legend(frameon=False, fontsize=8, loc="center right")
-    figure.savefig(HERE / "figure.png", dpi=130)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """What H-RAD knows of a draft token once the draft's distribution at its place is known.
 
-For each token of a window: log loss of whether it stands, by a logistic line over the distribution's log-odds, over H-RAD's, and
-over both. H-RAD learned from the training prompts, the lines from the held-out ones, and the test prompts judge. From
-collections of `specbranch train collect` and a predictor of `specbranch train fit`. Writes result.json.
+For each token of a window: log loss of whether it is accepted, by a logistic line over the distribution's log-odds,
+over H-RAD's, and over both. H-RAD learned from the training prompts, the lines from the held-out ones, and the test
+prompts judge. From collections of `specbranch train collect` and a predictor of `specbranch train fit`. Writes
+result.json.
 """
 
 from __future__ import annotations
@@ -30,32 +31,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
     examples = read_examples(args.collections)
-    foreseen = _foreseen(examples, read_hrad(args.hrad))
+    predicted = _predicted(examples, read_hrad(args.hrad))
     said = _log_odds(examples.distributions[:, 0])
     split = {name: split_of(int(name)) for name in np.unique(examples.prompts)}
     splits = np.array([split[name] for name in examples.prompts])
     rows = []
-    for ahead in range(foreseen.shape[1]):
+    for ahead in range(predicted.shape[1]):
         is_reached = (examples.runs >= ahead) & (examples.left > ahead)
-        places = np.flatnonzero(is_reached)  # the distribution of the token so far ahead is so many places further
-        stands = examples.runs[places] > ahead
-        seen = {"distribution": said[places + ahead], "hrad": foreseen[places, ahead]}
-        learned, judged = (splits[places] == name for name in ("held-out", "test"))
-        row = {"ahead": ahead, "places": int(judged.sum())}
+        positions = np.flatnonzero(
+            is_reached
+        )  # the distribution of the token so far ahead is as many positions further
+        is_accepted = examples.runs[positions] > ahead
+        seen = {"distribution": said[positions + ahead], "hrad": predicted[positions, ahead]}
+        learned, judged = (splits[positions] == name for name in ("held-out", "test"))
+        row = {"ahead": ahead, "positions": int(judged.sum())}
         for name, columns in (
             ("distribution", ["distribution"]),
             ("hrad", ["hrad"]),
             ("both", ["distribution", "hrad"]),
         ):
             inputs = np.stack([seen[column] for column in columns], axis=-1)
-            row[name] = round(_loss(inputs[learned], stands[learned], inputs[judged], stands[judged]), 4)
+            row[name] = round(_loss(inputs[learned], is_accepted[learned], inputs[judged], is_accepted[judged]), 4)
         rows.append(row)
         print(row, flush=True)
     args.out.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
 
 
-def _foreseen(examples: Examples, hrad: Hrad, rows: int = 4096) -> Array:
-    """H-RAD's log-odds that a token of the window stands, if those before it do, [n, window]."""
+def _predicted(examples: Examples, hrad: Hrad, rows: int = 4096) -> Array:
+    """H-RAD's log-odds that a token of the window is accepted, if those before it are, [n, window]."""
     parts = [
         survival(hrad.tensors, examples.features[start : start + rows].astype(np.float32))
         for start in range(0, len(examples), rows)

@@ -71,12 +71,12 @@ def _hidden(model: Any, answer: Answer) -> torch.Tensor:
 
 @torch.inference_mode()
 def _first_choices(head: ScreenedHead, model: Any, hidden: torch.Tensor) -> dict[str, float]:
-    """Shares of places where a layer's first choice is the exact one's."""
+    """Shares of positions where a layer's first choice is the exact one's."""
     exact = torch.cat([model.get_output_embeddings()(part).argmax(-1) for part in hidden.split(64)])
     screened = torch.cat([head(part).argmax(-1) for part in hidden.split(_AT_ONCE)])
     whole = torch.cat([head(part).argmax(-1) for part in hidden.split(64)])
     return {
-        "places": len(hidden),
+        "positions": len(hidden),
         "screened": round((screened == exact).float().mean().item(), 4),
         "whole_8_bits": round((whole == exact).float().mean().item(), 4),
     }

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from specbranch.bench.profile import measure, provenance
 from specbranch.bench.survey import record_distributions
@@ -32,30 +33,9 @@ TARGET_MS = 220.0  # a step of the flagship target in a quiet hour
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafts", nargs="+", help="MODEL, or MODEL@DTYPE")
-    parser.add_argument("--target", help="a model of Transformers")
-    parser.add_argument("--collection", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=4, help="answers of each task")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--longest", type=int, default=200, help="prompts with more tokens are left out")
-    parser.add_argument("--texts", type=int, default=48, help="other answers that are read first")
-    parser.add_argument("--rows-only", action="store_true", help="time rows, and leave agreement and worth out")
-    parser.add_argument("--turns", type=int, default=5, help="of timing")
-    parser.add_argument("--core", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    out = args.out or HERE / ("rows.json" if args.rows_only else "result.json")
+    args = _arguments()
     os.sched_setaffinity(0, {args.core})
-    by_task: dict[str, list[tuple[list[int], list[int]]]] = {}
-    texts: list[list[int]] = []
-    for task, prompt, answer in read_answers(args.collection):
-        match split_of(prompt):
-            case "train":
-                texts.append([*answer.prompt, *answer.tokens])
-            case "test" if not args.rows_only and len(answer.prompt) <= args.longest:
-                by_task.setdefault(task, []).append((list(answer.prompt), list(answer.tokens[: args.tokens])))
-    by_task = {task: pairs[: args.count] for task, pairs in by_task.items()}
+    by_task, others = _answers(args)
     truth: dict[str, Trace] = {}
     if args.target and by_task:
         engine = _opened(args.target)
@@ -65,27 +45,61 @@ def main() -> None:
     traces: dict[str, dict[str, Trace]] = {}
     for draft, engine in engines.items():
         if engine_for(draft.partition("@")[0]) == "torch":
-            _read(engine, texts[:: max(1, len(texts) // args.texts)])
+            _read(engine, others[:: max(1, len(others) // args.others)])
         traces[draft] = {task: record_distributions(engine, pairs) for task, pairs in by_task.items()}
-    row_ms = _timed(engines, args.turns)
     rows = []
-    for draft, by_rows in row_ms.items():
-        agreement = {
-            task: {
-                "tokens": trace.num_tokens,
-                "greedy": round(trace.match_share(), 4),
-                **({"overlap": round(_overlap(trace, truth[task]), 4)} if truth else {}),
-            }
-            for task, trace in traces[draft].items()
-        }
-        layout = Layout(TARGET_MS / by_rows[1], max(0.0, by_rows[8] / by_rows[1] - 1) / 7)
-        speeds = {task: simulate(trace, Method("budget"), layout).speedup for task, trace in traces[draft].items()}
-        worth = {task: round(speed, 2) for task, speed in speeds.items()}
-        rows.append({"draft": draft, "agreement": agreement, "row_ms": by_rows, "speed": worth})
-        print(f"{draft:28} rows {by_rows}  speed {worth}  {agreement}", flush=True)
+    for draft, by_rows in _timed(engines, args.turns).items():
+        rows.append({"draft": draft, **_judged(traces[draft], truth, by_rows)})
+        print(rows[-1], flush=True)
     for engine in engines.values():
         engine.shutdown()
+    out = args.out or HERE / ("rows.json" if args.rows_only else "result.json")
     out.write_text(json.dumps({"drafts": rows, "provenance": provenance()}, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafts", nargs="+", help="MODEL, or MODEL@DTYPE")
+    parser.add_argument("--target", help="a model of Transformers")
+    parser.add_argument("--collection", type=Path, required=True, help="directory of `specbranch train collect`")
+    parser.add_argument("--count", type=int, default=4, help="answers of each task")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--longest", type=int, default=200, help="prompts with more tokens are left out")
+    parser.add_argument("--others", type=int, default=48, help="other answers that the output layer learns from first")
+    parser.add_argument("--rows-only", action="store_true", help="time rows, and leave agreement and worth out")
+    parser.add_argument("--turns", type=int, default=5, help="turns of timing")
+    parser.add_argument("--core", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def _answers(args: argparse.Namespace) -> tuple[dict[str, list[tuple[list[int], list[int]]]], list[list[int]]]:
+    """Prompts and answers to judge by, for each task; and whole sequences of other prompts."""
+    by_task: dict[str, list[tuple[list[int], list[int]]]] = {}
+    others: list[list[int]] = []
+    for task, prompt, answer in read_answers(args.collection):
+        match split_of(prompt):
+            case "train":
+                others.append([*answer.prompt, *answer.tokens])
+            case "test" if not args.rows_only and len(answer.prompt) <= args.longest:
+                by_task.setdefault(task, []).append((list(answer.prompt), list(answer.tokens[: args.tokens])))
+    return {task: pairs[: args.count] for task, pairs in by_task.items()}, others
+
+
+def _judged(traces: dict[str, Trace], truth: dict[str, Trace], by_rows: dict[int, float]) -> dict[str, Any]:
+    """A draft's agreement by task, the times of its rows, and the speed that `budget` would have with both."""
+    agreement = {
+        task: {
+            "tokens": trace.num_tokens,
+            "greedy": round(trace.match_share(), 4),
+            **({"overlap": round(_overlap(trace, truth[task]), 4)} if truth else {}),
+        }
+        for task, trace in traces.items()
+    }
+    layout = Layout(TARGET_MS / by_rows[1], max(0.0, by_rows[8] / by_rows[1] - 1) / 7)
+    speeds = {task: simulate(trace, Method("budget"), layout).speedup for task, trace in traces.items()}
+    worth = {task: round(speed, 2) for task, speed in speeds.items()}
+    return {"agreement": agreement, "row_ms": by_rows, "speed": worth}
 
 
 def _opened(draft: str) -> DraftEngine:

@@ -92,7 +92,7 @@ def _cell(c: float, acceptance: float, batch: int, sharing: float) -> list[dict[
 
 
 def _published() -> list[dict[str, Any]]:
-    """The paper's pairs: acceptance from PEARL's published speed, so only SpecBranch's is foretold."""
+    """The paper's pairs: acceptance from PEARL's published speed, so only SpecBranch's is a forecast."""
     found = []
     for name, speed in PUBLISHED.items():
         pair = PAIRS[name]
@@ -106,7 +106,7 @@ def _published() -> list[dict[str, Any]]:
 
 
 def _published_ssd() -> list[dict[str, Any]]:
-    """SSD's own pair: acceptance from its figure for plain speculation, at several c, so only SSD's speed is foretold."""
+    """SSD's own pair: acceptance from its figure for plain speculation, at several c, so only SSD's speed is a forecast."""
     found = []
     for c in SSD_RATIOS:
         low, high = 0.5, 0.99
