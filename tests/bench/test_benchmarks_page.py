@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_what_its_script_makes_of_the_committed_results() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "make_benchmarks.py"), "--text"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "make_page.py"), "--text"]
     made = subprocess.run(command, capture_output=True, text=True, check=True)
 
-    assert made.stdout == (ROOT / "docs" / "benchmarks.md").read_text(), "run scripts/make_benchmarks.py"
+    assert made.stdout == (ROOT / "docs" / "benchmarks.md").read_text(), "run benchmarks/make_page.py"

@@ -12,12 +12,12 @@ from specbranch.bench.report import as_markdown, section_of, write_report
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import NO_RANGE
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    read = [read_results(RESULTS / name) for name in ("bench-flagship.jsonl", "bench-load.jsonl")]
+    read = [read_results(RESULTS / name) for name in ("planners.jsonl", "flagship-load.jsonl")]
     page = write_report(read, tmp_path, "sps", "Two <runs>").read_text()
     text = (tmp_path / "report.md").read_text()
 
@@ -26,7 +26,7 @@ def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
     assert page.count("<svg") == len(list(tmp_path.glob("*.svg"))) >= 4
     for word in ("humaneval", "gsm8k, 8 at once", "| specbranch |", "mean of the tasks"):
         assert word in text
-    # Taking turns is not the fastest way of the flagship run, and a report on it says so.
+    # Taking turns is not the fastest way of this run, and a report on it says so.
     assert re.search(r"- humaneval: specbranch is 1\.\d\d times as fast as sps", text)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert (tmp_path / link).stat().st_size > 1000
@@ -52,7 +52,7 @@ def test_equality_with_bare_vllm_is_explained_and_one_trial_has_no_range() -> No
 
 def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    results = read_results(RESULTS / "bench-flagship.jsonl")
+    results = read_results(RESULTS / "planners.jsonl")
     for name in ("one", "two"):
         write_report([results], tmp_path / name, "specbranch", "Again")
 

@@ -46,7 +46,7 @@ def written(directory: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scenarios").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_committed_scenario_can_be_read(path: Path) -> None:
     assert read_scenario(path).name == path.stem
 

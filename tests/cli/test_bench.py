@@ -13,8 +13,8 @@ from specbranch.bench.summary import NO_RANGE
 from specbranch.cli import app
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "results" / "bench-flagship.jsonl"
-FLAGSHIP = ROOT / "scenarios" / "flagship.toml"
+RESULTS = ROOT / "benchmarks" / "planners.jsonl"
+PLANNERS = ROOT / "benchmarks" / "planners.toml"
 run = CliRunner().invoke
 
 
@@ -57,7 +57,7 @@ def test_json_is_one_document_on_the_last_line() -> None:
     shown = run(app, ["bench", "show", str(RESULTS), "--json"])
     document = json.loads(shown.stdout.splitlines()[-1])
 
-    assert document["scenario"]["name"] == "flagship"
+    assert document["scenario"]["name"] == "planners"
     speeds = {(line["task"], line["method"]): line["speed"]["value"] for line in document["lines"]}
     assert speeds["humaneval", "bare"] == 1.0
     assert speeds["humaneval", "specbranch"] > speeds["humaneval", "sps"] > 1.0
@@ -67,9 +67,9 @@ def test_results_are_never_written_over_and_never_mixed(tmp_path: Path) -> None:
     there = tmp_path / "there.jsonl"
     there.write_text(RESULTS.read_text())
     other = tmp_path / "other.toml"
-    other.write_text(FLAGSHIP.read_text().replace("gamma = 8", "gamma = 7"))
+    other.write_text(PLANNERS.read_text().replace("gamma = 5", "gamma = 7"))
     for scenario, options, message in (
-        (FLAGSHIP, [], "File exists"),
+        (PLANNERS, [], "File exists"),
         (other, ["--resume"], "of another scenario"),
         (tmp_path / "none.toml", [], "cannot read"),
     ):
