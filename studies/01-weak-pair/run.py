@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from specbranch.bench.profile import provenance
+from specbranch.provenance import provenance
 from specbranch.pyplot import load_pyplot
 from specbranch.simulation.presets import PAIRS, Pair, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from specbranch.bench.profile import provenance
+from specbranch.provenance import provenance
 from specbranch.pyplot import load_pyplot
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace, read_trace

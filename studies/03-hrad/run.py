@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specbranch.bench.profile import provenance
 from specbranch.predictor.hrad import Hrad, read_hrad, survival
+from specbranch.provenance import provenance
 from specbranch.train.examples import Array, Examples, read_examples, split_of
 
 HERE = Path(__file__).parent

@@ -19,10 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specbranch.bench.profile import measure, onednn_limits, provenance
+from specbranch.bench.profile import measure
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.provenance import onednn_limits, provenance
 
 HERE = Path(__file__).parent
 ROWS = (1, 4, 8, 16)

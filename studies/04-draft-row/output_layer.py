@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specbranch.bench.profile import provenance
 from specbranch.engines.options import local_model
 from specbranch.engines.torch.head import LEARNED, CandidateHead
 from specbranch.engines.torch.int8 import Int8Linear
+from specbranch.provenance import provenance
 from specbranch.trace import Answer
 from specbranch.train.examples import read_answers, split_of
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from specbranch.bench.profile import measure, provenance
+from specbranch.bench.profile import measure
 from specbranch.bench.survey import record_distributions
 from specbranch.core.distribution import Distribution
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, Row
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.provenance import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace
 from specbranch.train.examples import read_answers, split_of

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specbranch.bench.profile import provenance
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import mean_speeds
+from specbranch.provenance import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 

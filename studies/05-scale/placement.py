@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specbranch.bench.profile import provenance
 from specbranch.cli.placement import split
+from specbranch.provenance import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 

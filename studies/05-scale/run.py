@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.profile import provenance
+from specbranch.provenance import provenance
 from specbranch.pyplot import load_pyplot
 from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate

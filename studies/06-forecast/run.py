@@ -16,13 +16,13 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.forecast import Terms, foresee, terms_of
-from specbranch.bench.profile import provenance
 from specbranch.bench.results import Record, Results, read_results
 from specbranch.bench.scenario import BARE
 from specbranch.bench.summary import cells, compare
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
 from specbranch.predictor.fixed import CONSTANTS
+from specbranch.provenance import provenance
 from specbranch.simulation.simulate import Method
 from specbranch.trace import Trace, read_trace
 

@@ -13,12 +13,8 @@ from specbranch.bench.profile import (
     Profile,
     Spread,
     Timings,
-    cpu_name,
     fit_line,
-    instruction_sets,
     measure,
-    onednn_limits,
-    provenance,
     read_bandwidth,
     rows_limit,
     spread_of,
@@ -30,6 +26,7 @@ from specbranch.core.costs import StepCost
 from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import EngineFull, EngineInfo, Row
 from specbranch.engines.scripted import ScriptedEngine
+from specbranch.provenance import cpu_name, instruction_sets, onednn_limits, provenance
 from tests.toys import random_script
 
 # Sums of powers of two: floats add them without error.

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.cli.options import _OLD_NAMES, draft_words, with_new_names
-from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import launch
 
 runner = CliRunner()
 
@@ -110,7 +110,7 @@ def test_a_flag_that_is_nearly_ours_is_suspected(flag: str, ours: str) -> None:
 
 @pytest.mark.parametrize("flag", ["--lora-dtype", "--seed", "--host", "--runner", "--dtype", "--port", "--device-ids"])
 def test_flags_of_vllm_are_not_suspected(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "is_installed", lambda: False)
+    monkeypatch.setattr(launch, "is_installed", lambda: False)
     done = runner.invoke(app, ["serve", "t", "--draft", "d", flag, "x"])
 
     assert "did you mean" not in done.stderr

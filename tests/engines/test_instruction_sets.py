@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="the torch engine needs torch")
 pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
-from specbranch.bench.profile import onednn_limits, provenance
+from specbranch.provenance import onednn_limits, provenance
 from tests.engines.models import model_path
 from tests.results import record
 from tests.service.harness import PATIENCE_S, Service, running

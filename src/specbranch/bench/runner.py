@@ -17,13 +17,13 @@ from statistics import median
 from typing import Any, TextIO
 
 from specbranch.bench.energy import read_joules
-from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
 from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.target import TargetOptions
+from specbranch.provenance import provenance
 from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.service.reporter import Reach, Reporter
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, Served
@@ -26,6 +25,7 @@ from specbranch.child import Child
 from specbranch.engines.options import found_model
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.endpoint import Endpoint
+from specbranch.provenance import provenance
 
 _VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
 _START_S, _STOP_S, _LOOK_S = 300.0, 60.0, 0.5

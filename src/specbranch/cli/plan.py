@@ -14,7 +14,6 @@ from rich.table import Table
 
 from specbranch.bench.forecast import Advice, Forecast, advise
 from specbranch.bench.pair_survey import PairOptions, survey_pair
-from specbranch.bench.profile import provenance
 from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.survey import MESSAGES, Survey
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
@@ -39,6 +38,7 @@ from specbranch.core.planners import planner_names
 from specbranch.engines.protocol import EngineError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.process import TargetFailure
+from specbranch.provenance import provenance
 from specbranch.trace import write_trace
 
 LEAST_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.bench.profile import Profile, Timings, measure, provenance, read_bandwidth, weight_bytes
+from specbranch.bench.profile import Profile, Timings, measure, read_bandwidth, weight_bytes
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.cores import stay_on
@@ -21,6 +21,7 @@ from specbranch.cli.values import numbers
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, EngineError
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.provenance import provenance
 
 
 def profile(

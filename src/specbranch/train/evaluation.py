@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.profile import commit
 from specbranch.predictor.hrad import write_hrad
+from specbranch.provenance import commit
 from specbranch.train.examples import SPLITS, Examples, ExamplesError
 from specbranch.train.figures import draw_scores
 from specbranch.train.fit import INPUTS, FitOptions, Inputs, Network, fit
