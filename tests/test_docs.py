@@ -79,13 +79,27 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     assert ("provenance" in first) != (name(path) in WITHOUT_PROVENANCE)
 
 
-@pytest.mark.parametrize("page", [*DOCS, *STUDIES], ids=name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"], ids=name)
 def test_pages_use_the_words_of_the_field(page: Path) -> None:
     assert BANNED.findall(page.read_text()) == []
 
 
 def test_the_docs_can_be_read_to_the_end() -> None:
     assert sum(len(page.read_text().split()) for page in DOCS) < MOST_WORDS
+
+
+def test_the_readme_has_at_most_five_hundred_words() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 500
+
+
+def test_our_own_words_are_not_in_the_code() -> None:
+    found = [
+        f"{name(path)}: {word}"
+        for path in (ROOT / "src").rglob("*.py")
+        for word in BANNED.findall(path.read_text().replace("wrong_law", ""))
+    ]
+
+    assert found == []
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda page: page.parent.name)
