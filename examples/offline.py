@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("draft")
     parser.add_argument("--device", default="cpu", help="of the draft: cpu, cuda:1, ...")
     parser.add_argument("--memory", type=float, default=0.8, help="share of memory that vLLM may take")
+    parser.add_argument("--eager", action="store_true", help="do not compile the model: starts sooner, decodes slower")
     args = parser.parse_args()
 
     with DraftServer(args.draft, device=args.device) as draft:
@@ -24,6 +25,7 @@ def main() -> None:
             args.target,
             max_model_len=1024,
             gpu_memory_utilization=args.memory,
+            enforce_eager=args.eager,
             disable_log_stats=False,
             **draft.vllm_args(planner="budget", max_draft_tokens=8),
         )

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--keys", required=True, help="directory with client.key_secret and service.key")
     parser.add_argument("--memory", type=float, default=0.8, help="share of memory that vLLM may take")
+    parser.add_argument("--eager", action="store_true", help="do not compile the model: starts sooner, decodes slower")
     args = parser.parse_args()
 
     from vllm import LLM, SamplingParams
@@ -30,6 +31,7 @@ def main() -> None:
         args.target,
         max_model_len=1024,
         gpu_memory_utilization=args.memory,
+        enforce_eager=args.eager,
         disable_log_stats=False,
         **draft.vllm_args(planner="budget", deadline_ms=200),
     )

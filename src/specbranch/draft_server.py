@@ -9,6 +9,7 @@ vLLM itself stays as it is; this only gives it two arguments.
 from __future__ import annotations
 
 import logging
+import multiprocessing.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,15 @@ from typing import Any
 from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.service.endpoint import check_reachable
 from specbranch.service.keeper import DraftKeeper
-from specbranch.service.process import DraftOptions
+from specbranch.service.process import DraftOptions, StartError
 
 log = logging.getLogger(__name__)
+
+# At exit Python runs what was registered last first. vLLM stops its engine by a finalizer, and `multiprocessing` joins
+# what is left of it. So `multiprocessing` must be registered before the first finalizer, which may be one of ours.
+assert multiprocessing.util
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,9 @@ class DraftAddress:
             keys=self.keys,
             is_gated=is_gated,
         )
-        chosen.client_options(max_draft_tokens)  # raises now what vLLM's worker would refuse much later
+        # Raise now what vLLM's worker would refuse much later.
+        options = chosen.client_options(max_draft_tokens)
+        check_reachable(options.address, options.keys)
         return proposer_arguments(chosen, max_draft_tokens)
 
 
@@ -83,12 +91,14 @@ class DraftServer:
         timeline: str | Path | None = None,
         record: str | Path | None = None,
     ) -> None:
-        asked = {"--dtype": dtype, "--timeline": timeline, "--record": record}
+        files = {"--timeline": timeline, "--record": record}
+        asked = {"--dtype": dtype, **{flag: Path(file).absolute() for flag, file in files.items() if file is not None}}
         extra = [word for flag, value in asked.items() if value is not None for word in (flag, str(value))]
         options = DraftOptions(
             model=str(model), engine=engine, device=device, cores=cores, threads=threads, extra=extra
         )
         self._keeper = DraftKeeper(options, say=log.warning)
+        self._is_started = False
 
     @staticmethod
     def at(address: str, keys: str | Path | None = None) -> DraftAddress:
@@ -105,7 +115,10 @@ class DraftServer:
         return DraftAddress(self.address).vllm_args(planner, max_draft_tokens, **settings)
 
     def start(self) -> None:
-        """Start the service and wait until it answers."""
+        """Start the service and wait until it answers. A server can be started once."""
+        if self._is_started:
+            raise StartError("this DraftServer was started before; make a new one")
+        self._is_started = True
         try:
             self._keeper.start()
         except BaseException:

@@ -12,8 +12,9 @@ the same way by the group `specbranch.engines` (`specbranch.engines.registry`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, distributions
 
 from specbranch.core.planners import register_planner
 
@@ -25,9 +26,26 @@ PLANNERS_GROUP = "specbranch.planners"
 @cache
 def load_planners() -> None:
     """Register the planners of all installed packages, once. One that cannot be loaded is left out with a warning."""
-    for point in entry_points(group=PLANNERS_GROUP):
+    for package, point in offers(PLANNERS_GROUP):
         try:
             register_planner(point.name)(point.load())
-        except Exception as error:
-            package = point.dist.name if point.dist else point.value
+        except Exception as error:  # code of another package: anything can go wrong in it
             log.warning("planner %r of package %s cannot be used: %s", point.name, package, error)
+
+
+def offers(group: str) -> Iterator[tuple[str, EntryPoint]]:
+    """Entry points of a group, with the names of their packages; of two copies of a package only the first."""
+    seen: set[str] = set()
+    # Package by package: `entry_points()` fails as a whole if one of them has a damaged file.
+    for package in distributions():
+        damage, points = None, []
+        try:
+            points = list(package.entry_points.select(group=group))
+        except Exception as error:
+            damage = error
+        if (not points and damage is None) or package.name in seen:
+            continue
+        seen.add(package.name)
+        if damage is not None:
+            log.warning("ignoring the package %r: its entry points cannot be read (%s)", package.name, damage)
+        yield from ((package.name, point) for point in points)

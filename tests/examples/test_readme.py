@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def environment(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def ran(command: list[str], home: Path, environment: dict[str, str]) -> str:
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_generate_answers_and_compares(home: Path, environment: dict[str, str]) -> None:
@@ -57,7 +56,10 @@ def test_generate_answers_and_compares(home: Path, environment: dict[str, str]) 
 
 def test_the_program_loads_vllm_with_drafts(home: Path, environment: dict[str, str]) -> None:
     answer = 'print("said:", llm.generate("One, two,")[0].outputs[0].text)\n'
-    program = PROGRAM.replace("**draft", "gpu_memory_utilization=0.3, max_model_len=512, **draft") + f"        {answer}"
+    program = (
+        PROGRAM.replace("**draft", "gpu_memory_utilization=0.3, max_model_len=512, enforce_eager=True, **draft")
+        + f"        {answer}"
+    )
     (home / "program.py").write_text(program)
 
     assert "said:" in ran(["python", "program.py"], home, environment)
@@ -74,6 +76,4 @@ def test_serve_starts(home: Path, environment: dict[str, str], tmp_path: Path, m
 
 
 def test_plan_is_a_command(environment: dict[str, str], home: Path) -> None:
-    assert "whether drafting is worth it" in ran(
-        [sys.executable, "-m", "specbranch", "plan", "--help"], home, environment
-    )
+    assert "--draft" in ran(["specbranch", "plan", "--help"], home, environment)

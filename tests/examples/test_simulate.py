@@ -86,6 +86,10 @@ def test_a_package_that_cannot_be_loaded_costs_a_warning_and_nothing_else(trace:
     broken.mkdir()
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (broken / "entry_points.txt").write_text("[specbranch.planners]\nbroken = nowhere:Planner\npearl = builtins:int\n")
+    damaged = tmp_path / "damaged-1.dist-info"
+    damaged.mkdir()
+    (damaged / "METADATA").write_text("Metadata-Version: 2.1\nName: damaged\nVersion: 1\n")
+    (damaged / "entry_points.txt").write_text("[specbranch.planners]\nno value\n")
     code = f"""
 import logging, sys
 sys.path.insert(0, {str(tmp_path)!r})
@@ -97,6 +101,7 @@ print(simulate(Trace.read({trace!r}), "pearl", c=5).speedup > 1)
 
     assert done.stdout == "True\n", done.stderr
     assert "planner 'broken' of package broken cannot be used" in done.stderr
+    assert "ignoring the package 'damaged'" in done.stderr
     assert "planner 'pearl' of package broken cannot be used" in done.stderr
 
 

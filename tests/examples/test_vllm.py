@@ -34,7 +34,7 @@ def num_accepted(printed: str) -> int:
 
 
 def test_vllm_with_a_draft_server(pair: tuple[str, str]) -> None:
-    printed = run("examples/offline.py", *pair, "--memory", "0.3")
+    printed = run("examples/offline.py", *pair, "--memory", "0.3", "--eager")
 
     assert "def fibonacci(n):" in printed
     assert num_accepted(printed) > 0
@@ -64,7 +64,7 @@ def draft_elsewhere(pair: tuple[str, str], tmp_path: Path) -> Iterator[str]:
 def test_a_target_with_its_draft_on_another_machine(
     pair: tuple[str, str], draft_elsewhere: str, tmp_path: Path
 ) -> None:
-    words = (pair[0], draft_elsewhere, "--keys", str(tmp_path / "keys"), "--memory", "0.3")
+    words = (pair[0], draft_elsewhere, "--keys", str(tmp_path / "keys"), "--memory", "0.3", "--eager")
 
     assert num_accepted(run("examples/two_machines.py", *words)) > 0
 

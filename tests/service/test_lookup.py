@@ -13,7 +13,7 @@ from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.dispatch import Dispatch
 from specbranch.service.observer import Observer
-from specbranch.service.sessions import SessionStore
+from specbranch.service.sessions import SessionStore, State
 from specbranch.service.timeline import TimelineRecorder
 from specbranch.service.wire import (
     VERSION,
@@ -424,3 +424,52 @@ def test_a_session_stays_while_another_target_works() -> None:
         bench.work(2)
 
     assert old is not None and old.binding.num_handles and not old.is_at_rest
+
+
+def test_an_answer_to_one_client_does_not_stop_the_wait_of_another_for_the_same_session() -> None:
+    """Two engines share a namespace. Both wait for one session, and the second for another one as well."""
+    notified: list[bool] = []
+    bench = Bench()
+    bench.compute._notify = lambda: notified.append(True)
+    bench.open([1, 2, 3], planner="sps")
+    bench.open([4, 5, 6], planner="sps", gamma=4)
+    shared, other = row_of([1, 2, 3], 7), row_of([4, 5, 6], 8)
+    assert bench.ask(Step(1, b"ours", 100.0, [shared]), client=b"a") == []
+    assert bench.ask(Step(1, b"ours", 100.0, [shared, other]), client=b"b") == []
+    answered: list[bytes] = []
+    while b"b" not in answered:
+        bench.work(1)
+        answered += [client for client, _ in bench.dispatch.answer_ready()]
+        if answered == [b"a"]:
+            unlikely = DRAFT.distribution((1, 2, 3, 7)).ids[-1]
+            assert bench.ask(Step(2, b"ours", 100.0, [row_of([1, 2, 3, 7], unlikely)]), client=b"a") == []
+    notified.clear()
+    while not (answers := bench.dispatch.answer_ready()):
+        bench.work(1)
+
+    ((client, reply),) = answers
+    assert client == b"a" and notified
+    assert isinstance(reply, Proposals) and reply.rows[0] is not None and len(reply.rows[0]) == 3
+
+
+def test_a_session_that_falls_far_behind_while_it_is_awaited_goes_on_with_its_prefill() -> None:
+    """Others needed the cache: the target waits no longer, and the prefill goes on all the same."""
+    bench = Bench()
+    sequence = [1 + number % 40 for number in range(100)]
+    bench.open(sequence, planner="sps")
+    bench.step(sequence, 7)
+    bench.work(40)
+    assert bench.step([*sequence, 7], 8, round=2, wait_ms=100.0) == []
+    (session,) = bench.store.snapshot()
+    session.binding.close()
+    ((_, reply),) = bench.dispatch.answer_ready()
+    assert reply == Proposals(2, [[]]) and session.state is State.BEHIND
+    before = session.num_unread
+    bench.work(3)
+
+    assert session.num_unread < before
+
+
+def row_of(sequence: list[int], *new: int) -> StepRow:
+    before = Digest(sequence)
+    return StepRow(before.name, list(new), before.extend(new).name, 0)

@@ -12,6 +12,7 @@ from specbranch.bench.prompts import TASKS
 from specbranch.core.planners import SettingError, planner_names, suggest
 from specbranch.engines.options import found_model
 from specbranch.errors import SpecBranchError
+from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 BARE = "bare"
@@ -156,6 +157,7 @@ def _with_new_names(scenario: Scenario) -> Scenario:
 
 def read_scenario(path: Path) -> Scenario:
     """The scenario of a file, checked."""
+    load_planners()
     try:
         scenario = _with_new_names(msgspec.toml.decode(path.read_bytes(), type=Scenario))
     except OSError as error:

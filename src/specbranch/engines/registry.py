@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from importlib.metadata import EntryPoint, distributions
 
 from specbranch.engines.options import EngineOptions, local_model
 from specbranch.engines.protocol import DraftEngine, EngineError
+from specbranch.extensions import offers
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _opener(name: str) -> Opener:
 def _discover() -> dict[str, str]:
     """Register what installed packages offer, once; for names that could not be registered, why."""
     broken: dict[str, str] = {}
-    for package, point in _offers():
+    for package, point in offers(GROUP):
         try:
             register_engine(point.name, point.load())
         except Exception as error:  # code of another package: anything can go wrong in it
@@ -102,21 +102,3 @@ def _discover() -> dict[str, str]:
             )
             log.warning("%s", broken[point.name])
     return broken
-
-
-def _offers() -> Iterator[tuple[str, EntryPoint]]:
-    """Entry points of our group, with the names of their packages; of two copies of a package only the first."""
-    seen: set[str] = set()
-    # Package by package: `entry_points()` fails as a whole if one of them has a damaged file.
-    for package in distributions():
-        damage, points = None, []
-        try:
-            points = list(package.entry_points.select(group=GROUP))
-        except Exception as error:
-            damage = error
-        if (not points and damage is None) or package.name in seen:
-            continue
-        seen.add(package.name)
-        if damage is not None:
-            log.warning("ignoring the package %r: its entry points cannot be read (%s)", package.name, damage)
-        yield from ((package.name, point) for point in points)

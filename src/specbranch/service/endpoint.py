@@ -92,13 +92,27 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     if _socket_path(address) is None:
-        if keys is None:
-            raise EndpointError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
-        public, secret = _load(keys.secret)
-        dealer.curve_publickey, dealer.curve_secretkey = public, secret
-        dealer.curve_serverkey = zmq.auth.load_certificate(keys.service)[0]
+        dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
     reach(dealer, address)
     return dealer
+
+
+def check_reachable(address: str, keys: ClientKeys | None = None) -> None:
+    """Raise what `connected` would raise for an address or for keys that cannot be used."""
+    if _socket_path(address) is None:
+        _curve_keys(address, keys)
+
+
+def _curve_keys(address: str, keys: ClientKeys | None) -> tuple[bytes, bytes, bytes]:
+    """A client's public and secret key, and the service's public one."""
+    if keys is None:
+        raise EndpointError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
+    public, secret = _load(keys.secret)
+    try:
+        service, _ = zmq.auth.load_certificate(keys.service)
+    except (OSError, ValueError) as error:
+        raise EndpointError(f"{keys.service} cannot be read as a key: {error}") from error
+    return public, secret, service
 
 
 def reach(dealer: zmq.Socket[bytes], address: str) -> None:

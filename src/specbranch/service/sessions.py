@@ -116,12 +116,18 @@ class DraftSession:
         self._digest = self._digest.extend(tokens)
 
     def propose(self) -> list[int] | None:
-        """What there is to submit; None if the target should wait for it."""
+        """What there is to submit; None if the target should wait for it, and then it is awaited.
+
+        The state changes under the lock: a draft step that ends meanwhile sees it before it looks whom to notify.
+        """
         with self.lock:
             proposal = self.core.propose()
-            if proposal is None and self.num_unread > _FAR_BEHIND:
+            if proposal is not None:
+                return proposal
+            if self.num_unread > _FAR_BEHIND:
                 return self._propose_now()
-            return proposal
+            self.turn(State.AWAITED)
+            return None
 
     def propose_now(self) -> list[int] | None:
         """What there is to submit: the target waits no longer."""

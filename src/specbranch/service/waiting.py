@@ -25,7 +25,7 @@ class Pending:
 
     def add(self, session: DraftSession | None, proposal: list[int] | None) -> None:
         """One more row. If its session has no proposal yet, the row waits for it."""
-        if session and proposal is None and session.turn(State.AWAITED):
+        if session and proposal is None and session.is_awaited:
             self.waiting.add(len(self.sessions))
             self.num_held += 1
         self.sessions.append(session)
@@ -47,9 +47,9 @@ class Waiting:
     def remove(self, client: bytes) -> Pending | None:
         """The client waits no more: it was answered, or it has gone on."""
         pending = self._pending.pop(client, None)
-        for session in pending.sessions if pending else ():
-            if session is not None and session.state is State.AWAITED:
-                session.turn(State.PREPARING)
+        if pending is not None:
+            for index in list(pending.waiting):
+                self._release(pending, index)
         return pending
 
     def all(self) -> list[Pending]:
@@ -70,8 +70,7 @@ class Waiting:
                 self._give_up(pending, index)
             elif proposal is not None:
                 pending.proposals[index] = proposal
-                pending.waiting.discard(index)
-                session.turn(State.PREPARING)
+                self._release(pending, index)
         return not pending.waiting
 
     def give_up(self, pending: Pending) -> None:
@@ -83,5 +82,16 @@ class Waiting:
         session = pending.sessions[index]
         assert session is not None, "only sessions are waited for"
         pending.proposals[index] = self._faults.contain(session, session.propose_now)
-        pending.waiting.discard(index)
+        self._release(pending, index)
         self._tell(session)
+
+    def _release(self, pending: Pending, index: int) -> None:
+        """The row waits no more; nor is its session awaited, unless another client waits for it."""
+        pending.waiting.discard(index)
+        session = pending.sessions[index]
+        assert session is not None, "only sessions are waited for"
+        is_awaited = any(other.sessions[row] is session for other in self._pending.values() for row in other.waiting)
+        if is_awaited:
+            session.turn(State.AWAITED)
+        elif session.is_awaited:
+            session.turn(State.PREPARING)

@@ -101,6 +101,7 @@ def method_for(planner: str, pair: Pair, predictor: str = "confidence", as_in_pa
 
     Not `as_in_paper`, specbranch is what the service runs: no wait after a miss, and only rows that pay.
     """
+    load_planners()
     names = setting_names(planner)
     settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
     if "acceptance" in names:

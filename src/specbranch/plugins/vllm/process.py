@@ -5,6 +5,7 @@ While one target decodes the others sleep, so several of them can share the same
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -51,7 +52,7 @@ class TargetProcess:
     def __enter__(self) -> TargetProcess:
         self._child = Child(
             [sys.executable, "-m", _WORKER],
-            environment={"OMP_NUM_THREADS": str(len(self._cores))} if self._cores else None,
+            environment=self._environment(),
             cores=self._cores,
             log_file=self._log_file,
             stdin=PIPE,
@@ -75,6 +76,12 @@ class TargetProcess:
         if kind is None:
             self._child.wait(_STOP_S)
         self._child.kill()
+
+    def _environment(self) -> dict[str, str]:
+        """As many threads as cores, unless the user wants another number."""
+        if not self._cores or "OMP_NUM_THREADS" in os.environ:
+            return {}
+        return {"OMP_NUM_THREADS": str(len(self._cores))}
 
     def _send(self, order: Any) -> None:
         assert self._child is not None, "enter it first"

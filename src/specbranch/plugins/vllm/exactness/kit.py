@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.planners import setting_names
+from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, Feature
 from specbranch.plugins.vllm.exactness.findings import (
     FAILED,
@@ -119,6 +120,7 @@ def check(options: CheckOptions, listen: Listener) -> Report:
 
     Exact equality is tested in float32, where rounding hardly depends on the batch; distributions in the serving dtype.
     """
+    load_planners()
     with DraftProcess(options.draft) as draft, tempfile.TemporaryDirectory(prefix="specbranch-check-") as logs:
         settings = ProposerSettings(
             address=draft.address,
