@@ -69,7 +69,14 @@ class CopyingEngine(ClockedEngine):
 def a_profile(size: int | None = 1000, bandwidth: float | None = 1e5, noise: float = 1.5) -> Profile:
     by_rows = {rows: Spread(step_s, step_s, noise * step_s) for rows, step_s in ((1, 0.25), (2, 0.5), (3, 0.75))}
     timings = Timings(16, by_rows, 0.5, False, 64.0)
-    return Profile("scripted", EngineInfo("toy", "cpu", 5, 64, 64, 64), 2, timings, size, bandwidth)
+    return Profile(
+        engine="scripted",
+        info=EngineInfo(model="toy", device="cpu", vocab_len=5, row_limit=64, max_handles=64, max_tokens=64),
+        threads=2,
+        timings=timings,
+        weight_bytes=size,
+        bandwidth=bandwidth,
+    )
 
 
 def test_the_measured_medians_are_exactly_the_given_line() -> None:

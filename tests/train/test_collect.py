@@ -62,7 +62,7 @@ def test_runs_are_what_a_drafted_window_would_have_given(collection: Path) -> No
     """Draft greedily after a place, as the service does, and compare with what the target said."""
     examples = read_examples([collection])
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path("smollm2-135m-dense"), dtype=torch.bfloat16)
-    row, num_equal, num_places = 0, 0, 0
+    row, num_equal, num_positions = 0, 0, 0
     for _, _, answer in read_answers(collection)[:6]:
         for place in range(0, len(answer.tokens) - 4, 3):
             text = [*answer.prompt, *answer.tokens[: place + 1]]
@@ -75,9 +75,9 @@ def test_runs_are_what_a_drafted_window_would_have_given(collection: Path) -> No
                     text.append(token)
                     drafted += 1
             num_equal += min(int(examples.runs[row + place]), 3) == drafted
-            num_places += 1
+            num_positions += 1
         row += len(answer.tokens) - 1
-    assert num_equal >= 0.75 * num_places > 0, "all but those where bfloat16 decides"
+    assert num_equal >= 0.75 * num_positions > 0, "all but those where bfloat16 decides"
 
 
 def test_a_collection_that_was_cut_off_goes_on(collection: Path) -> None:

@@ -27,7 +27,7 @@ def test_every_input_is_scored_on_prompts_it_has_not_seen(tmp_path: Path) -> Non
     assert set(found.scores) == {"majority", "features", "confidence", "both"}
     assert found.scores["features"].accuracy > found.scores["majority"].accuracy
     assert document == json.loads(json.dumps(found.as_json()))
-    assert sum(document["places"].values()) == 1500
+    assert sum(document["positions"].values()) == 1500
     assert set(document["across"]) == {"code"}
     assert set(told) == {f"fitting on {name}" for name in ("features", "confidence", "both", "code")}
     assert read_hrad(tmp_path / "out") is not None

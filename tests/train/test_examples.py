@@ -15,7 +15,7 @@ from specbranch.train.examples import (
     Examples,
     ExamplesError,
     name_of,
-    places,
+    positions,
     read_card,
     read_examples,
     split_of,
@@ -48,14 +48,14 @@ def test_a_run_counts_first_choices_that_are_right_behind_the_place() -> None:
         (1, 2, 3, 4, 5), (distribution(1), distribution(2), distribution(9, 0.125), distribution(4), distribution(5))
     )
 
-    distributions, runs, left = places(answer)
+    distributions, runs, left = positions(answer)
 
     assert runs.tolist() == [1, 0, 2, 1]
     assert left.tolist() == [4, 3, 2, 1]
     assert distributions[1].tolist() == [0.125, 0.25, 1.5], "the distribution behind the second token"
 
 
-def test_places_whose_window_nobody_saw_are_left_out() -> None:
+def test_positions_whose_window_nobody_saw_are_left_out() -> None:
     examples = Examples(CARD, **arrays([2, 1, 0, 3], [2, 2, 1, 9], [0, 0, 1, 1]))
 
     assert examples.settled(3).runs.tolist() == [1, 0, 3]

@@ -19,9 +19,9 @@ def test_scores_of_a_small_case() -> None:
     assert one.confusion == ((1, 1, 0), (0, 1, 0), (0, 0, 1))
     assert one.macro_f1 == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
     assert one.log_loss == pytest.approx(-np.log([0.8, 0.1, 0.8, 0.4]).mean())
-    # three places at 0.8, two of them right, and one at 0.4 that is right
+    # three positions at 0.8, two of them right, and one at 0.4 that is right
     assert one.calibration_error == pytest.approx((3 * (0.8 - 2 / 3) + 0.6) / 4)
-    assert one.places == 4
+    assert one.positions == 4
 
 
 def test_the_majority_foresees_the_class_that_comes_most_often() -> None:

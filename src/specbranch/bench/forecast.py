@@ -130,7 +130,7 @@ def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]
 def _best(trace: Trace, planner: str, terms: Terms, batch: int, sharing: float = 1.0) -> Forecast:
     layout = terms.layout(batch, sharing)
     acceptance = min(max(trace.match_share(), 0.01), 0.99)  # a short survey may show none or all
-    pair = Pair("surveyed", layout.c, _LONGEST, acceptance, "", layout.row_cost)
+    pair = Pair("surveyed", layout.c, _LONGEST, acceptance, "", row_cost=layout.row_cost)
     method = method_for(planner, pair, as_in_paper=False)
     if planner == _NONE:
         return Forecast(batch, method, 1.0)

@@ -188,7 +188,7 @@ def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
     return f"each row costs compute: {1e3 * cost.more_s:.3g} ms"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Measured figures of an engine, and what follows from them."""
 

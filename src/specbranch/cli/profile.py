@@ -92,7 +92,14 @@ def _profile(name: str, options: EngineOptions, rows: list[int], context: int, s
     try:
         timings = _measure(engine, rows, context, steps)
         bandwidth = read_bandwidth(name, options.device, options.threads)
-        return Profile(name, engine.info, options.threads, timings, weight_bytes(engine), bandwidth)
+        return Profile(
+            engine=name,
+            info=engine.info,
+            threads=options.threads,
+            timings=timings,
+            weight_bytes=weight_bytes(engine),
+            bandwidth=bandwidth,
+        )
     finally:
         engine.shutdown()
 

@@ -179,7 +179,7 @@ def _case(
         base.gamma if gamma is None else gamma,
         base.acceptance,
         base.source,
-        base.row_cost if row_cost is None else row_cost,
+        row_cost=base.row_cost if row_cost is None else row_cost,
     )
     if trace is not None:
         return _Case(pair.name, pair, recorded)

@@ -76,7 +76,15 @@ def collect(
     """Let the target answer prompts, and record its features and where the draft agrees."""
     with friendly_errors(UsageError, PromptError, ExamplesError, ImportError, OSError):
         messages = dict(_messages(text) for text in tasks)
-        options = CollectOptions(target, draft, layers, max_tokens, temperature, batch, device)
+        options = CollectOptions(
+            target,
+            draft,
+            num_layers=layers,
+            max_new_tokens=max_tokens,
+            temperature=temperature,
+            batch=batch,
+            device=device,
+        )
         with Progress() as progress:
             collect_examples(options, messages, out, partial(progress.show, "collecting"))
         examples = read_examples([out])

@@ -7,7 +7,7 @@ A handle is one sequence of tokens in an engine's key-value cache. Handles share
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from specbranch.core.distribution import Distribution
@@ -22,7 +22,7 @@ class EngineFull(EngineError):
     """No room for another handle or for more tokens. Nothing was changed; close something and try again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What callers need to know of an engine. It does not change while the engine lives.
 
@@ -35,7 +35,6 @@ class EngineInfo:
     row_limit: int  # rows in one step
     max_handles: int  # handles open at once
     max_tokens: int  # tokens in the cache, shared ones counted once
-    _: KW_ONLY
     rest_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing down the others
     dtype: str = ""  # of the weights, where the engine chose or was told one
     weight_bytes: int | None = None  # of the model: what one step must at least read; None if the engine cannot tell

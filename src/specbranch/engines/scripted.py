@@ -73,7 +73,14 @@ class ScriptedEngine:
     """A draft engine whose model is a script."""
 
     def __init__(self, script: Script, row_limit: int = 64) -> None:
-        self.info = EngineInfo("scripted", "none", script.vocab_len, row_limit, 1 << 30, 1 << 30)
+        self.info = EngineInfo(
+            model="scripted",
+            device="none",
+            vocab_len=script.vocab_len,
+            row_limit=row_limit,
+            max_handles=1 << 30,
+            max_tokens=1 << 30,
+        )
         self._script = script
         self._cells: dict[int, _Cell] = {}
         self._handles = count()
@@ -202,11 +209,11 @@ class ScriptedTarget:
 
 def offers(session: Session, vocab_len: int) -> list[Offer]:
     """What the draft offers to rule B at each submitted position and the branch point: distribution, tokens drawn."""
-    places = [session.tree.root, *(session.tree.submitted or ())]
+    positions = [session.tree.root, *(session.tree.submitted or ())]
     return [
         Offer(
             node.distribution.dense(vocab_len) if node.distribution else Distribution((), (), 0.0).dense(vocab_len),
             tuple(c.token for c in node.children),
         )
-        for node in places
+        for node in positions
     ]

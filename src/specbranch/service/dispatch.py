@@ -56,7 +56,7 @@ class Dispatch:
         self._observer = observer or Observer()
         self._clock = clock
         self.faults = Faults(store)
-        self.lookup = Lookup(engine, store, compute, self.faults, self._observer, clock)
+        self.lookup = Lookup(engine, store, compute, faults=self.faults, observer=self._observer, clock=clock)
         self._tenants = self.lookup.tenants
         self._waiting = Waiting(self.faults, compute.tell)
 

@@ -51,6 +51,7 @@ class Lookup:
         engine: DraftEngine,
         store: SessionStore,
         compute: Compute,
+        *,
         faults: Faults,
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,

@@ -51,7 +51,7 @@ class DraftStep:
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStep:
     """One verification; one entry per session in each tuple."""
 
@@ -176,4 +176,13 @@ class Loop:
             session.settle()
         self._costs.target.observe(1, step_s)
         hits = tuple(session.round.is_hit for session in step.batch)
-        self._observe(TargetStep(step.start_s, step.end_s, step.wait_s, submitted, verdicts, hits))
+        self._observe(
+            TargetStep(
+                start_s=step.start_s,
+                end_s=step.end_s,
+                wait_s=step.wait_s,
+                submitted=submitted,
+                verdicts=verdicts,
+                hits=hits,
+            )
+        )

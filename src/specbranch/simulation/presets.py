@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 from specbranch.core.distribution import Distribution
@@ -33,6 +33,7 @@ class Pair:
     gamma: int
     acceptance: float
     source: str
+    _: KW_ONLY
     row_cost: float = ROW_COST
 
 

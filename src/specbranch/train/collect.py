@@ -1,13 +1,13 @@
 """Collect examples: the target answers prompts in batches, the draft is then read over the answers.
 
-The features of a place cost nothing extra: they are taken while the target says it. Each batch is one part on disk, so
-a collection that was cut off goes on where it was.
+The features of a position cost nothing extra: they are taken while the target says it. Each batch is one part on disk,
+so a collection that was cut off goes on where it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from specbranch.core.distribution import Distribution
 from specbranch.engines.options import found_model
 from specbranch.trace import Answer, Header, Trace, write_trace
-from specbranch.train.examples import Card, name_of, part_path, places, trace_path, write_card, write_part
+from specbranch.train.examples import Card, name_of, part_path, positions, trace_path, write_card, write_part
 
 Tell = Callable[[int, int], None]
 _TOP_K = 10
@@ -31,6 +31,7 @@ class CollectOptions:
 
     target: str
     draft: str
+    _: KW_ONLY
     num_layers: int = 4
     max_new_tokens: int = 160
     temperature: float = 0.0
@@ -84,7 +85,7 @@ def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out:
 
 
 def _share_keys(model: Any) -> None:
-    """Let the query heads of one key head go through attention together, as if they were places of a sequence.
+    """Let the query heads of one key head go through attention together, as if they were positions of a sequence.
 
     Transformers copies the keys for each of them where there is padding, which takes most of a step.
     """
@@ -210,8 +211,8 @@ def _distributions(logits: Any) -> tuple[Distribution, ...]:
 
 
 def _arrays(group: Sequence[_Asked], said: Sequence[_Said], answers: Sequence[Answer]) -> dict[str, Any]:
-    """The places of a part; the last token of an answer is none, because nothing is known behind it."""
-    looks = [places(answer) for answer in answers]
+    """The positions of a part; the last token of an answer is none, because nothing is known behind it."""
+    looks = [positions(answer) for answer in answers]
     counts = [len(runs) for _, runs, _ in looks]
     return {
         "features": np.concatenate([one.features[:count] for one, count in zip(said, counts, strict=True)]),

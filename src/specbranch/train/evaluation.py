@@ -36,7 +36,7 @@ class Evaluation:
             "target": train.card.target,
             "draft": train.card.draft,
             "window": window,
-            "places": {name: len(part) for name, part in self.splits.items()},
+            "positions": {name: len(part) for name, part in self.splits.items()},
             "shares": (train.classes(window)[:, None] == range(3)).mean(0).tolist(),
             "epochs": {name: network.epochs for name, network in self.networks.items()},
             "scores": {name: one.as_json() for name, one in self.scores.items()},
@@ -89,7 +89,7 @@ def scores_by_task(network: Network, test: Examples, window: int) -> dict[str, d
         part = test.of_task(task)
         if len(part):
             one = score(network.foresee(part)[0], part.classes(window))
-            found[task] = {name: getattr(one, name) for name in ("places", "accuracy", "macro_f1", "log_loss")}
+            found[task] = {name: getattr(one, name) for name in ("positions", "accuracy", "macro_f1", "log_loss")}
     return found
 
 

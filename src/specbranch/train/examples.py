@@ -1,9 +1,9 @@
-"""Examples for H-RAD: target features at a place of an answer, and how many draft tokens stood after it.
+"""Examples for H-RAD: target features at a position of an answer, and how many draft tokens were accepted after it.
 
-A place is a token that the target said. Its features are the hidden states at the position that predicted it, and its
-own embedding; its run is how many of the draft's first choices in a row were right from there on. On the true sequence
-that is the same as drafting a window and comparing it: a greedy draft leaves the true sequence only where it is
-refused.
+A position is a token that the target said. Its features are the hidden states at the position that predicted it, and
+its own embedding; its run is how many of the draft's first choices in a row were right from there on. On the true
+sequence that is the same as drafting a window and comparing it: a greedy draft leaves the true sequence only where it
+is refused.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Rows of equal number: one for each place.
+    """Rows of equal number: one for each position.
 
-    `runs` are cut by the end of the answer where `left`, the tokens after the place, is no larger. `distributions`
+    `runs` are cut by the end of the answer where `left`, the tokens after the position, is no larger. `distributions`
     holds how the draft's next distribution looks: confidence, second probability, entropy.
     """
 
@@ -73,11 +73,11 @@ class Examples:
         return replace(self, **{name: getattr(self, name)[chosen] for name in rows})
 
     def settled(self, window: int) -> Examples:
-        """Without places so near the end of an answer that nobody knows what the window would have given."""
+        """Without positions so near the end of an answer that nobody knows what the window would have given."""
         return self.take((self.runs < self.left) | (self.left >= window))
 
     def split(self, name: str) -> Examples:
-        """One of `SPLITS`; all places of a prompt are in the same one."""
+        """One of `SPLITS`; all positions of a prompt are in the same one."""
         return self.take(np.array([split_of(int(prompt)) == name for prompt in self.prompts], dtype=bool))
 
     def of_task(self, task: str) -> Examples:
@@ -85,7 +85,7 @@ class Examples:
         return self.take(self.tasks == self.card.tasks.index(task))
 
     def classes(self, window: int) -> Array:
-        """H-RAD's classes: none, some or all of the window stood."""
+        """H-RAD's classes: none, some or all of the window were accepted."""
         return np.where(self.runs == 0, 0, np.where(self.runs >= window, 2, 1))
 
 
@@ -99,8 +99,8 @@ def name_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def places(answer: Answer) -> tuple[Array, Array, Array]:
-    """Distributions, runs and tokens left for each place of an answer but the last, behind which nothing is known."""
+def positions(answer: Answer) -> tuple[Array, Array, Array]:
+    """Distributions, runs and tokens left for each position of an answer but the last."""
     nexts = answer.distributions[1:]
     looks = [
         [
@@ -178,7 +178,7 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
         part = load_file(str(path))
         row = 0
         for answer in read_trace(_beside(path)).answers:
-            if len(answer.tokens) > 1:  # one token has no place
+            if len(answer.tokens) > 1:  # one token has no position
                 found.append((card.tasks[part["tasks"][row]], int(part["prompts"][row]), answer))
             row += len(answer.tokens) - 1
     return found

@@ -1,6 +1,6 @@
-"""Fit H-RAD: the paper's network of three classes, and beside it a head that says how far the window will stand.
+"""Fit H-RAD: the paper's network of three classes, and beside it a head that says how much of the window is accepted.
 
-Prompts are split, never places. Training stops when the held-out prompts are no longer foreseen better.
+Prompts are split, never positions. Training stops when the held-out prompts are no longer foreseen better.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Network:
     epochs: int
 
     def foresee(self, examples: Examples, rows: int = 4096) -> tuple[Array, Array]:
-        """Chances of the three classes [n, 3], and of standing at least 1, 2, ... tokens [n, window]."""
+        """Chances of the three classes [n, 3], and that at least 1, 2, ... tokens are accepted [n, window]."""
         parts = [
             self._forward(look(examples.take(slice(start, start + rows)), self.inputs))
             for start in range(0, len(examples), rows)
@@ -159,7 +159,7 @@ def _class_weights(classes: Array, balance: float) -> Array:
 
 
 def _hazards(examples: Examples, window: int) -> tuple[Any, Any]:
-    """For each place of the window: did the token stand, and was it reached at all."""
+    """For each position of the window: was the token accepted, and was it reached at all."""
     import torch
 
     runs = torch.from_numpy(examples.runs)[:, None]

@@ -12,11 +12,11 @@ from specbranch.train.examples import Array
 _BINS = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Figures of predicted chances of the three classes against what happened."""
+    """Stats of predicted chances of the three classes against what happened."""
 
-    places: int
+    positions: int
     accuracy: float
     macro_f1: float
     log_loss: float
@@ -36,13 +36,13 @@ def score(chances: Array, classes: Array) -> Score:
     np.add.at(confusion, (classes, foreseen), 1)
     bins = _bins(chances.max(-1), foreseen == classes)
     return Score(
-        len(classes),
-        float((foreseen == classes).mean()),
-        _macro_f1(confusion),
-        float(-np.log(np.maximum(chances[np.arange(len(classes)), classes], 1e-9)).mean()),
-        float(sum(abs(sure - right) * count for sure, right, count in bins) / len(classes)),
-        tuple(tuple(int(count) for count in row) for row in confusion),
-        bins,
+        positions=len(classes),
+        accuracy=float((foreseen == classes).mean()),
+        macro_f1=_macro_f1(confusion),
+        log_loss=float(-np.log(np.maximum(chances[np.arange(len(classes)), classes], 1e-9)).mean()),
+        calibration_error=float(sum(abs(sure - right) * count for sure, right, count in bins) / len(classes)),
+        confusion=tuple(tuple(int(count) for count in row) for row in confusion),
+        bins=bins,
     )
 
 
