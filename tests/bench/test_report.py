@@ -41,10 +41,10 @@ def test_every_method_has_a_color_of_its_own() -> None:
 
 
 def test_equality_with_bare_vllm_is_explained_and_one_trial_has_no_range() -> None:
-    text = as_markdown("Few", [section_of(read_results(RESULTS / "bench-flagship-sampled.jsonl"), "specbranch")])
+    text = as_markdown("Few", [section_of(read_results(RESULTS / "duel.jsonl"), "specbranch")])
 
     assert "Less than 100 % is expected in bfloat16" in text
-    assert "(1 trials)" not in text and "(1 trial)" in text
+    assert "(2 trials)" in text
     for row in text.splitlines():
         cells = row.split(" | ")
         assert len(cells) != 15 or cells[4] in ("", NO_RANGE, "95 % of resamples", "---"), row

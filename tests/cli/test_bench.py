@@ -28,7 +28,7 @@ def test_the_table_names_every_method_of_every_task() -> None:
 
 
 def test_a_trial_alone_has_no_range_and_equality_is_explained() -> None:
-    shown = run(app, ["bench", "show", str(ROOT / "results" / "bench-flagship-sampled.jsonl")])
+    shown = run(app, ["bench", "show", str(ROOT / "benchmarks" / "duel.jsonl")])
     text = " ".join(shown.stdout.split())
 
     assert f" {NO_RANGE} " in text

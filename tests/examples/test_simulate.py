@@ -71,7 +71,7 @@ def test_the_command_line_knows_it_and_its_settings(python: str) -> None:
     words = ("simulate", "--c", "6", "--acceptance", "0.8", "--tokens", "500", "--planners", "pearl,cautious", "--json")
     printed = run("-m", "specbranch", *words, python=python)
     wrong = subprocess.run(
-        [python, "-m", "specbranch", "serve", "x", "--draft", "y", "--planner", "cautiuos"],
+        [python, "-m", "specbranch", "simulate", "--c", "6", "--acceptance", "0.8", "--planners", "cautiuos"],
         capture_output=True,
         text=True,
         check=False,

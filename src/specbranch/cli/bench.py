@@ -40,7 +40,7 @@ bench.callback()(print_help_alone)
 _RESULTS = typer.Argument(metavar="FILE", help="Result file of `specbranch bench run`.", show_default=False)
 
 
-@bench.command(cls=Command, epilog=example("specbranch bench run scenarios/small.toml --data prompts --out r.jsonl"))
+@bench.command(cls=Command, epilog=example("specbranch bench run benchmarks/small.toml --data prompts --out r.jsonl"))
 def run(
     scenario: Annotated[
         Path, typer.Argument(metavar="SCENARIO", help="TOML file that says what to measure.", show_default=False)
@@ -70,14 +70,14 @@ def run(
         _print(out, as_json=False)
 
 
-@bench.command(cls=Command, epilog=example("specbranch bench show results/bench-planners.jsonl"))
+@bench.command(cls=Command, epilog=example("specbranch bench show benchmarks/planners.jsonl"))
 def show(results: Annotated[Path, _RESULTS], as_json: AsJson = False) -> None:
     """Show the speed of every method relative to bare vLLM, as a table."""
     with friendly_errors(ResultError):
         _print(results, as_json)
 
 
-@bench.command(cls=Command, epilog=example("specbranch bench report results/bench-planners.jsonl --out report"))
+@bench.command(cls=Command, epilog=example("specbranch bench report benchmarks/planners.jsonl --out report"))
 def report(
     results: Annotated[
         list[Path],
