@@ -110,10 +110,12 @@ def test_the_example_leaves_the_distribution_exact(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(PLANNER / "src"))
     example = importlib.import_module("cautious_planner")
 
-    for pair, ending in (
-        (two_token_pair(), Ending(max_new_tokens=3)),
-        (three_token_pair(), Ending(max_new_tokens=5, eos_ids=frozenset({2}))),
+    for waits, pair, ending in (
+        (False, two_token_pair(), Ending(max_new_tokens=3)),
+        (True, two_token_pair(), Ending(max_new_tokens=3)),
+        (False, three_token_pair(), Ending(max_new_tokens=5, eos_ids=frozenset({2}))),
     ):
-        make = lambda chance: example.CautiousPlanner(example.CautiousSettings(gamma=2), CONSTANTS["confidence"])  # noqa: E731
+        chosen = example.CautiousSettings(gamma=2, waits=waits)
+        make = lambda chance, chosen=chosen: example.CautiousPlanner(chosen, CONSTANTS["confidence"])  # noqa: E731
 
         assert emitted_distribution(pair, make, "match", ending) == target_distribution(pair, ending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from tests.examples.running import ROOT, run
 from tests.examples.test_simulate import python
-from tests.vllm.pair import SHORT, require_pair
+from tests.vllm.pair import PAIR, SHORT, require_pair
 from tests.vllm.serving import serving
 
 __all__ = ["python"]  # the fixture
@@ -69,12 +70,23 @@ def test_a_target_with_its_draft_on_another_machine(
     assert num_accepted(run("examples/two_machines.py", *words)) > 0
 
 
-def test_a_planner_of_another_package_drafts_for_vllm_and_the_kit_finds_its_output_exact(
-    pair: tuple[str, str], python: str
-) -> None:
-    sizes = ("--num-prompts", "2", "--num-tokens", "12", "--num-samples", "24")
-    words = ("check", pair[0], "--draft", pair[1], "--planner", "cautious", "--dtype", "float32", *sizes)
-    printed = run("-m", "specbranch", *words, python=python, timeout_s=580)
+def test_a_planner_of_another_package_drafts_for_vllm(pair: tuple[str, str], python: str) -> None:
+    own = ("--planner", "cautious", "--set", "waits=true", "--set", "least=0")
+    words = ("generate", pair[0], "--draft", pair[1], *own, "--dtype", "float32", "--max-tokens", "24", "--compare")
+    printed = run("-m", "specbranch", *words, "--prompt", "Count to ten.", "--json", python=python)
+    document = json.loads(printed.splitlines()[-1])
+
+    assert document["planner"] == "cautious"
+    assert document["accepted"] > 0
+    assert document["is_equal"], "in float32 the output is bare vLLM's"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_kit_finds_the_output_exact_with_a_planner_of_another_package(python: str) -> None:
+    target, draft = require_pair(name=PAIR)
+    words = ("check", str(target), "--draft", str(draft), "--planner", "cautious", "--dtype", "float32", "--quick")
+    printed = run("-m", "specbranch", *words, python=python, timeout_s=1700)
 
     assert "greedy in float32: cautious" in printed
     assert "all checks hold" in printed

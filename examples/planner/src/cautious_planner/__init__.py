@@ -13,19 +13,25 @@ from specbranch.core.round import Round
 
 @dataclass(frozen=True, slots=True)
 class CautiousSettings(Settings):
-    """Longest submission, and the least chance that a submitted token is accepted."""
+    """Longest submission, the least chance that a submitted token is accepted, and whether the target waits.
+
+    `waits`: while nothing is drafted, the target waits for a first token, at most for its deadline.
+    """
 
     gamma: Window = 8
     least: Share = 0.3
+    waits: bool = False
 
 
 class CautiousPlanner(Planner[CautiousSettings]):
-    """One chain; it never lets the target wait."""
+    """One chain of the draft's first choices."""
 
     settings_type = CautiousSettings
 
-    def submit(self, round: Round) -> Sequence[Node]:
-        """The chain of the draft's first choices, cut where it becomes unlikely."""
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        """The chain, cut where it becomes unlikely; None lets the target wait."""
+        if self.settings.waits and round.tree.unrun(round.tree.root, 1):
+            return None
         chain = round.tree.walk(round.tree.root, self.settings.gamma)
         return [node for node in chain if round.tree.chance(node) >= self.settings.least]
 
