@@ -215,7 +215,7 @@ def test_keys_are_written_for_their_owner_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.gguf"], "no model 'nowhere.gguf' here"),
+        (["nowhere.gguf"], "no model 'nowhere.gguf' on this machine"),
         (["x", "--log-format", "xml"], "'xml' is not one of 'text', 'json'"),
         (["x", "--cores", "one"], "whole numbers"),
         (["x", "--engine", "abacus"], "no engine is called"),
