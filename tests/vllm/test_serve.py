@@ -80,7 +80,7 @@ def complete_all(client: Any) -> list[str]:
 def test_it_says_what_runs_where_and_when_it_is_ready(served: Served) -> None:
     said = served.out.read_text()
 
-    assert TARGET in said and f"{DRAFT} by llamacpp on cpu" in said
+    assert TARGET in said and f"{DRAFT} in llamacpp on cpu" in said
     assert "specbranch waits=True gamma=4" in said and "2000 ms" in said
     assert served.url in said
     assert "ipc://" in said
@@ -247,7 +247,7 @@ def test_ctrl_c_while_vllm_loads_stops_everything_and_a_second_one_kills(tmp_pat
         (vllm,) = (pid for pid, command in children.items() if "vllm.launch" in command)
         os.kill(vllm, signal.SIGSTOP)
         served.process.send_signal(signal.SIGINT)
-        wait_for(lambda: "once more to kill" in served.out.read_text())
+        wait_for(lambda: "Ctrl-C again to kill" in served.out.read_text())
         assert served.process.poll() is None
         served.process.send_signal(signal.SIGINT)
 
