@@ -11,12 +11,10 @@ from __future__ import annotations
 import logging
 import multiprocessing.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.endpoint import check_reachable
@@ -30,12 +28,12 @@ log = logging.getLogger(__name__)
 assert multiprocessing.util
 
 
-@dataclass(frozen=True, slots=True)
 class DraftAddress:
     """Where a draft service listens; `keys` is the directory of its CURVE keys, needed for TCP."""
 
-    address: str
-    keys: str | None = None
+    def __init__(self, address: str, keys: str | None = None) -> None:
+        self.address = address
+        self.keys = keys
 
     def vllm_args(
         self,
@@ -54,7 +52,6 @@ class DraftAddress:
         per sequence and step, and a step waits at most `deadline_ms` for them. Targets with one `namespace` share
         drafts for equal prompts. `is_gated`: drafts are left out at loads where they were measured not to pay.
         """
-        load_planners()
         chosen = ProposerSettings(
             address=self.address,
             planner=planner,
@@ -71,7 +68,7 @@ class DraftAddress:
         return proposer_arguments(chosen, max_draft_tokens)
 
 
-class DraftServer:
+class DraftServer(DraftAddress):
     """A draft service in a process of its own, with a private socket. Use it with `with`.
 
     `model` is a path, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face hub. `engine` None is
@@ -85,34 +82,30 @@ class DraftServer:
         *,
         device: str = "cpu",
         engine: str | None = None,
-        dtype: str | None = None,
+        dtype: str = "auto",
         cores: Sequence[int] | None = None,
         threads: int | None = None,
         timeline: str | Path | None = None,
         record: str | Path | None = None,
     ) -> None:
-        files = {"--timeline": timeline, "--record": record}
-        asked = {"--dtype": dtype, **{flag: Path(file).absolute() for flag, file in files.items() if file is not None}}
-        extra = [word for flag, value in asked.items() if value is not None for word in (flag, str(value))]
         options = DraftOptions(
-            model=str(model), engine=engine, device=device, cores=cores, threads=threads, extra=extra
+            model=str(model),
+            engine=engine,
+            device=device,
+            dtype=dtype,
+            cores=cores,
+            threads=threads,
+            timeline=timeline,
+            record=record,
         )
         self._keeper = DraftKeeper(options, say=log.warning)
+        super().__init__(self._keeper.address)
         self._is_started = False
 
     @staticmethod
     def at(address: str, keys: str | Path | None = None) -> DraftAddress:
         """A draft service that runs already, such as `specbranch draft` on another machine."""
         return DraftAddress(address, None if keys is None else str(keys))
-
-    @property
-    def address(self) -> str:
-        """Where the service listens."""
-        return self._keeper.address
-
-    def vllm_args(self, planner: str = "specbranch", max_draft_tokens: int = 8, **settings: Any) -> dict[str, Any]:
-        """Arguments for `vllm.LLM(model, **args)`; see `DraftAddress.vllm_args`."""
-        return DraftAddress(self.address).vllm_args(planner, max_draft_tokens, **settings)
 
     def start(self) -> None:
         """Start the service and wait until it answers. A server can be started once."""

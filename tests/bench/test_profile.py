@@ -19,7 +19,6 @@ from specbranch.bench.profile import (
     rows_limit,
     spread_of,
     step_limit,
-    weight_bytes,
 )
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.core.costs import StepCost
@@ -66,15 +65,17 @@ class CopyingEngine(ClockedEngine):
         return fork
 
 
+TOY = EngineInfo(model="toy", device="cpu", vocab_len=5, row_limit=64, max_handles=64, max_tokens=64)
+
+
 def a_profile(size: int | None = 1000, bandwidth: float | None = 1e5, noise: float = 1.5) -> Profile:
     by_rows = {rows: Spread(step_s, step_s, noise * step_s) for rows, step_s in ((1, 0.25), (2, 0.5), (3, 0.75))}
     timings = Timings(16, by_rows, 0.5, False, 64.0)
     return Profile(
         engine="scripted",
-        info=EngineInfo(model="toy", device="cpu", vocab_len=5, row_limit=64, max_handles=64, max_tokens=64),
+        info=replace(TOY, weight_bytes=size),
         threads=2,
         timings=timings,
-        weight_bytes=size,
         bandwidth=bandwidth,
     )
 
@@ -219,11 +220,9 @@ def test_without_weights_or_bandwidth_there_is_no_bound(size: int | None, bandwi
 
 
 def test_weights_are_known_only_from_engines_that_tell() -> None:
-    telling = ClockedEngine()
-    telling.info = replace(telling.info, weight_bytes=7)
-
-    assert weight_bytes(ClockedEngine()) is None
-    assert weight_bytes(telling) == 7
+    assert ClockedEngine().info.weight_bytes is None
+    assert a_profile(size=None).weight_bytes is None
+    assert a_profile(size=7).weight_bytes == 7
 
 
 def test_the_bandwidth_of_this_machine_is_read_with_any_number_of_threads() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.cli.options import _OLD_NAMES, draft_words, with_new_names
+from specbranch.cli.options import _OLD_NAMES, with_new_names
 from specbranch.plugins.vllm.compat import launch
+from specbranch.service.process import DraftOptions
 
 runner = CliRunner()
 
@@ -118,5 +121,9 @@ def test_flags_of_vllm_are_not_suspected(flag: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_draft_service_gets_its_options_under_their_own_names() -> None:
-    assert draft_words("auto") == []
-    assert draft_words("int8") == ["--dtype", "int8"]
+    plain = DraftOptions("m").arguments("ipc://x")
+    full = DraftOptions("m", dtype="int8", timeline="t.json", record=Path("r.gz")).arguments("ipc://x")
+
+    assert plain == ["draft", "m", "--device", "cpu", "--listen", "ipc://x", "--until-eof"]
+    files = ["--timeline", str(Path.cwd() / "t.json"), "--record", str(Path.cwd() / "r.gz")]
+    assert full == [*plain[:-1], "--dtype", "int8", *files, "--until-eof"]

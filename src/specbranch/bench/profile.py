@@ -196,8 +196,12 @@ class Profile:
     info: EngineInfo
     threads: int
     timings: Timings
-    weight_bytes: int | None  # None: the engine does not tell
     bandwidth: float | None  # bytes per second; None: nothing here can measure that device
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of the model's weights; None if the engine does not tell."""
+        return self.info.weight_bytes
 
     @property
     def medians_s(self) -> dict[int, float]:
@@ -265,11 +269,6 @@ class Profile:
 
 def _spread_json(spread: Spread) -> dict[str, float]:
     return {"median_ms": 1e3 * spread.median_s, "p10_ms": 1e3 * spread.p10_s, "p90_ms": 1e3 * spread.p90_s}
-
-
-def weight_bytes(engine: DraftEngine) -> int | None:
-    """Bytes of the model's weights, if the engine knows."""
-    return engine.info.weight_bytes
 
 
 def read_bandwidth(

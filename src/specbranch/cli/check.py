@@ -28,7 +28,6 @@ from specbranch.cli.options import (
     TargetCores,
     VllmArg,
     check_directory,
-    draft_words,
 )
 from specbranch.cli.progress import Progress
 from specbranch.cli.values import table
@@ -96,10 +95,16 @@ def check(
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         check_directory("--report", report)
         cores = divide_cores(draft_device, target_cores, draft_cores)
-        extra = ["--log-level", "warning", *draft_words(draft_dtype)]
         options = CheckOptions(
             target=target,
-            draft=DraftOptions(model=draft, engine=draft_engine, device=draft_device, cores=cores.draft, extra=extra),
+            draft=DraftOptions(
+                model=draft,
+                engine=draft_engine,
+                device=draft_device,
+                dtype=draft_dtype,
+                cores=cores.draft,
+                extra=["--log-level", "warning"],
+            ),
             planners=_planners(planner, all_planners),
             dtype=dtype,
             num_speculative_tokens=gamma,

@@ -210,12 +210,3 @@ def check_directory(option: str, path: Path | None) -> None:
     """Raise now if a file could not be written when everything is done."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"{option} is {path}, but there is no directory {path.parent}; create it first")
-
-
-def draft_words(dtype: str, timeline: Path | None = None, record: Path | None = None) -> list[str]:
-    """Options that `specbranch draft` gets from a command that starts it."""
-    words = [] if dtype == "auto" else ["--dtype", dtype]
-    for option, path in (("--timeline", timeline), ("--record", record)):
-        check_directory(option, path)
-        words += [option, str(path.absolute())] if path else []
-    return words

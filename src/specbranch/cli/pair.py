@@ -14,7 +14,7 @@ from typing import Any
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.cores import divide_cores
-from specbranch.cli.options import draft_words
+from specbranch.cli.options import check_directory
 from specbranch.cli.placement import Cores
 from specbranch.cli.quiet import quiet
 from specbranch.errors import SpecBranchError
@@ -51,6 +51,7 @@ class PairOptions:
         """Raise now what would otherwise be raised after both models are loaded."""
         if not launch.is_installed():
             raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+        check_directory("--timeline", self.timeline)
         if self.draft is not None:
             read_settings(self.section).client_options(self.gamma)
 
@@ -132,8 +133,9 @@ class Pair:
             model=options.draft,
             engine=options.draft_engine,
             device=options.draft_device,
+            dtype=options.draft_dtype,
             cores=cores,
-            extra=draft_words(options.draft_dtype, options.timeline),
+            timeline=options.timeline,
         )
         return DraftProcess(how, log_file)
 

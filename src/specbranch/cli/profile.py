@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.bench.profile import Profile, Timings, measure, read_bandwidth, weight_bytes
+from specbranch.bench.profile import Profile, Timings, measure, read_bandwidth
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.cores import stay_on
@@ -97,7 +97,6 @@ def _profile(name: str, options: EngineOptions, rows: list[int], context: int, s
             info=engine.info,
             threads=options.threads,
             timings=timings,
-            weight_bytes=weight_bytes(engine),
             bandwidth=bandwidth,
         )
     finally:

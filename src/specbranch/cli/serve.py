@@ -30,7 +30,7 @@ from specbranch.cli.options import (
     Target,
     TargetCores,
     TimelineFile,
-    draft_words,
+    check_directory,
     refuse_misspelt,
 )
 from specbranch.cli.placement import Cores
@@ -127,8 +127,17 @@ def serve(
         engine, options = "", None
         if draft is not None:
             engine = draft_engine or engine_for(draft)
-            extra = draft_words(draft_dtype, timeline, record)
-            options = DraftOptions(model=draft, engine=engine, device=draft_device, cores=cores.draft, extra=extra)
+            check_directory("--timeline", timeline)
+            check_directory("--record", record)
+            options = DraftOptions(
+                model=draft,
+                engine=engine,
+                device=draft_device,
+                dtype=draft_dtype,
+                cores=cores.draft,
+                timeline=timeline,
+                record=record,
+            )
         plan = _Plan(
             target=target,
             draft=options,

@@ -1,8 +1,8 @@
 """The compute thread: plan, run one batched step, put the distributions into the trees, look for news, again.
 
 It alone touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then by how
-likely the draft thinks it that their sequence comes true. Prefill goes a piece at a time, and no more than
-one piece's worth of tokens in a step, so that sessions which already draft go on meanwhile.
+likely the draft thinks it that their sequence comes true. Prefill goes a piece at a time, and no more than one piece's
+worth of tokens in a step, so that sessions which already draft go on meanwhile.
 """
 
 from __future__ import annotations

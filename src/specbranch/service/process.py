@@ -24,15 +24,21 @@ class StartError(SpecBranchError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """The options of `specbranch draft`. `address` None means a new socket that only this user can reach."""
+    """The options of `specbranch draft`. `address` None means a new socket that only this user can reach.
+
+    `timeline` and `record` are files that the service writes. `extra` are more words for its command line.
+    """
 
     model: str
     _: KW_ONLY
     engine: str | None = None
     device: str = "cpu"
+    dtype: str = "auto"
     cores: Sequence[int] | None = None
     threads: int | None = None
     address: str | None = None
+    timeline: str | Path | None = None
+    record: str | Path | None = None
     extra: Sequence[str] = ()
 
     def arguments(self, address: str) -> list[str]:
@@ -41,8 +47,11 @@ class DraftOptions:
             "--device": self.device,
             "--listen": address,
             "--engine": self.engine,
+            "--dtype": None if self.dtype == "auto" else self.dtype,
             "--threads": self.threads,
             "--cores": ",".join(str(core) for core in self.cores) if self.cores else None,
+            "--timeline": _absolute(self.timeline),
+            "--record": _absolute(self.record),
         }
         pairs = [part for name, value in chosen.items() if value is not None for part in (name, str(value))]
         return ["draft", self.model, *pairs, "--until-eof", *self.extra]
@@ -127,3 +136,7 @@ class DraftProcess:
     def _new_address(self) -> str:
         directory = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-"))
         return f"ipc://{directory}/draft.sock"
+
+
+def _absolute(file: str | Path | None) -> Path | None:
+    return None if file is None else Path(file).absolute()

@@ -58,11 +58,6 @@ class TorchEngine:
         """Memory of all keys and values."""
         return sum(arena.num_bytes for arena in self._cells.arenas())
 
-    @property
-    def weight_bytes(self) -> int | None:
-        """Bytes of the model's weights, as in `info`."""
-        return self.info.weight_bytes
-
     def open(self) -> int:
         return self._cells.open()
 
