@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +19,15 @@ _Found = TypeVar("_Found")
 
 PIPE = subprocess.PIPE
 _TAIL_LEN = 2000  # characters
+_WORK_S, _WORK_BYTES = 0.2, 1 << 20  # less than this is no work, but waiting
 
 
 class Child:
     """A running process; making one starts it.
 
     `environment` is added to ours. `cores` None means those of this process. Output goes to `log_file`, or where ours
-    goes; `stdout` may be sent elsewhere. `has_group`: processes that the child has started are killed with it.
+    goes; `stdout` may be sent elsewhere, and with `has_one_output` standard error goes with it. `has_group`: processes
+    that the child has started are killed with it.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Child:
         log_file: Path | None = None,
         stdin: int = subprocess.DEVNULL,
         stdout: int | IO[str] | None = None,
+        has_one_output: bool = False,
         has_group: bool = False,
     ) -> None:
         self._log_file = log_file
@@ -48,7 +52,7 @@ class Child:
                 command,
                 stdin=stdin,
                 stdout=log if stdout is None else stdout,
-                stderr=log,
+                stderr=subprocess.STDOUT if has_one_output else log,
                 env={**os.environ, **(environment or {})},
                 # Ctrl-C in the terminal reaches the parent only, which stops the child in its own time.
                 start_new_session=True,
@@ -89,6 +93,20 @@ class Child:
         assert self._process.stdout is not None, "started without a pipe"
         return self._process.stdout
 
+    def listen(self, hear: Callable[[str], None]) -> threading.Thread:
+        """Let a thread hear every line of its standard output until it ends; also lines that replace each other."""
+        # A file of its own: one that is closed here while a thread reads from it would block.
+        copy = os.dup(self.output.fileno())
+
+        def pass_on() -> None:
+            with os.fdopen(copy, errors="replace") as lines:
+                for line in lines:
+                    hear(line.rstrip("\n"))
+
+        thread = threading.Thread(target=pass_on, name=f"output-{self.pid}", daemon=True)
+        thread.start()
+        return thread
+
     def close_input(self) -> None:
         """Close its standard input; some programs end by that."""
         with contextlib.suppress(BrokenPipeError):  # it has ended already
@@ -109,6 +127,16 @@ class Child:
                 return found
             time.sleep(pause_s)
         return None
+
+    def work(self) -> tuple[float, int] | None:
+        """Processor seconds used and bytes read so far; None where the system does not tell."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        except OSError:
+            return None
+        ticks = int(fields[11]) + int(fields[12])  # in user and in system mode
+        return ticks / os.sysconf("SC_CLK_TCK"), int(lines[0].split()[1])
 
     def last_words(self) -> str:
         """The end of its log; empty if it has none."""
@@ -134,6 +162,24 @@ class Child:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):  # what was not read is lost
                     pipe.close()
+
+
+class Idleness:
+    """For how long a child has done next to nothing: no computing, no reading. It may take hours if it works."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._mark = child.work()
+        self._since_s = time.monotonic()
+
+    def seconds(self) -> float:
+        """How long, so far; zero where the system does not tell."""
+        now = self._child.work()
+        if now is None or self._mark is None:
+            return 0.0
+        if now[0] - self._mark[0] > _WORK_S or now[1] - self._mark[1] > _WORK_BYTES:
+            self._mark, self._since_s = now, time.monotonic()
+        return time.monotonic() - self._since_s
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.plugins.vllm import SpecBranchProposer
 from specbranch.plugins.vllm.compat import patches, runner
+from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.client import ClientOptions, Committed
@@ -56,7 +57,15 @@ def proposer_with(
         model_config=SimpleNamespace(
             **{"max_model_len": 10, "get_vocab_size": lambda: 49152, **(target or {}).get("model", {})}
         ),
-        parallel_config=SimpleNamespace(**(target or {}).get("parallel", {})),
+        parallel_config=SimpleNamespace(
+            **{
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "data_parallel_size": 1,
+                "distributed_executor_backend": "mp",
+                **(target or {}).get("parallel", {}),
+            }
+        ),
     )
     return SpecBranchProposer(config)
 
@@ -296,3 +305,18 @@ def test_a_runner_that_has_changed_gets_one_warning_and_drafts_for_all(
 
     assert [proposer.propose([[3]], lengths, table) for _ in range(3)] == [[[5, 6]]] * 3
     assert caplog.text.count("is not as expected") == 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cause"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher"),
+    ],
+)
+def test_a_layout_that_would_be_wrong_stops_vllm_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], cause: str
+) -> None:
+    with pytest.raises(LayoutError, match=cause):
+        proposer_with(monkeypatch, target={"parallel": parallel})
+    proposer_with(monkeypatch, target={"parallel": {"tensor_parallel_size": 2, "distributed_executor_backend": object}})

@@ -121,7 +121,7 @@ def test_the_executor_that_somebody_chose_stands_and_is_bound_to_the_cores() -> 
 
 def test_several_workers_share_the_cores_equally() -> None:
     assert options("-tp", "2", cores=(0, 1, 2, 5)).environment() == {"VLLM_CPU_OMP_THREADS_BIND": "0,1|2,5"}
-    assert options("-tp=2", "--pipeline-parallel-size", "2", cores=(4, 5, 6, 7)).num_workers == 4
+    assert options("-tp=2", "--data-parallel-size", "2", cores=(4, 5, 6, 7)).num_workers == 4
     with pytest.raises(FlagError, match="2 workers need as many cores"):
         options("--tensor_parallel_size", "2").environment()
 

@@ -24,7 +24,7 @@ from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.provenance import provenance
-from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.service.process import DraftProcess
 from specbranch.service.reporter import Reach, Reporter
 
 _REPORT_S = 5.0
@@ -195,13 +195,7 @@ class _Engines:
 def _engines(scenario: Scenario) -> Iterator[_Engines]:
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
-        options = DraftOptions(
-            scenario.draft,
-            cores=scenario.draft_cores or None,
-            threads=len(scenario.draft_cores) or None,
-            extra=["--log-level", "warning", *scenario.draft_arguments],
-        )
-        draft = stack.enter_context(DraftProcess(options))
+        draft = stack.enter_context(DraftProcess(scenario.draft_options()))
         drafting = [method for method in scenario.methods if method.planner is not None]
         reporters = {method.name: Reporter(draft.address, method.name.encode()) for method in drafting}
         for reporter in reporters.values():

@@ -14,6 +14,7 @@ from specbranch.engines.options import found_model
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.service.process import DraftOptions
 
 BARE = "bare"
 _RENAMED = {"--trace": "--timeline"}  # options of `specbranch draft`, by the names that older files have
@@ -129,6 +130,15 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if method.planner is not None:
             return len({*self.target_cores, *self.draft_cores})
         return len(method.cores or self.target_cores)
+
+    def draft_options(self) -> DraftOptions:
+        """How the draft service is started."""
+        return DraftOptions(
+            self.draft,
+            cores=self.draft_cores or None,
+            threads=len(self.draft_cores) or None,
+            extra=["--log-level", "warning", *self.draft_arguments],
+        )
 
     def proposer_settings(self, method: BenchMethod, address: str) -> ProposerSettings | None:
         """The proposer's settings for a method; None if vLLM runs without our proposer."""

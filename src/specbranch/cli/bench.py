@@ -11,19 +11,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.bench.prompts import PromptError
 from specbranch.bench.report import SAME, load_table, lost_lines, write_report
 from specbranch.bench.results import ResultError, Results, drop_unfinished, read_results
 from specbranch.bench.runner import run_scenario
-from specbranch.bench.scenario import BARE, Scenario, ScenarioError, read_scenario
-from specbranch.bench.served import LoadError, run_load
+from specbranch.bench.scenario import BARE, Scenario, read_scenario
+from specbranch.bench.served import run_load
 from specbranch.bench.summary import NO_RANGE, Line, summarize
 from specbranch.cli.console import console_for, friendly_errors, print_help_alone, print_json
 from specbranch.cli.options import AsJson, Command, example
+from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
-from specbranch.core.planners import SettingError
-from specbranch.plugins.vllm.process import TargetFailure
-from specbranch.service.process import StartError
+from specbranch.errors import SpecBranchError
 
 _COLUMNS = ("method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same")
 _LEGEND = (
@@ -58,10 +56,9 @@ def run(
 
     Nothing else should run on the machine meanwhile.
     """
-    with friendly_errors(
-        ScenarioError, SettingError, PromptError, ResultError, TargetFailure, StartError, LoadError, OSError
-    ):
+    with friendly_errors(SpecBranchError, OSError):
         chosen = read_scenario(scenario)
+        preflight(chosen).run()
         num_done = _num_done(chosen, out) if resume else 0
         with out.open("a" if resume else "x") as sink, Progress() as progress:
             progress.show("starting engines")
@@ -107,6 +104,12 @@ def report(
             for line in lost:
                 console.print(f"  {line}", highlight=False, soft_wrap=True)
         console.print(f"wrote {page} and report.md beside it", highlight=False, soft_wrap=True)
+
+
+def preflight(scenario: Scenario) -> Preflight:
+    """What can be checked before a model loads."""
+    engine = {"dtype": scenario.dtype, "max_model_len": scenario.max_model_len, **scenario.arguments}
+    return Preflight(target=scenario.target, draft=scenario.draft_options(), arguments=engine)
 
 
 def _num_done(scenario: Scenario, path: Path) -> int:

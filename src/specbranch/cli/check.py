@@ -16,6 +16,7 @@ from specbranch.cli.cores import divide_cores
 from specbranch.cli.options import (
     AsJson,
     Draft,
+    DraftArg,
     DraftCores,
     DraftDevice,
     DraftDtype,
@@ -28,15 +29,17 @@ from specbranch.cli.options import (
     TargetCores,
     VllmArg,
     check_directory,
+    draft_words,
 )
+from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.cli.values import table
-from specbranch.core.planners import SettingError, planner_names, setting_names
+from specbranch.core.planners import planner_names, setting_names
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
 from specbranch.plugins.vllm.exactness.kit import check as run_check
-from specbranch.plugins.vllm.process import TargetFailure
-from specbranch.service.process import DraftOptions, StartError
+from specbranch.service.process import DraftOptions
 
 _COLOURS = {HOLDS: "green", FAILED: "bold red"}
 
@@ -76,6 +79,7 @@ def check(
     draft_engine: DraftEngine = None,
     draft_device: DraftDevice = "cpu",
     draft_dtype: DraftDtype = "auto",
+    draft_arg: DraftArg = None,
     target_cores: TargetCores = None,
     draft_cores: DraftCores = None,
     vllm_arg: VllmArg = None,
@@ -90,7 +94,7 @@ def check(
     sampled answers must follow the same distribution.
     Exit code 0: all checks hold; 1: a check failed; 2: wrong options.
     """
-    with friendly_errors(UsageError, SettingError, StartError, TargetFailure, ImportError, OSError):
+    with friendly_errors(SpecBranchError, ImportError, OSError):
         if not 0 < alpha < 1:
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         check_directory("--report", report)
@@ -103,7 +107,7 @@ def check(
                 device=draft_device,
                 dtype=draft_dtype,
                 cores=cores.draft,
-                extra=["--log-level", "warning"],
+                extra=["--log-level", "warning", *draft_words(draft_arg)],
             ),
             planners=_planners(planner, all_planners),
             dtype=dtype,
@@ -117,6 +121,7 @@ def check(
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
+        preflight(options).run()
         found = _run(options)
         console = console_for(as_json)
         _print_report(console, found, quick)
@@ -127,6 +132,13 @@ def check(
             print_json(found.as_json())
     if found.has_failed:
         raise typer.Exit(1)
+
+
+def preflight(options: CheckOptions) -> Preflight:
+    """What can be checked before a model loads."""
+    return Preflight(
+        target=options.target, draft=options.draft, arguments={"dtype": options.dtype, **options.arguments}
+    )
 
 
 def _planners(planner: str, all_planners: bool) -> list[str]:

@@ -10,7 +10,16 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 from specbranch.errors import SpecBranchError
 
@@ -30,9 +39,23 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def progress_bar() -> Progress:
-    """A bar on standard error that disappears at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """A line on standard error that disappears at the end: stage, bar and count where there is a total, time."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Count(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+class _Bar(BarColumn):
+    """A bar, where it is known how much there is to do."""
+
+    def render(self, task: Task) -> Any:
+        return super().render(task) if task.total else Text("")
+
+
+class _Count(MofNCompleteColumn):
+    """How much is done, where it is known how much there is to do."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total else Text("")
 
 
 def print_help_alone(context: typer.Context) -> None:

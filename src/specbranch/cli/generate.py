@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from specbranch.bench.timeline_file import TimelineError, read_timeline, shares
+from specbranch.bench.timeline_file import read_timeline, shares
 from specbranch.cli.answer import Answer
 from specbranch.cli.chat import COMMANDS, Chat, Message
 from specbranch.cli.console import UsageError, friendly_errors, print_json
@@ -24,10 +24,13 @@ from specbranch.cli.interrupt import Interrupt
 from specbranch.cli.options import (
     AsJson,
     DeadlineMs,
+    DraftAddress,
+    DraftArg,
     DraftCores,
     DraftDevice,
     DraftDtype,
     DraftEngine,
+    DraftKeys,
     Dtype,
     Gamma,
     MaxTokens,
@@ -40,15 +43,16 @@ from specbranch.cli.options import (
     TimelineFile,
     VllmArg,
     check_directory,
+    draft_words,
 )
 from specbranch.cli.painter import Painter
-from specbranch.cli.pair import LoadError, Pair, PairOptions
+from specbranch.cli.pair import Pair, PairOptions
+from specbranch.cli.remote import RemoteDraft
 from specbranch.cli.screen import Screen
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
-from specbranch.core.planners import SettingError
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.target import Request
-from specbranch.service.process import StartError
 
 _WARM_TOKENS = 4
 
@@ -87,6 +91,9 @@ def generate(
     draft_engine: DraftEngine = None,
     draft_device: DraftDevice = "cpu",
     draft_dtype: DraftDtype = "auto",
+    draft_arg: DraftArg = None,
+    draft_address: DraftAddress = None,
+    draft_keys: DraftKeys = None,
     target_cores: TargetCores = None,
     draft_cores: DraftCores = None,
     vllm_arg: VllmArg = None,
@@ -97,10 +104,10 @@ def generate(
     Accepted draft tokens are green, the target's own tokens plain.
     In a chat, /quit or Ctrl-D leaves, /clear clears the history, Ctrl-C stops.
     """
-    errors = (UsageError, LoadError, StartError, SettingError, TimelineError, OSError)
+    errors = (SpecBranchError, OSError)
     with friendly_errors(*errors), _leaving_at_ctrl_c():
-        if not bare and draft is None:
-            raise UsageError("give --draft MODEL, or --bare to run without a draft")
+        if not bare and (draft is None) == (draft_address is None):
+            raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
         section = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         options = PairOptions(
             target=target,
@@ -110,6 +117,8 @@ def generate(
             draft_engine=draft_engine,
             draft_device=draft_device,
             draft_dtype=draft_dtype,
+            draft_arguments=draft_words(draft_arg),
+            remote=RemoteDraft(draft_address, draft_keys) if draft_address and not bare else None,
             target_cores=target_cores,
             draft_cores=draft_cores,
             timeline=timeline,
@@ -183,8 +192,10 @@ class _Talk:
 
 def _check(options: PairOptions, compare: bool) -> None:
     check_directory("--timeline", options.timeline)
-    if options.draft is None and (compare or options.timeline):
+    if not options.is_drafting and (compare or options.timeline):
         raise UsageError("--bare has no draft; --compare and --timeline need one")
+    if options.remote is not None and options.timeline:
+        raise UsageError("--timeline is written by the draft service: give it to `specbranch draft`")
     options.check()
 
 

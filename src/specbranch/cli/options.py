@@ -47,6 +47,26 @@ DraftEngine = Annotated[
 DraftDtype = Annotated[
     str, typer.Option("--draft-dtype", metavar="DTYPE", help=f"Data type of the draft's weights, {_DTYPE_HELP}")
 ]
+DraftArg = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft-arg",
+        metavar="NAME=VALUE",
+        help="Any other option of `specbranch draft`, such as cache-tokens=65536; repeatable.",
+    ),
+]
+DraftAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-address",
+        metavar="ADDRESS",
+        help="Use a draft service that runs already: ipc://PATH, or tcp://HOST:PORT with --draft-keys.",
+    ),
+]
+DraftKeys = Annotated[
+    Path | None,
+    typer.Option("--draft-keys", metavar="DIR", help="Keys for --draft-address, written by `specbranch keys`."),
+]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help=f"Device of the model, {_DEVICE_HELP}")]
 Engine = Annotated[str | None, typer.Option("--engine", metavar="ENGINE", help=f"Draft engine: {_ENGINE_HELP}")]
 ModelDtype = Annotated[
@@ -141,6 +161,7 @@ _OLD_NAMES = {
     "draft": {"--trace": "--timeline", "--model": "MODEL"},
     "collect": {"--prompts": "--task", "--answer": "--max-tokens"},
 }
+_SET_BY_US = ("listen", "keys", "until-eof")  # options of `specbranch draft` that belong to whoever starts it
 _NEAR = 0.82  # how alike two flags are, from 0 to 1, when one is taken for a misspelling of the other
 
 
@@ -204,6 +225,20 @@ def refuse_misspelt(context: typer.Context) -> None:
             near = difflib.get_close_matches(name.replace("_", "-"), ours, n=1, cutoff=_NEAR)
             if near:
                 raise UsageError(f"unknown flag {name}: did you mean {near[0]}?")
+
+
+def draft_words(given: list[str] | None) -> list[str]:
+    """The options of `--draft-arg` as words of a command line."""
+    words: list[str] = []
+    for one in given or ():
+        name, is_pair, value = one.partition("=")
+        name = name.removeprefix("--").replace("_", "-")
+        if not name or not is_pair:
+            raise UsageError(f"--draft-arg is {one!r}; give NAME=VALUE, such as cache-tokens=65536")
+        if name in _SET_BY_US:
+            raise UsageError(f"--draft-arg sets {name}, which this command sets itself; run `specbranch draft` instead")
+        words += [f"--{name}", value]
+    return words
 
 
 def check_directory(option: str, path: Path | None) -> None:

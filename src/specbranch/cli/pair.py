@@ -12,13 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from specbranch.cli.console import UsageError
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.options import check_directory
 from specbranch.cli.placement import Cores
+from specbranch.cli.preflight import Preflight
 from specbranch.cli.quiet import quiet
+from specbranch.cli.remote import RemoteDraft
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.failure import FailureLog
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
@@ -30,9 +32,9 @@ class LoadError(SpecBranchError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What to load. `section` holds the proposer's settings without the address. No draft means bare vLLM.
+    """What to load. `section` holds the proposer's settings without the address. No draft of either kind: bare vLLM.
 
-    `arguments` are passed to `vllm.LLM`.
+    `remote` runs already. `arguments` are passed to `vllm.LLM`, `draft_arguments` to `specbranch draft`.
     """
 
     target: str
@@ -42,6 +44,8 @@ class PairOptions:
     draft_engine: str | None = None
     draft_device: str = "cpu"
     draft_dtype: str = "auto"
+    draft_arguments: Sequence[str] = ()
+    remote: RemoteDraft | None = None
     target_cores: str | None = None
     draft_cores: str | None = None
     timeline: Path | None = None
@@ -49,11 +53,35 @@ class PairOptions:
 
     def check(self) -> None:
         """Raise now what would otherwise be raised after both models are loaded."""
-        if not launch.is_installed():
-            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
         check_directory("--timeline", self.timeline)
-        if self.draft is not None:
+        if self.is_drafting:
             read_settings(self.section).client_options(self.gamma)
+        Preflight(
+            target=self.target, draft=self.draft_options(None), remote=self.remote, arguments=self.vllm_arguments()
+        ).run()
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether there is a draft."""
+        return self.draft is not None or self.remote is not None
+
+    def draft_options(self, cores: Sequence[int] | None) -> DraftOptions | None:
+        """How the draft is started; None without one."""
+        if self.draft is None:
+            return None
+        return DraftOptions(
+            model=self.draft,
+            engine=self.draft_engine,
+            device=self.draft_device,
+            dtype=self.draft_dtype,
+            cores=cores,
+            timeline=self.timeline,
+            extra=self.draft_arguments,
+        )
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`: one executor in this process; on a CPU there are no CUDA graphs to capture."""
+        return {"distributed_executor_backend": "uni", "enforce_eager": launch.runs_on_cpu(), **self.arguments}
 
 
 class Pair:
@@ -76,7 +104,7 @@ class Pair:
 
     def wait_s(self) -> float:
         """How long the target has waited for drafts so far."""
-        return self.target.proposer_counts().get("wait_s", 0.0) if self._address else 0.0
+        return self.target.proposer_counts().get("wait_s", 0.0) if self._options.is_drafting else 0.0
 
     def __enter__(self) -> Pair:
         directory = Path(tempfile.mkdtemp(prefix="specbranch-log-"))
@@ -106,15 +134,13 @@ class Pair:
                 self._exit.callback(draft.stop)
                 draft.start()
                 self._address = draft.address
-            settings = self._settings() if draft else None
-            arguments = {**_usual_arguments(), **options.arguments}
-            how = TargetOptions(
-                model=options.target, settings=settings, num_speculative_tokens=options.gamma, arguments=arguments
-            )
+            settings = self._settings() if options.is_drafting else None
+            how = TargetOptions(options.target, settings, options.gamma, options.vllm_arguments())
             try:
                 self.target = Target(how)
             except Exception as error:
-                raise LoadError(f"vLLM cannot load {options.target}: {error}; see {log_file}") from error
+                cause = FailureLog(f"{type(error).__name__}: {error}".splitlines()).cause(None)
+                raise LoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
             if draft is not None:
                 draft.wait_until_up()
 
@@ -126,24 +152,10 @@ class Pair:
         return divide_cores(device, options.target_cores, options.draft_cores)
 
     def _draft_process(self, cores: Sequence[int] | None, log_file: Path) -> DraftProcess | None:
-        options = self._options
-        if options.draft is None:
-            return None
-        how = DraftOptions(
-            model=options.draft,
-            engine=options.draft_engine,
-            device=options.draft_device,
-            dtype=options.draft_dtype,
-            cores=cores,
-            timeline=options.timeline,
-        )
-        return DraftProcess(how, log_file)
+        how = self._options.draft_options(cores)
+        return None if how is None else DraftProcess(how, log_file)
 
     def _settings(self, **changes: Any) -> ProposerSettings:
-        where = {"address": self._address} if self._address else {}
+        remote = self._options.remote
+        where = remote.section if remote else {"address": self._address} if self._address else {}
         return read_settings({**self._options.section, **where, **changes})
-
-
-def _usual_arguments() -> dict[str, Any]:
-    """One executor in this process; on a CPU there are no CUDA graphs to capture."""
-    return {"distributed_executor_backend": "uni", "enforce_eager": launch.runs_on_cpu()}

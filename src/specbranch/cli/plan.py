@@ -14,7 +14,7 @@ from rich.table import Table
 
 from specbranch.bench.forecast import Advice, Forecast, advise
 from specbranch.bench.pair_survey import PairOptions, survey_pair
-from specbranch.bench.prompts import PromptError, read_prompts
+from specbranch.bench.prompts import read_prompts
 from specbranch.bench.survey import MESSAGES, Survey
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.cores import divide_cores
@@ -32,13 +32,14 @@ from specbranch.cli.options import (
     VllmArg,
     check_directory,
 )
+from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.cli.values import numbers, table
 from specbranch.core.planners import planner_names
-from specbranch.engines.protocol import EngineError
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.process import TargetFailure
 from specbranch.provenance import provenance
+from specbranch.service.process import DraftOptions
 from specbranch.trace import write_trace
 
 LEAST_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
@@ -81,9 +82,7 @@ def plan(
     It times both models, replays real answers in the simulator with every planner,
     and ends with the command to run.
     """
-    with friendly_errors(UsageError, PromptError, EngineError, TargetFailure, OSError):
-        if not launch.is_installed():
-            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+    with friendly_errors(SpecBranchError, OSError):
         for name, path in (("--out", out), ("--record", record)):
             check_directory(name, path)
         at_once = numbers("--concurrency", concurrency)
@@ -104,6 +103,8 @@ def plan(
             draft_cores=cores.draft,
             arguments={"enforce_eager": launch.runs_on_cpu(), **given},
         )
+        how = DraftOptions(draft, engine=draft_engine, device=draft_device, dtype=draft_dtype, cores=cores.draft)
+        Preflight(target=target, draft=how, arguments=options.target_options().arguments).run()
         with Progress() as progress:
             survey = survey_pair(options, progress.show)
             progress.show("simulating every planner")

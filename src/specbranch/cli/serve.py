@@ -17,10 +17,13 @@ from rich.table import Table
 from specbranch.cli.console import UsageError, console_for, friendly_errors
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.options import (
+    DraftAddress,
+    DraftArg,
     DraftCores,
     DraftDevice,
     DraftDtype,
     DraftEngine,
+    DraftKeys,
     Gamma,
     OptionalDraft,
     Planner,
@@ -31,22 +34,25 @@ from specbranch.cli.options import (
     TargetCores,
     TimelineFile,
     check_directory,
+    draft_words,
     refuse_misspelt,
 )
 from specbranch.cli.placement import Cores
+from specbranch.cli.preflight import Preflight
+from specbranch.cli.progress import Progress
+from specbranch.cli.remote import RemoteDraft
 from specbranch.cli.values import table
-from specbranch.core.planners import SettingError
 from specbranch.engines.options import found_model
-from specbranch.engines.protocol import EngineError
 from specbranch.engines.registry import engine_for
+from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.flags import Flags
 from specbranch.plugins.vllm.server import VllmServer
 from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.keeper import DraftKeeper
-from specbranch.service.process import DraftOptions, StartError
+from specbranch.service.process import DraftOptions
 
 FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -56,10 +62,11 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All that was asked for, before anything is started. Without a draft, vLLM is bare."""
+    """All that was asked for, before anything is started. Without a draft of either kind, vLLM is bare."""
 
     target: str
     draft: DraftOptions | None
+    remote: RemoteDraft | None
     engine: str
     cores: Cores
     gamma: int
@@ -68,19 +75,32 @@ class _Plan:
     on_cpu: bool
 
     def options(self, address: str | None) -> ServeOptions:
-        """Options of vLLM; `address` is where the draft service listens, if there is one."""
+        """Options of vLLM; `address` is where the draft service listens that we start, if we do."""
+        where = self.remote.section if self.remote else {"address": address}
         return ServeOptions(
             model=found_model(self.target),
             name=self.target,
-            settings=None if address is None else merged_settings({"address": address, **self.section}, self.flags),
+            settings=merged_settings({**where, **self.section}, self.flags) if self.is_drafting else None,
             num_speculative_tokens=self.gamma,
             flags=self.flags,
             cores=self.cores.target,
         )
 
+    def check(self) -> None:
+        """Raise now what would otherwise come to light after models are loaded."""
+        if self.is_drafting:
+            self.settings()
+        self.options("ipc://unused" if self.draft else None)  # refuses flags that it sets itself
+        Preflight(target=self.target, draft=self.draft, remote=self.remote, flags=self.flags, is_server=True).run()
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether there is a draft."""
+        return self.draft is not None or self.remote is not None
+
     def settings(self) -> ProposerSettings:
         """The proposer's settings; raises now what vLLM's worker would raise minutes later."""
-        settings = merged_settings(self.section, self.flags)
+        settings = merged_settings({**self.section, **(self.remote.section if self.remote else {})}, self.flags)
         settings.client_options(self.gamma)
         return settings
 
@@ -92,6 +112,9 @@ def serve(
     draft_device: DraftDevice = "cpu",
     draft_engine: DraftEngine = None,
     draft_dtype: DraftDtype = "auto",
+    draft_arg: DraftArg = None,
+    draft_address: DraftAddress = None,
+    draft_keys: DraftKeys = None,
     planner: Planner = "specbranch",
     gamma: Gamma = 8,
     settings: Settings = None,
@@ -112,18 +135,16 @@ def serve(
     The server listens on port 8000 unless --port says otherwise.
     Ctrl-C stops target and draft.
     """
-    with friendly_errors(UsageError, SettingError, FlagError, EngineError, StartError):
+    with friendly_errors(SpecBranchError):
         if target.startswith("-"):
             raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
         refuse_misspelt(context)
-        if (draft is None) != bare:
-            raise UsageError("give either --draft MODEL, or --bare to serve without a draft")
-        if not launch.is_installed():
-            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+        if [draft is not None, draft_address is not None, bare].count(True) != 1:
+            raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to serve without a draft")
         section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
-        cores = divide_cores("none" if bare else draft_device, target_cores, draft_cores)
+        cores = divide_cores("none" if draft is None else draft_device, target_cores, draft_cores)
         engine, options = "", None
         if draft is not None:
             engine = draft_engine or engine_for(draft)
@@ -137,10 +158,12 @@ def serve(
                 cores=cores.draft,
                 timeline=timeline,
                 record=record,
+                extra=draft_words(draft_arg),
             )
         plan = _Plan(
             target=target,
             draft=options,
+            remote=RemoteDraft(draft_address, draft_keys) if draft_address else None,
             engine=engine,
             cores=cores,
             gamma=gamma,
@@ -148,31 +171,68 @@ def serve(
             flags=Flags(context.args),
             on_cpu=launch.runs_on_cpu(),
         )
+        plan.check()
         code = _run(plan, console_for(False))
     raise typer.Exit(code)
 
 
 def _run(plan: _Plan, console: Console) -> int:
     """Start draft and target, watch them, stop them; returns the exit code."""
-    settings, endpoint = plan.settings() if plan.draft else None, Endpoint.of(plan.flags)
-    begin_s = time.monotonic()
+    settings, endpoint = plan.settings() if plan.is_drafting else None, Endpoint.of(plan.flags)
+    voice = _Voice(console)
     with contextlib.ExitStack() as stack:
-        keeper = DraftKeeper(plan.draft, say=lambda line: _say(console, line)) if plan.draft else None
+        keeper = DraftKeeper(plan.draft, say=voice.say) if plan.draft else None
         if keeper:
             stack.callback(keeper.stop)
-        server = VllmServer(plan.options(keeper.address if keeper else None))
+        server = VllmServer(plan.options(keeper.address if keeper else None), show=voice.show)
         stack.callback(server.kill)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            if keeper:
-                keeper.start()
             console.print(_summary(plan, settings, keeper.address if keeper else None, endpoint))
-            with _uninterrupted():
-                server.start()
-            return _watch(server, endpoint, begin_s, console)
+            with voice.starting() as progress:
+                if keeper:
+                    keeper.start(progress.show)
+                with _uninterrupted():
+                    server.start()
+                code = _await_ready(server, endpoint, progress)
+            return _watch(server, voice) if code is None else _failed(server, code, voice)
         except KeyboardInterrupt:
-            _say(console, "stopping; press Ctrl-C again to kill")
+            voice.say("stopping; press Ctrl-C again to kill")
             return _stop(server, keeper)
+
+
+class _Voice:
+    """What is said on the screen, and how long the start takes. Lines of vLLM's log pass through it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._begin_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[Progress]:
+        """A line that shows the stages of the start."""
+        with Progress() as progress:
+            self._progress = progress
+            try:
+                yield progress
+            finally:
+                self._progress = None
+
+    def elapsed_s(self) -> float:
+        """Time since the command began."""
+        return time.monotonic() - self._begin_s
+
+    def say(self, line: str) -> None:
+        """One line of our own."""
+        self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+    def show(self, line: str) -> None:
+        """One line of vLLM's log."""
+        if self._progress is not None:
+            self._progress.print(line)
+        else:
+            typer.echo(line, err=True)
 
 
 @contextlib.contextmanager
@@ -207,34 +267,47 @@ def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:
     return 0
 
 
-def _watch(server: VllmServer, endpoint: Endpoint, begin_s: float, console: Console) -> int:
-    """Wait until vLLM ends; say once when it is ready."""
-    is_ready = False
+def _await_ready(server: VllmServer, endpoint: Endpoint, progress: Progress) -> int | None:
+    """Wait until vLLM answers; its exit code if it ends before."""
     while (code := server.returncode) is None:
-        if not is_ready and endpoint.is_healthy():
-            is_ready = True
+        if endpoint.is_healthy():
             server.free_frontend()
-            _say(console, f"ready in {time.monotonic() - begin_s:.0f} s")
+            return None
+        progress.show(server.stage)
         time.sleep(_POLL_S)
-    _say(console, f"vLLM ended with code {code}")
+    return code
+
+
+def _failed(server: VllmServer, code: int, voice: _Voice) -> int:
+    voice.say(f"vLLM did not start: {server.cause()}")
+    return _exit_code(code)
+
+
+def _watch(server: VllmServer, voice: _Voice) -> int:
+    """Wait until vLLM ends."""
+    voice.say(f"ready in {voice.elapsed_s():.0f} s")
+    while (code := server.returncode) is None:
+        time.sleep(_POLL_S)
+    voice.say(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """As a shell has it: signals count from 128."""
     return code if code >= 0 else 128 - code
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
 
 def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: Endpoint) -> Table:
     table = Table.grid(padding=(0, 2))
     device = "CPU" if plan.on_cpu else "GPU"
     rows = {"target": f"{plan.target} on {device}, {_core_words(plan.cores.target)}"}
-    if plan.draft and settings:
+    if settings:
         planned = settings.client_options(plan.gamma).settings
         rows |= {
-            "draft": f"{plan.draft.model} in {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}",
+            "draft": _draft_words(plan),
             "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
             "deadline": f"{settings.deadline_ms:g} ms",
-            "socket": address or "",
+            "socket": address or settings.address,
         }
     else:
         rows["draft"] = "none (bare vLLM)"
@@ -242,6 +315,14 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", escape(value))
     return table
+
+
+def _draft_words(plan: _Plan) -> str:
+    if plan.draft:
+        return f"{plan.draft.model} in {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}"
+    assert plan.remote is not None, "there is a draft of one kind"
+    welcome = plan.remote.check()
+    return f"{welcome.model}, runs already" if welcome else "not running now; without it vLLM goes on alone"
 
 
 def _core_words(cores: Sequence[int] | None) -> str:

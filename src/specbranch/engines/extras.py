@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,17 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as missing:
-        raise EngineError(
-            f"the {name} engine cannot import its libraries ({missing}); install them with: "
-            f"pip install 'specbranch[{name}]'"
-        ) from missing
+        raise _missing(name, str(missing)) from missing
+
+
+def require_extra(name: str, modules: tuple[str, ...]) -> None:
+    """Raise the same error for a module that is not installed; nothing is imported."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise _missing(name, f"No module named {module!r}")
+
+
+def _missing(name: str, cause: str) -> EngineError:
+    return EngineError(
+        f"the {name} engine cannot import its libraries ({cause}); install them with: pip install 'specbranch[{name}]'"
+    )

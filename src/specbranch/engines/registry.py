@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
+from specbranch.engines.extras import require_extra
 from specbranch.engines.options import EngineOptions, local_model
 from specbranch.engines.protocol import DraftEngine, EngineError
 from specbranch.extensions import offers
@@ -37,6 +38,9 @@ def _open_torch(options: EngineOptions) -> DraftEngine:
 
 
 _OPENERS: dict[str, Opener] = {"llamacpp": _open_llamacpp, "torch": _open_torch}
+
+# What each of ours imports.
+_MODULES = {"llamacpp": ("llama_cpp",), "torch": ("torch", "transformers")}
 
 ENGINES = tuple(_OPENERS)  # the engines of this package; `engine_names` has those of other packages too
 
@@ -65,6 +69,12 @@ def engine_names() -> tuple[str, ...]:
 def open_engine(name: str, options: EngineOptions) -> DraftEngine:
     """Load a model into the engine of this name."""
     return _opener(name)(options)
+
+
+def require_engine(name: str) -> None:
+    """Raise if there is no engine of this name, or if the libraries of one of ours are not installed."""
+    _opener(name)
+    require_extra(name, _MODULES.get(name, ()))
 
 
 def engine_for(model: str) -> str:

@@ -37,10 +37,10 @@ class DraftKeeper:
         """The id of the process that runs now."""
         return self._process.pid
 
-    def start(self) -> Welcome:
-        """Start the service and wait for it. A failure raises, this first time only."""
+    def start(self, tell: Callable[[str], None] = lambda stage: None) -> Welcome:
+        """Start the service and wait for it; `tell` hears the stages. A failure raises, this first time only."""
         self._first.start()
-        welcome = self._first.wait_until_up()
+        welcome = self._first.wait_until_up(tell)
         self._thread.start()
         return welcome
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from specbranch.child import PIPE, Child
+from specbranch.child import PIPE, Child, Idleness
 from specbranch.errors import SpecBranchError
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.wire import Welcome
 
+IDLE_S = 60.0  # a start that does nothing for so long is given up
+
 _STOP_S = 10.0
+_PROBE_S = 0.5
+_ERROR = "error: "  # how a command's last line begins
+
+Tell = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    pass
 
 
 class StartError(SpecBranchError, RuntimeError):
@@ -65,6 +75,7 @@ class DraftProcess:
         self._log_file = log_file
         self._exit = contextlib.ExitStack()
         self._child: Child | None = None
+        self._stage = "starting"
         self.address = options.address or self._new_address()
         self.welcome: Welcome | None = None
 
@@ -91,17 +102,37 @@ class DraftProcess:
             environment={"OMP_NUM_THREADS": str(threads)} if threads else None,
             log_file=self._log_file,
             stdin=PIPE,  # the service ends when it closes, also when this process is killed
+            stdout=PIPE,  # it says there what it does until it is up
         )
+        self._child.listen(self._hear)
 
-    def wait_until_up(self, timeout_s: float = 120.0) -> Welcome:
-        """What the service says of itself, as soon as it answers."""
+    def wait_until_up(self, tell: Tell = _silent) -> Welcome:
+        """What the service says of itself, as soon as it answers.
+
+        A model may take minutes to be fetched, loaded and packed: it is waited for as long as the process works.
+        `tell` hears again and again what it does.
+        """
+        idleness = Idleness(self._started)
         with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
-            self.welcome = self._started.wait_until(lambda: client.hello(0.5), timeout_s)
-        if self.welcome is None:
-            state = f"did not answer within {timeout_s:g} s" if self.is_running else self.ending
-            where = f"; see {self._log_file}" if self._log_file else "; its own message is above"
-            raise StartError(f"the draft service for {self._options.model} {state}{where}")
-        return self.welcome
+            while self.is_running and (idle_s := idleness.seconds()) < IDLE_S:
+                self.welcome = client.hello(_PROBE_S)
+                if self.welcome is not None:
+                    return self.welcome
+                tell(f"draft: {self._stage}")
+        state = f"has done nothing for {idle_s:.0f} s while {self._stage}" if self.is_running else self.ending
+        raise StartError(f"the draft service for {self._options.model} {state}{self._cause()}")
+
+    def _cause(self) -> str:
+        """What the service said last, or where to read it."""
+        if self._log_file is None:
+            return "; its own message is above"
+        lines = [line for line in self._started.last_words().splitlines() if line.strip()]
+        words = next((line for line in reversed(lines) if line.startswith(_ERROR)), None)
+        return f": {words.removeprefix(_ERROR)}" if words else f"; see {self._log_file}"
+
+    def _hear(self, line: str) -> None:
+        """Remember what the service does until it is up."""
+        self._stage = line.strip() or self._stage
 
     def stop(self) -> None:
         """Ask it to end; kill it if it does not."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import socket
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from specbranch.plugins.vllm.flags import FlagError, Flags
 
@@ -36,6 +38,24 @@ class Endpoint:
             return f"unix:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+
+    def refuse_if_taken(self) -> None:
+        """Raise if somebody else listens there already; vLLM would find out after the models are loaded."""
+        if self.path:
+            if Path(self.path).exists():
+                raise FlagError(f"--uds is {self.path}, which exists; stop the server behind it, or remove it")
+            return
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise FlagError(
+                    f"port {self.port} is in use; stop what listens there, or choose another by --port"
+                ) from error
+            raise FlagError(f"cannot listen at {self}: {error.strerror or error}; change --host or --port") from error
 
     def is_healthy(self) -> bool:
         """Whether the server answers to a health check."""

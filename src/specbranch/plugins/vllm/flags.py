@@ -39,6 +39,10 @@ class Flags:
         values = [flag.value for flag in self._flags() if flag.name in names]
         return values[-1] if values else None
 
+    def pairs(self) -> list[tuple[str, str | None]]:
+        """All flags as they were given, with what follows them; the names with dashes, without dotted keys."""
+        return [(flag.name.rstrip("+"), flag.value) for flag in self._flags()]
+
     def number(self, *names: str) -> int:
         """A count of at least 1, which is also what vLLM takes if nothing is given."""
         value = self.value(*names)

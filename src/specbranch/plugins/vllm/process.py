@@ -16,6 +16,7 @@ import msgspec
 
 from specbranch.child import PIPE, Child
 from specbranch.errors import SpecBranchError
+from specbranch.plugins.vllm.failure import FailureLog
 from specbranch.plugins.vllm.messages import Done, Engine, News, Run
 from specbranch.plugins.vllm.target import TargetOptions
 
@@ -101,7 +102,9 @@ class TargetProcess:
     def _failure(self) -> TargetFailure:
         assert self._child is not None
         self._child.wait(_END_S)
+        words = self._child.last_words()
+        cause = FailureLog(words.splitlines()).cause(self._child.returncode)
         return TargetFailure(
             f"vLLM with {self._options.model} {self._child.ending} before its work was done. The end of its log:\n"
-            f"{self._child.last_words()}"
+            f"{words}\nvLLM with {self._options.model} failed: {cause}"
         )

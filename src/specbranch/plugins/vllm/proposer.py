@@ -30,6 +30,7 @@ class SpecBranchProposer:
     """Created by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
 
     def __init__(self, vllm_config: Any) -> None:
+        config.layout(vllm_config).refuse()  # before any weights are loaded
         patches.warn_if_untested()
         patches.patch_cpu_sampler()
         self._vllm_config = vllm_config

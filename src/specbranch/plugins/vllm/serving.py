@@ -14,6 +14,7 @@ from typing import Any
 
 from specbranch.plugins.vllm.arguments import SECTION, proposer_arguments
 from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 
 _EXECUTOR = "--distributed-executor-backend"
@@ -42,6 +43,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.settings is None:
             return
+        Layout.of_flags(self.flags).refuse()
         for name in ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"):
             if self.flags.has(name):
                 raise FlagError(
@@ -51,11 +53,7 @@ class ServeOptions:
     @property
     def num_workers(self) -> int:
         """How many worker processes vLLM starts on this machine."""
-        names = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp", "--data-parallel-size": "-dp"}
-        product = 1
-        for long, short in names.items():
-            product *= self.flags.number(long, short)
-        return product
+        return Layout.of_flags(self.flags).num_devices
 
     @property
     def in_one_process(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specbranch.plugins.vllm.arguments import SECTION
+from specbranch.plugins.vllm.layout import Layout
 
 
 def num_speculative_tokens(vllm_config: Any) -> int:
@@ -20,6 +21,18 @@ def max_model_len(vllm_config: Any) -> int:
 def vocab_len(vllm_config: Any) -> int:
     """The size of the target's vocabulary; vLLM fails at a token id beyond it, also in a draft."""
     return int(vllm_config.model_config.get_vocab_size())
+
+
+def layout(vllm_config: Any) -> Layout:
+    """How the target is spread over devices."""
+    parallel = vllm_config.parallel_config
+    executor = parallel.distributed_executor_backend
+    return Layout(
+        tensor=int(parallel.tensor_parallel_size),
+        pipeline=int(parallel.pipeline_parallel_size),
+        data=int(parallel.data_parallel_size),
+        executor=executor if isinstance(executor, str) else None,  # or a class
+    )
 
 
 def own_config(vllm_config: Any) -> Any:

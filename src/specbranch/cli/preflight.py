@@ -1,0 +1,149 @@
+"""What can be known of a start before any model loads. All commands that load models begin with it.
+
+Names, files, flags, extras, port, memory and vocabularies: each is one check, which raises the cause and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import typer
+
+from specbranch import memory
+from specbranch.cli.console import UsageError
+from specbranch.cli.draft import draft as draft_command
+from specbranch.cli.remote import RemoteDraft
+from specbranch.engines.model_name import require_model
+from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.registry import engine_for, require_engine
+from specbranch.engines.vocabulary import refuse_other_vocabulary
+from specbranch.errors import SpecBranchError
+from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.compat.source import known_arguments
+from specbranch.plugins.vllm.endpoint import Endpoint
+from specbranch.plugins.vllm.flags import Flags
+from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
+from specbranch.service.process import DraftOptions
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found. `cause` None means that all is well."""
+
+    check: str
+    cause: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as a plain document."""
+        return {"check": self.check, "holds": self.cause is None, "cause": self.cause}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """What is about to be started. `arguments` are those of `vllm.LLM`, `flags` those of `vllm serve`.
+
+    `draft` is started, `remote` runs already; without either, vLLM is bare. A server needs a port.
+    """
+
+    target: str
+    draft: DraftOptions | None = None
+    remote: RemoteDraft | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    flags: Flags = field(default_factory=lambda: Flags([]))
+    is_server: bool = False
+
+    def run(self) -> None:
+        """Raise what the first failing check has found."""
+        for _, check in self._checks():
+            check()
+
+    def findings(self) -> list[Finding]:
+        """What every check finds."""
+        return [self._finding(name, check) for name, check in self._checks()]
+
+    def _finding(self, name: str, check: Callable[[], None]) -> Finding:
+        try:
+            check()
+        except SpecBranchError as error:
+            return Finding(name, str(error))
+        return Finding(name)
+
+    def _checks(self) -> list[tuple[str, Callable[[], None]]]:
+        """All checks by name, the quickest first; a later one may rely on an earlier one."""
+        of_draft: list[tuple[str, Callable[[], None]]] = []
+        if self.draft is not None:
+            of_draft = [("draft", self._check_draft), ("vocabulary", self._check_vocabulary)]
+        elif self.remote is not None:
+            of_draft = [("draft service", self._check_remote)]
+        return [
+            ("vLLM", self._check_vllm),
+            ("flags", self._check_flags),
+            ("port", self._check_port),
+            ("target", lambda: require_model("TARGET", self.target)),
+            *of_draft,
+            ("memory", self._check_memory),
+        ]
+
+    def _check_vllm(self) -> None:
+        if not launch.is_installed():
+            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+
+    def _check_flags(self) -> None:
+        known = known_arguments()
+        if known is not None:
+            refuse_unknown_flags(self.flags, known)
+            refuse_unknown_arguments(self.arguments, known)
+        if self.draft is not None or self.remote is not None:
+            Layout.of_flags(self.flags).refuse()
+            Layout.of_arguments(self.arguments).refuse()
+
+    def _check_port(self) -> None:
+        if self.is_server:
+            Endpoint.of(self.flags).refuse_if_taken()
+
+    def _check_draft(self) -> None:
+        assert self.draft is not None, "only checked with a draft"
+        require_model("--draft", self.draft.model)
+        require_engine(self.draft.engine or engine_for(self.draft.model))
+        _refuse_wrong_words(self.draft)
+
+    def _check_remote(self) -> None:
+        assert self.remote is not None, "only checked with one"
+        self.remote.check()
+
+    def _check_vocabulary(self) -> None:
+        assert self.draft is not None, "only checked with a draft"
+        refuse_other_vocabulary(self.target, self.draft.model)
+
+    def _check_memory(self) -> None:
+        """Weights must fit into memory. What vLLM and the draft take for their caches they find out by themselves."""
+        free = memory.free_bytes()
+        if not launch.runs_on_cpu() or free is None:
+            return
+        dtype = self.flags.value("--dtype") or self.arguments.get("dtype")
+        sizes = {self.target: weight_bytes(self.target, dtype if isinstance(dtype, str) else None)}
+        if self.draft is not None and self.draft.device == "cpu":
+            sizes[self.draft.model] = weight_bytes(self.draft.model)
+        if sum(sizes.values()) > free:
+            parts = " and ".join(f"{size / _GB:.1f} GB for {model}" for model, size in sizes.items())
+            raise UsageError(
+                f"the weights need {parts}, and {free / _GB:.1f} GB of memory are free; use smaller models, or a "
+                "data type with fewer bytes"
+            )
+
+
+def _refuse_wrong_words(options: DraftOptions) -> None:
+    """Raise for options of `specbranch draft` that it would refuse itself, in its own words."""
+    one = typer.Typer()
+    one.command("draft")(draft_command)
+    command = typer.main.get_command(one)
+    try:
+        command.make_context("draft", options.arguments("ipc://unused")[1:], resilient_parsing=False)
+    except click.ClickException as error:
+        raise UsageError(f"`specbranch draft` refuses its options: {error.format_message()}") from error

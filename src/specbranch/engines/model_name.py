@@ -1,0 +1,104 @@
+"""Whether a model can be found by its name, said in the first second: a path, a name in $SPECBRANCH_MODELS, or the hub.
+
+A wrong name would otherwise come to light after a minute, in the words of some library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+from specbranch.engines.options import local_model
+from specbranch.engines.protocol import EngineError
+
+_HUB_S = 4.0  # for the hub to answer
+_GGUF = b"GGUF"
+_CONFIGS = ("config.json", "params.json")
+
+
+def require_model(what: str, model: str) -> None:
+    """Raise `EngineError` if there is no such model. `what` names it in the message, such as TARGET."""
+    path = local_model(model)
+    if path is not None:
+        _require_files(what, path)
+    elif "://" not in model:  # a store that vLLM reads by itself
+        _require_elsewhere(what, model)
+
+
+def _require_files(what: str, path: Path) -> None:
+    if path.is_dir():
+        if not any((path / name).is_file() for name in _CONFIGS) and not any(path.glob("*.gguf")):
+            raise EngineError(f"{what} is {path}, which has neither config.json nor a GGUF file; name a model")
+        return
+    if path.suffix != ".gguf":
+        raise EngineError(f"{what} is the file {path}; name a directory with config.json, or a GGUF file")
+    with path.open("rb") as file:
+        if file.read(len(_GGUF)) != _GGUF:
+            raise EngineError(f"{what} is {path}, which is no GGUF file; was its download interrupted?")
+
+
+def _require_elsewhere(what: str, model: str) -> None:
+    """A name that is not on this machine must be one on the hub."""
+    repository, _, file = model.partition(":")
+    if _is_path(model):
+        path = Path(model).expanduser()
+        raise EngineError(f"{what}: there is no {path}{_near(path.name, path.parent)}")
+    store = os.environ.get("SPECBRANCH_MODELS")
+    hint = _near(model, Path(store)) if store else ""
+    places = "it is no path here, not in $SPECBRANCH_MODELS" if store else "it is no path here"
+    cause = _hub_refusal(repository, file or "config.json")
+    if cause is not None:
+        raise EngineError(f"{what}: no model is called {model!r}: {places}, and {cause}{hint}")
+
+
+def _is_path(model: str) -> bool:
+    """Whether it cannot be a name on the hub, which is `name` or `owner/name`, with a file behind a colon."""
+    is_file = model.endswith((".gguf", ".safetensors")) and ":" not in model
+    return is_file or model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model
+
+
+def _near(name: str, directory: Path) -> str:
+    """The nearest name in a directory, for the end of a message."""
+    names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _hub_refusal(repository: str, file: str) -> str | None:
+    """Why the Hugging Face hub does not give this model; None if it does, or if nobody can tell."""
+    try:
+        from huggingface_hub import HfApi, constants, try_to_load_from_cache
+        from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    except ImportError:
+        return None
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None
+
+    def ask() -> str | None:
+        try:
+            if isinstance(try_to_load_from_cache(repository, file), str):
+                return None
+            if constants.HF_HUB_OFFLINE:
+                return "HF_HUB_OFFLINE forbids to look on the Hugging Face hub"
+            HfApi().model_info(repository, timeout=_HUB_S)
+        except GatedRepoError:
+            return "on the Hugging Face hub it needs permission: accept its terms there and run `hf auth login`"
+        except (RepositoryNotFoundError, HFValidationError):
+            return "not on the Hugging Face hub either"
+        except Exception as error:  # of the network, in the words of whichever library
+            return f"the Hugging Face hub cannot be reached ({type(error).__name__})"
+        return None
+
+    return _within(_HUB_S, ask, f"the Hugging Face hub did not answer within {_HUB_S:g} s")
+
+
+def _within(limit_s: float, ask: Callable[[], str | None], late: str) -> str | None:
+    """What `ask` answers, or `late`; libraries try again and again by themselves."""
+    answers: list[str | None] = []
+    thread = Thread(target=lambda: answers.append(ask()), name="hub", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answers[0] if answers else late

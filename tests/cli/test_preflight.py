@@ -1,0 +1,200 @@
+"""What is wrong with a start is said by every command, within seconds, in one line, before any model loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specbranch import memory
+from specbranch.cli import app
+from specbranch.cli.preflight import Preflight
+from specbranch.engines import model_name
+from specbranch.plugins.vllm.compat import launch, source
+from specbranch.plugins.vllm.compat.source import KnownArguments
+from specbranch.service.process import DraftOptions
+
+COMMANDS = ("serve", "generate", "plan", "check", "bench")
+LIMIT_S = 5.0
+KNOWN = KnownArguments(
+    frozenset({"--max-model-len", "--dtype", "--port", "-pp", "--pipeline-parallel-size"}),
+    frozenset(
+        {"max_model_len", "dtype", "enforce_eager", "distributed_executor_backend", "pipeline_parallel_size"}
+        | {"max_num_seqs", "enable_prefix_caching"}
+    ),
+    frozenset({"max_model_len"}),
+)
+SCENARIO = """
+name = "toy"
+target = {target}
+draft = {draft}
+arguments = {arguments}
+draft_arguments = {draft_arguments}
+prompts = [{{task = "chat", file = "x.jsonl", count = 1, field = "prompt"}}]
+methods = [{{name = "bare"}}, {{name = "ours", planner = "budget"}}]
+"""
+
+Run = Callable[..., Any]
+
+
+def write_model(directory: Path, tokens: list[str]) -> None:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"vocab_size": len(tokens), "dtype": "bfloat16"}))
+    vocabulary = {"model": {"vocab": {token: index for index, token in enumerate(tokens)}}, "added_tokens": []}
+    (directory / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (directory / "model.safetensors").write_bytes(bytes(64))
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models that fit and one that does not; a vLLM that is there; no hub."""
+    words = [f"word{index}" for index in range(300)]
+    write_model(tmp_path / "big", words)
+    write_model(tmp_path / "small", words)
+    write_model(tmp_path / "alien", words[::-1])
+    monkeypatch.setenv("SPECBRANCH_MODELS", str(tmp_path))
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: KNOWN)
+    monkeypatch.setattr(model_name, "_hub_refusal", lambda repository, file: "not on the Hugging Face hub either")
+    installed = importlib.util.find_spec
+    ours = ("torch", "transformers", "llama_cpp")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: name if name in ours else installed(name))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a command on a pair and return its last line; nothing may load, and it must be quick."""
+
+    def go(command: str, target: str = "big", draft: str = "small", **options: Any) -> str:
+        flags: dict[str, str] = options.get("vllm", {})
+        pairs = list(options.get("draft_arg", {}).items())
+        begin_s = time.monotonic()
+        if command == "bench":
+            text = SCENARIO.format(
+                target=json.dumps(target),
+                draft=json.dumps(draft),
+                arguments="{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in flags.items()) + "}",
+                draft_arguments=json.dumps([word for key, value in pairs for word in (f"--{key}", str(value))]),
+            )
+            (tmp_path / "s.toml").write_text(text)
+            where = ["--data", str(tmp_path), "--out", str(tmp_path / "out.jsonl")]
+            words = ["bench", "run", str(tmp_path / "s.toml"), *where]
+        else:
+            words = [command, target, "--draft", draft]
+            words += ["--prompt", "x"] if command == "generate" else []
+            words += [word for key, value in pairs for word in ("--draft-arg", f"{key}={value}")]
+            for key, value in flags.items():
+                name = key.replace("_", "-")
+                words += [f"--{name}", str(value)] if command == "serve" else ["--vllm-arg", f"{key}={value}"]
+        done = CliRunner().invoke(app, words)
+        assert time.monotonic() - begin_s < LIMIT_S
+        assert done.exit_code == 2, done.output
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        return line
+
+    return go
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_path(run: Run, command: str) -> None:
+    assert "TARGET: there is no /nope/model" in run(command, target="/nope/model")
+    assert "--draft: there is no /nope/draft.gguf" in run(command, draft="/nope/draft.gguf")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_name(run: Run, command: str) -> None:
+    assert "no model is called 'bigg'" in run(command, target="bigg")
+    assert "did you mean 'small'?" in run(command, draft="smal")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_flag_of_vllm(run: Run, command: str) -> None:
+    assert "did you mean" in run(command, vllm={"max_modl_len": 8})
+    assert "max" in run(command, vllm={"max_model_len": "abc"})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_extra(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "transformers" else name)
+    assert "pip install 'specbranch[torch]'" in run(command)
+    monkeypatch.setattr(launch, "is_installed", lambda: False)
+    assert "pip install 'specbranch[vllm]'" in run(command)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_draft_with_another_vocabulary(run: Run, command: str) -> None:
+    line = run(command, draft="alien")
+
+    assert "alien cannot draft for big" in line
+    assert "choose a draft with the target's tokenizer" in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_layout_that_would_be_wrong(run: Run, command: str) -> None:
+    assert "pipeline parallelism" in run(command, vllm={"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_weights_that_do_not_fit_into_memory(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100)
+    assert "the weights need 0.0 GB for big and 0.0 GB for small" in run(command)
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "check", "bench"])
+def test_a_wrong_option_of_the_draft(run: Run, command: str) -> None:
+    assert "No such option: --cash-tokens" in run(command, draft_arg={"cash-tokens": 3})
+    assert "--cache-tokens" in run(command, draft_arg={"cache-tokens": "many"})
+
+
+@pytest.mark.parametrize(("given", "cause"), [("cache-tokens", "give NAME=VALUE"), ("listen=x", "sets itself")])
+def test_an_option_of_the_draft_that_is_none(given: str, cause: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "big", "--draft", "small", "--draft-arg", given])
+
+    assert done.exit_code == 2
+    assert cause in done.stderr
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_port_in_use(run: Run, taken_port: int) -> None:
+    assert f"port {taken_port} is in use" in run("serve", vllm={"port": taken_port})
+
+
+def test_a_socket_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: None)
+    done = CliRunner().invoke(app, ["serve", "big", "--draft", "small", "--uds", str(tmp_path)])
+
+    assert done.exit_code == 2
+    assert "which exists; stop the server behind it" in done.stderr
+
+
+def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100)
+    found = Preflight(target="big", draft=DraftOptions("alien"), arguments={"max_modl_len": 1}).findings()
+
+    causes = {one.check: one.cause for one in found}
+    assert [name for name, cause in causes.items() if cause is None] == ["vLLM", "port", "target", "draft"]
+    assert "max_modl_len" in str(causes["flags"])
+    assert "alien" in str(causes["vocabulary"])
+    assert "memory" in str(causes["memory"])
+    assert found[0].as_json() == {"check": "vLLM", "holds": True, "cause": None}
+
+
+def test_a_vllm_whose_source_is_unknown_is_left_to_its_own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: None)
+    assert source is not None
+    Preflight(target="big", draft=DraftOptions("small"), arguments={"whatever": 1}).run()

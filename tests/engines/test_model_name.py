@@ -1,0 +1,97 @@
+"""A model that is not there is named in the first second, with the nearest one that is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from specbranch.engines import model_name
+from specbranch.engines.model_name import require_model
+from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.protocol import EngineError
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECBRANCH_MODELS", str(tmp_path))
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    (tmp_path / "good" / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "whole.gguf").write_bytes(b"GGUF" + bytes(60))
+    (tmp_path / "broken.gguf").write_bytes(b"<html>")
+    (tmp_path / "notes.txt").write_text("x")
+    return tmp_path
+
+
+def no_hub(answer: str | None) -> object:
+    return lambda repository, file: answer
+
+
+@pytest.mark.parametrize("model", ["good", "whole.gguf", "s3://bucket/model"])
+def test_what_is_there_is_not_refused(store: Path, model: str) -> None:
+    require_model("TARGET", model)
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        ("/nope/model", "TARGET: there is no /nope/model"),
+        ("./nope", "there is no nope"),
+        ("wole.gguf", "there is no wole.gguf"),
+        ("a/b/c", "there is no a/b/c"),
+        ("empty", "neither config.json nor a GGUF file"),
+        ("broken.gguf", "no GGUF file; was its download interrupted?"),
+        ("notes.txt", "name a directory with config.json, or a GGUF file"),
+        ("goood", "not on the Hugging Face hub either; did you mean 'good'?"),
+        ("owner/name", "no model is called 'owner/name': it is no path here, not in $SPECBRANCH_MODELS, and not on"),
+    ],
+)
+def test_what_is_not_there_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch, model: str, cause: str) -> None:
+    monkeypatch.setattr(model_name, "_hub_refusal", no_hub("not on the Hugging Face hub either"))
+    with pytest.raises(EngineError) as refused:
+        require_model("TARGET", model)
+    assert cause in str(refused.value)
+    assert str(refused.value).startswith("TARGET")
+
+
+def test_a_near_name_beside_a_wrong_path_is_named(store: Path) -> None:
+    with pytest.raises(EngineError, match=r"did you mean 'good'\?"):
+        require_model("TARGET", str(store / "goud"))
+
+
+def test_a_name_on_the_hub_is_left_to_the_libraries(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_name, "_hub_refusal", no_hub(None))
+    require_model("TARGET", "owner/name")
+    require_model("--draft", "owner/name:file.gguf")
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    constants = pytest.importorskip("huggingface_constants")
+    monkeypatch.setattr(model_name, "_HUB_S", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: time.sleep(3))
+    begin_s = time.monotonic()
+
+    with pytest.raises(EngineError, match=r"did not answer within 0\.2 s"):
+        require_model("TARGET", "owner/name")
+    assert time.monotonic() - begin_s < 2
+
+
+def test_without_the_network_it_is_not_read_either(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    constants = pytest.importorskip("huggingface_constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    with pytest.raises(EngineError, match="HF_HUB_OFFLINE"):
+        require_model("TARGET", "owner/name")
+
+
+def test_weights_grow_with_the_data_type(store: Path) -> None:
+    assert weight_bytes("good") == weight_bytes("good", "auto") == weight_bytes("good", "bfloat16") == 1000
+    assert weight_bytes("good", "float32") == 2000
+    assert weight_bytes("whole.gguf", "float32") == 64
+    assert weight_bytes("owner/name") == 0

@@ -1,0 +1,56 @@
+"""Layouts of a target that cannot be drafted for are refused wherever they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.plugins.vllm.flags import Flags
+from specbranch.plugins.vllm.layout import Layout, LayoutError
+from specbranch.plugins.vllm.serving import ServeOptions
+from specbranch.plugins.vllm.settings import ProposerSettings
+
+PIPELINE, EVERY_RANK, ONE_PROCESS = "pipeline parallelism", "external_launcher", "one process"
+
+
+@pytest.mark.parametrize(
+    ("layout", "cause"),
+    [
+        (Layout(pipeline=2), PIPELINE),
+        (Layout(pipeline=2, tensor=4), PIPELINE),
+        (Layout(tensor=2, executor="external_launcher"), EVERY_RANK),
+        (Layout(tensor=2, executor="uni"), ONE_PROCESS),
+    ],
+)
+def test_a_layout_that_would_be_wrong_is_refused(layout: Layout, cause: str) -> None:
+    with pytest.raises(LayoutError, match=cause):
+        layout.refuse()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tensor=4),
+        Layout(tensor=4, data=2, executor="mp"),
+        Layout(executor="external_launcher"),
+        Layout(data=2, executor="uni"),
+    ],
+)
+def test_other_layouts_are_not(layout: Layout) -> None:
+    layout.refuse()
+
+
+@pytest.mark.parametrize("words", [["-pp", "2"], ["--pipeline_parallel_size=2"], ["--pipeline-parallel-size", "2"]])
+def test_the_flags_of_a_server_are_read(words: list[str]) -> None:
+    assert Layout.of_flags(Flags(words)).pipeline == 2
+    with pytest.raises(LayoutError, match="Use tensor parallelism"):
+        ServeOptions("m", "m", settings=ProposerSettings(), flags=Flags(words))
+    ServeOptions("m", "m", settings=None, flags=Flags(words))  # bare vLLM can do it
+
+
+def test_the_arguments_of_the_python_class_are_read() -> None:
+    arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+
+    assert Layout.of_arguments(arguments) == Layout(tensor=2, executor="external_launcher")
+    assert Layout.of_arguments({"pipeline_parallel_size": None}) == Layout()
+    assert Layout(tensor=2, pipeline=3, data=4).num_devices == 24

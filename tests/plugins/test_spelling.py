@@ -1,0 +1,148 @@
+"""Flags and arguments that vLLM does not have are refused from its source alone, without importing it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specbranch.plugins.vllm.compat import source
+from specbranch.plugins.vllm.compat.source import KnownArguments, known_arguments, read_arguments
+from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
+
+ENGINE = """
+class EngineArgs:
+    model: str = "x"
+    max_model_len: int | None = None
+    dtype: ModelDType = "auto"
+    gpu_memory_utilization: float = 0.9
+    sizes: list[int] | None = None
+    @staticmethod
+    def add_cli_args(parser):
+        group.add_argument("--max-model-len", **kwargs)
+        group.add_argument("--tensor-parallel-size", "-tp", **kwargs)
+        group.add_argument(name, **kwargs)
+"""
+FRONTEND = """
+class FrontendArgs:
+    port: int = 8000
+    allowed_origins: list[str] = field(default_factory=list)
+def make_arg_parser(parser):
+    parser.add_argument("--headless")
+"""
+LLM = """
+class LLM:
+    def __init__(self, model: str, *, runner: str = "auto", **kwargs): ...
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(source, "_FEW", 3)
+    for name, text in {
+        "engine/arg_utils.py": ENGINE,
+        "entrypoints/launchers/cli_args.py": FRONTEND,
+        "entrypoints/llm.py": LLM,
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def known(package: Path) -> KnownArguments:
+    found = read_arguments(package)
+    assert found is not None
+    return found
+
+
+def test_the_source_names_flags_arguments_and_numbers(known: KnownArguments) -> None:
+    assert {"-tp", "--max-model-len", "--headless", "--port", "--gpu-memory-utilization"} <= known.flags
+    assert {"model", "runner", "max_model_len", "sizes"} <= known.arguments
+    assert known.numbers == {"max_model_len", "gpu_memory_utilization", "port"}
+
+
+def test_an_older_layout_is_read_too(package: Path) -> None:
+    old = package / "entrypoints/openai/cli_args.py"
+    old.parent.mkdir()
+    (package / "entrypoints/launchers/cli_args.py").rename(old)
+    found = read_arguments(package)
+
+    assert found is not None
+    assert "--port" in found.flags
+
+
+@pytest.mark.parametrize("name", ["engine/arg_utils.py", "entrypoints/llm.py"])
+def test_a_source_that_is_laid_out_otherwise_is_not_guessed_at(package: Path, name: str) -> None:
+    (package / name).write_text("x = 1")
+    assert read_arguments(package) is None
+    (package / name).write_text("no python (")
+    assert read_arguments(package) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-model-len", "512"],
+        ["--max_model_len=1.5k"],
+        ["--max-model-len", "auto"],
+        ["--max-model-len", "-1"],
+        ["-tp", "2"],
+        ["-O3"],
+        ["--no-headless"],
+        ["--max-model", "3"],  # vLLM takes the first letters too
+        ["--allowed-origins.x", "y"],
+        ["--allowed-origins+", "y"],
+        ["--headless"],
+    ],
+)
+def test_what_vllm_takes_is_not_refused(known: KnownArguments, words: list[str]) -> None:
+    refuse_unknown_flags(Flags(words), known)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-modl-len", "3"], "vLLM has no flag --max-modl-len; did you mean --max-model-len?"),
+        (["--port", "1", "--nonsense"], "vLLM has no flag --nonsense; `vllm serve --help` lists them"),
+        (["--no-haedless"], "vLLM has no flag --no-haedless"),
+        (["--max-model-len", "abc"], "--max-model-len is 'abc'; give a number"),
+        (["--port=eight"], "--port is 'eight'; give a number"),
+    ],
+)
+def test_what_vllm_does_not_have_is_refused(known: KnownArguments, words: list[str], message: str) -> None:
+    with pytest.raises(FlagError) as refused:
+        refuse_unknown_flags(Flags(words), known)
+    assert message in str(refused.value)
+
+
+def test_arguments_of_the_python_class_are_checked_alike(known: KnownArguments) -> None:
+    refuse_unknown_arguments({"max_model_len": 512, "runner": "generate", "gpu_memory_utilization": "0.5"}, known)
+    with pytest.raises(FlagError, match="no argument 'max_modl_len'; did you mean max_model_len"):
+        refuse_unknown_arguments({"max_modl_len": 512}, known)
+    with pytest.raises(FlagError, match="max_model_len is 'abc'"):
+        refuse_unknown_arguments({"max_model_len": "abc"}, known)
+
+
+def test_the_installed_vllm_is_read_without_importing_it() -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    program = (
+        "import sys; from specbranch.plugins.vllm.compat.source import known_arguments as known; "
+        "assert {'--max-model-len', '-tp', '--port', '--enforce-eager'} <= known().flags; "
+        "assert {'max_model_len', 'enforce_eager'} <= known().arguments; assert 'port' in known().numbers; "
+        "assert 'vllm' not in sys.modules and 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_without_vllm_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    known_arguments.cache_clear()
+    try:
+        assert known_arguments() is None
+    finally:
+        known_arguments.cache_clear()
