@@ -236,9 +236,7 @@ def _size_of(config: _Config | None) -> int | None:
 
 def _without_padding(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
     """Converters to GGUF name ids without a token [PAD7], after the id."""
-    return {
-        token_id: text for token_id, text in tokens if text[:4] != "[PAD" or text != f"[PAD{token_id}]"
-    }
+    return {token_id: text for token_id, text in tokens if text[:4] != "[PAD" or text != f"[PAD{token_id}]"}
 
 
 def _size_difference(target: int | None, draft: int | None) -> str | None:

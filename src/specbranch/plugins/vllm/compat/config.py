@@ -22,6 +22,12 @@ def vocab_len(vllm_config: Any) -> int:
     return int(vllm_config.model_config.get_vocab_size())
 
 
+def tokenizer(vllm_config: Any) -> str:
+    """The directory or the name on the hub that vLLM takes the target's tokenizer from."""
+    found = vllm_config.model_config
+    return str(found.tokenizer or found.model)
+
+
 def own_config(vllm_config: Any) -> Any:
     """Our section of `--additional-config`; vLLM passes it on without looking at it."""
     return (vllm_config.additional_config or {}).get(SECTION, {})
