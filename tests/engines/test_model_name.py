@@ -70,7 +70,7 @@ def test_a_name_on_the_hub_is_left_to_the_libraries(store: Path, monkeypatch: py
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    constants = pytest.importorskip("huggingface_constants")
+    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(model_name, "_HUB_S", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: time.sleep(3))
@@ -83,7 +83,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: 
 
 def test_without_the_network_it_is_not_read_either(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    constants = pytest.importorskip("huggingface_constants")
+    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
     with pytest.raises(EngineError, match="HF_HUB_OFFLINE"):

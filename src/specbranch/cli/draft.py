@@ -132,8 +132,9 @@ def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Director
     The draft's machine keeps DIR; give it to `specbranch draft` with --keys.
     The target's machine gets client.key_secret and service.key.
     Files that end in _secret must stay private.
+    Existing keys are never overwritten.
     """
-    with friendly_errors(OSError):
+    with friendly_errors(EndpointError, OSError):
         files = make_keys(directory)
     console = console_for(False)
     for path in files:

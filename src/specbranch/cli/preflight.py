@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import click
 import typer
 
 from specbranch import memory
@@ -145,5 +144,9 @@ def _refuse_wrong_words(options: DraftOptions) -> None:
     command = typer.main.get_command(one)
     try:
         command.make_context("draft", options.arguments("ipc://unused")[1:], resilient_parsing=False)
-    except click.ClickException as error:
-        raise UsageError(f"`specbranch draft` refuses its options: {error.format_message()}") from error
+    except Exception as error:
+        # An error of click, which newer releases of typer bring with them under a name of their own.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        raise UsageError(f"`specbranch draft` refuses its options: {message()}") from error

@@ -21,6 +21,7 @@ from specbranch.engines.extras import extra
 from specbranch.engines.options import EngineOptions, local_model
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
 from specbranch.engines.top_k import top_k_of
+from specbranch.engines.vocabulary import read_sample
 
 with extra("llamacpp"):
     import llama_cpp
@@ -71,6 +72,7 @@ class LlamaCppEngine:
             max_tokens=options.max_tokens,
             rest_tokens=_REST_TOKENS if options.device == "cpu" else options.max_tokens,
             weight_bytes=int(llama_cpp.llama_model_size(self._model)),
+            vocab_sample=read_sample(str(path)),
         )
 
     @property

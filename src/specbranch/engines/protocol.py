@@ -38,6 +38,7 @@ class EngineInfo:
     rest_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing down the others
     dtype: str = ""  # of the weights, where the engine chose or was told one
     weight_bytes: int | None = None  # of the model: what one step must at least read; None if the engine cannot tell
+    vocab_sample: bytes = b""  # of the tokens, by `vocabulary.read_sample`; without it targets compare sizes only
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 No call raises into the engine, none takes longer than its deadline, and no token leaves that the target does not have.
 While answers do not come in time the client still tells the service what was committed, but waits for nothing; the
 first answer that comes turns it back on. When there is no service at all, a call costs microseconds.
+
+Every service is asked what it is together with the first message, and answers in order: no draft is taken before its
+vocabulary has been compared with the target's, and nothing is waited for to do so.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.round import Outlook
+from specbranch.engines.vocabulary import VocabSample
 from specbranch.service.connection import Connection
 from specbranch.service.digest import Digest
 from specbranch.service.endpoint import ClientKeys
+from specbranch.service.fit import Fit
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
@@ -31,6 +36,7 @@ from specbranch.service.wire import (
     Proposals,
     Refused,
     Reply,
+    Request,
     Step,
     StepRow,
     Welcome,
@@ -42,6 +48,7 @@ log = logging.getLogger(__name__)
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 _AGAIN_S = 1.0  # a sequence that was sent but is still unknown is not sent again sooner
+_ASK_S = 1.0  # a service whose draft does not fit is asked again what it is, but not sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,8 @@ class ClientOptions:
 
     Clients that were given the same `namespace` share drafts for equal sequences; without one a random one is made.
     `vocab_len` is how many tokens the target has. An engine fails at one beyond, so drafts are cut before it; without a
-    number the caller has to see to that.
+    number the caller has to see to that. `vocab_sample` is of the target's tokens (`vocabulary.read_sample`). A draft
+    with another vocabulary is not used; without a sample on both sides, sizes are compared.
     """
 
     address: str
@@ -75,6 +83,7 @@ class ClientOptions:
     namespace: bytes | None = None
     keys: ClientKeys | None = None
     vocab_len: int | None = None
+    vocab_sample: bytes = b""
 
 
 @dataclass(slots=True)
@@ -89,6 +98,7 @@ class ClientCounts:
     late: int = 0
     refused: int = 0
     foreign: int = 0  # drafts cut before a token that the target does not have
+    other_vocab: int = 0  # calls without drafts, because the draft has another vocabulary
     faults: int = 0
     opened: int = 0
     wait_s: float = 0.0
@@ -106,6 +116,8 @@ class DraftClient:
         self._proposed: dict[bytes, int] = {}  # by digest of the sequence, of the last step only
         self._sent: dict[bytes, float] = {}  # when whole sequences went out, by the names that they have now
         self._is_vocab_told = False
+        self._fit = Fit(VocabSample(options.vocab_len, options.vocab_sample))
+        self._asked_s = 0.0
         self.counts = ClientCounts()
 
     @property
@@ -117,6 +129,11 @@ class DraftClient:
     def is_lagging(self) -> bool:
         """Whether the service has stopped to answer in time."""
         return self._is_lagging
+
+    @property
+    def has_other_vocab(self) -> bool:
+        """Whether the service's draft has another vocabulary than the target, so that nothing is drafted."""
+        return self._fit.is_other
 
     def propose(self, rows: Sequence[Committed]) -> list[list[int]]:
         """Tokens to submit for every row; empty lists where there are none in time. Never raises."""
@@ -138,7 +155,11 @@ class DraftClient:
         """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""
         end_s = time.monotonic() + self._options.deadline_s
         try:
-            if self._connection.is_ours() and not self._is_lagging:
+            if not self._connection.is_ours():
+                return
+            if self._fit.is_other:
+                self._ask_again()
+            elif not self._is_lagging:
                 self._open([prompt for prompt in prompts if len(prompt) <= MAX_SEQUENCE], end_s)
         except Exception:
             self.counts.faults += 1
@@ -150,7 +171,7 @@ class DraftClient:
         self._round += 1
         try:
             while self._connection.is_ours() and time.monotonic() < end_s:
-                if self._connection.send(Hello(VERSION, self._round)):
+                if self._send(Hello(VERSION, self._round)):
                     reply = self._await(end_s)
                     return reply if isinstance(reply, Welcome) else None
                 time.sleep(0.01)
@@ -165,16 +186,22 @@ class DraftClient:
 
     def _propose(self, rows: Sequence[Committed], end_s: float) -> list[list[int]] | None:
         self._drain(end_s)
+        if self._fit.is_other:
+            self.counts.other_vocab += 1
+            self._ask_again()
+            return None
         sent = [index for index, row in enumerate(rows) if _fits(row)][:MAX_ROWS]
         if not sent:
             return None
+        if not self._fit.is_known:
+            self._send(Hello(VERSION, self._round))  # the round before: its answer is not the one awaited
         self._round += 1
         wait_s = 0.0 if self._is_lagging else max(end_s - time.monotonic(), 0.0)
         # The service answers a little before we stop to listen.
         step_rows = [self._step_row(rows[index]) for index in sent]
         self._proposed = {}
         self._sent = self._sent_before(step_rows)
-        if not self._connection.send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows)):
+        if not self._send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows)):
             self.counts.unreachable += 1
             self._sent = {}  # whoever comes will not know them
             return None
@@ -182,7 +209,8 @@ class DraftClient:
             self.counts.unawaited += 1
             return None
         reply = self._await(end_s)
-        if not isinstance(reply, Proposals) or len(reply.rows) != len(sent):
+        self.counts.other_vocab += self._fit.is_other
+        if not self._fit.is_known or not isinstance(reply, Proposals) or len(reply.rows) != len(sent):
             return None
         self.counts.answered += 1
         found: list[list[int]] = [[] for _ in rows]
@@ -242,21 +270,37 @@ class DraftClient:
         num_sent = 0
         for tokens in sequences:
             message = Open(self._namespace, options.planner, dict(options.settings), options.predictor, [pack(tokens)])
-            if not self._connection.send(message):
+            if not self._send(message):
                 break
             num_sent += 1
             if time.monotonic() >= end_s:
                 break
         if num_sent:
-            self._connection.send(Hello(VERSION, self._round))
+            self._send(Hello(VERSION, self._round))
         self.counts.opened += num_sent
         return num_sent
 
+    def _send(self, message: Request) -> bool:
+        """Whether the message is on its way. If not, whoever comes may be another service than before."""
+        if self._connection.send(message):
+            return True
+        self._fit.forget()
+        return False
+
+    def _ask_again(self) -> None:
+        """Ask a service whose draft does not fit what it is now; the answer is taken whenever it comes."""
+        now_s = time.monotonic()
+        if now_s - self._asked_s >= _ASK_S:
+            self._asked_s = now_s
+            self._send(Hello(VERSION, self._round))
+
     def _await(self, end_s: float) -> Reply | None:
-        """The reply of this round; None, and lagging from now on, if it does not come in time."""
+        """The reply of this round, or one that ends the wait; None, and lagging from now on, if none comes in time."""
         for reply in self._connection.replies(end_s):
             self._take(reply)
             if isinstance(reply, Refused) or (reply is not None and reply.round == self._round):
+                return reply
+            if isinstance(reply, Welcome) and self._fit.is_other:
                 return reply
             self.counts.late += isinstance(reply, Proposals)
         self.counts.timeouts += 1
@@ -275,9 +319,11 @@ class DraftClient:
         """What is to be done with a reply whenever it comes."""
         self.counts.refused += reply is None or isinstance(reply, Refused)
         if isinstance(reply, Welcome):
-            self._compare_vocab(reply)
+            self._fit.take(reply)
+            if not self._fit.is_other:
+                self._compare_sizes(reply)
 
-    def _compare_vocab(self, welcome: Welcome) -> None:
+    def _compare_sizes(self, welcome: Welcome) -> None:
         """Say so, once, if the draft may propose what the target does not have."""
         vocab_len = self._options.vocab_len
         if vocab_len is not None and welcome.vocab_len > vocab_len and not self._is_vocab_told:

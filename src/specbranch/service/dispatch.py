@@ -111,7 +111,8 @@ class Dispatch:
     def _serve_hello(self, hello: Hello) -> Welcome:
         if hello.version != VERSION:
             raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
-        return Welcome(VERSION, hello.round, self._info.model, self._info.vocab_len)
+        info = self._info
+        return Welcome(VERSION, hello.round, info.model[-256:], info.vocab_len, info.vocab_sample)
 
     def _serve_stats(self, request: StatsRequest) -> StatsReply:
         sessions, stats = self._store.stats_of(request.namespace)

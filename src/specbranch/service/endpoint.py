@@ -9,7 +9,8 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,16 +52,44 @@ def default_address() -> str:
 
 
 def make_keys(directory: Path) -> list[Path]:
-    """Write a key pair for a service and one for a client, readable by their owner only."""
-    clients = directory / "clients"
-    clients.mkdir(parents=True, exist_ok=True, mode=0o700)
-    files = []
-    for name in ("service", "client"):
-        public, secret = zmq.auth.create_certificates(directory, name)
-        Path(secret).chmod(0o600)
-        files += [Path(public), Path(secret)]
-    (clients / "client.key").write_bytes((directory / "client.key").read_bytes())
+    """Write a key pair for a service and one for a client; secret ones can be read by their owner only.
+
+    Never overwrites: if one of the files exists, `EndpointError` is raised and nothing is changed.
+    """
+    files = [directory / name for name in ("service.key", "service.key_secret", "client.key", "client.key_secret")]
+    copy = directory / "clients" / "client.key"
+    for path in (*files, copy):
+        if os.path.lexists(path):
+            raise _exists(path)
+    copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".new-") as fresh:
+        for name in ("service", "client"):
+            zmq.auth.create_certificates(fresh, name)
+        contents = {path: (Path(fresh) / path.name).read_bytes() for path in (*files, copy)}
+    _write_new(contents)
     return files
+
+
+def _write_new(contents: Mapping[Path, bytes]) -> None:
+    """Write all of these files or, if one of them cannot be written or exists by now, none."""
+    with contextlib.ExitStack() as undone:
+        for path, content in contents.items():
+            mode = 0o600 if path.suffix == ".key_secret" else 0o644
+            try:
+                number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            except FileExistsError as error:
+                raise _exists(path) from error
+            undone.callback(path.unlink, missing_ok=True)
+            with os.fdopen(number, "wb") as file:
+                file.write(content)
+        undone.pop_all()
+
+
+def _exists(path: Path) -> EndpointError:
+    return EndpointError(
+        f"{path} exists already, so nothing was written: new keys would lock out every target that has the old ones; "
+        "name another directory, or first delete the keys in this one yourself"
+    )
 
 
 @contextlib.contextmanager

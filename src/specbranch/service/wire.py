@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
 MAX_ROWS = 1024
@@ -48,12 +49,18 @@ class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to `Hello`."""
+    """The answer to `Hello`: the draft, the size of its vocabulary, and a sample of its tokens if they are known."""
 
     version: Version
     round: Round
     model: Annotated[str, Meta(max_length=256)]
     vocab_len: Annotated[int, Meta(ge=1)]
+    vocab_sample: Annotated[bytes, Meta(max_length=MAX_SAMPLE)] = b""
+
+    def __post_init__(self) -> None:
+        """What the types cannot say: a sample is whole hashes."""
+        if len(self.vocab_sample) % HASH_LEN:
+            raise ValueError("not a sample of a vocabulary")
 
 
 class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

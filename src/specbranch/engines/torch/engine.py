@@ -20,6 +20,7 @@ from specbranch.engines.top_k import top_k_of
 from specbranch.engines.torch.cache import KeyValueArena, Share, shares_of, tensor_of
 from specbranch.engines.torch.load import load, weight_bytes
 from specbranch.engines.torch.support import first_line, text_config, unsupported
+from specbranch.engines.vocabulary import read_sample
 
 with extra("torch"):
     import torch
@@ -47,6 +48,7 @@ class TorchEngine:
             max_tokens=options.max_tokens,
             dtype=dtype,
             weight_bytes=weight_bytes(self._model),
+            vocab_sample=read_sample(options.model),
         )
 
     @property

@@ -22,7 +22,7 @@ from specbranch.service.wire import StatsReply
 
 log = logging.getLogger(__name__)
 
-STATES = ("on", "closed", "lagging", "unreachable", "off")
+STATES = ("on", "closed", "lagging", "vocabulary", "unreachable", "off")
 _TIMEOUT_S = 0.04  # for all services together
 _LABELS = ["model_name", "engine"]
 _COUNTS = {
@@ -34,6 +34,10 @@ _COUNTS = {
     "opened": ("opened", "Sequences sent to the draft service in full, because it did not know them."),
     "refused": ("refused", "Messages refused by the proposer or by the draft service."),
     "foreign": ("foreign", "Drafts cut at a token that is not in the target's vocabulary."),
+    "other_vocab": (
+        "other_vocabulary",
+        "Calls without drafts, because the draft model has another vocabulary than the target.",
+    ),
     "faults": ("faults", "Calls that failed by an error in specbranch itself."),
     "wait_s": ("wait_seconds", "Time that the target waited for drafts."),
 }
@@ -126,6 +130,8 @@ def state_of(shown: Shown, reach: Reach) -> str:
     """The state of drafting, from the proposer's counters and from our own question to the service."""
     if reach is Reach.ABSENT:
         return "unreachable"
+    if shown.has_other_vocab:
+        return "vocabulary"
     if shown.is_lagging or reach is Reach.SILENT:
         return "lagging"
     return "closed" if shown.is_closed else "on"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.gate import Gate
+from specbranch.engines.vocabulary import read_sample
 from specbranch.plugins.vllm.compat import config, features, patches, runner
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
@@ -48,6 +49,7 @@ class SpecBranchProposer:
         self._model: Any = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
+        self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.use(read_settings(config.own_config(vllm_config)))
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
@@ -59,7 +61,7 @@ class SpecBranchProposer:
 
     def use(self, settings: ProposerSettings) -> None:
         """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
-        options = settings.client_options(self._most, config.vocab_len(self._vllm_config))
+        options = settings.client_options(self._most, config.vocab_len(self._vllm_config), self._vocab_sample)
         if settings == self._settings:
             return
         self._foresee_with(settings)
@@ -189,8 +191,17 @@ class SpecBranchProposer:
                 namespace=client.namespace if client else b"",
                 is_lagging=client.is_lagging if client else False,
                 is_closed=gate is not None and not gate.was_open,
+                has_other_vocab=client.has_other_vocab if client else False,
                 counts=self.counts(),
                 lens=self._lens,
                 asides=dict(self._asides),
             )
         )
+
+
+def _vocab_sample(vllm_config: Any) -> bytes:
+    """A sample of the target's tokens; nothing if they cannot be read, and then sizes are compared."""
+    try:
+        return read_sample(config.tokenizer(vllm_config))
+    except AttributeError:
+        return b""

@@ -38,10 +38,10 @@ class ProposerSettings:
         """The directory of a trained predictor, if one was chosen."""
         return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
-    def client_options(self, gamma: int, vocab_len: int | None = None) -> ClientOptions:
+    def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
         """Options for the client; `gamma` is the most draft tokens per step, unless the settings name another number.
 
-        `vocab_len` is the target's; a caller that only checks the settings has none.
+        `vocab_len` and `vocab_sample` are the target's; a caller that only checks the settings has none.
         """
         load_planners()
         settings = dict(self.settings)
@@ -61,6 +61,7 @@ class ProposerSettings:
             namespace=self.namespace.encode() if self.namespace else None,
             keys=client_keys(self.keys),
             vocab_len=vocab_len,
+            vocab_sample=vocab_sample,
         )
 
 

@@ -42,6 +42,7 @@ class Shown(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     counts: dict[str, float] = {}
     lens: list[int] = []  # rows by the number of draft tokens
     asides: dict[str, int] = {}  # rows without drafts, by cause
+    has_other_vocab: bool = False  # nothing is drafted, because the draft's tokens are not the target's
 
 
 _encoder = msgspec.msgpack.Encoder()

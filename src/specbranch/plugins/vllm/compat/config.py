@@ -35,6 +35,12 @@ def layout(vllm_config: Any) -> Layout:
     )
 
 
+def tokenizer(vllm_config: Any) -> str:
+    """The directory or the name on the hub that vLLM takes the target's tokenizer from."""
+    found = vllm_config.model_config
+    return str(found.tokenizer or found.model)
+
+
 def own_config(vllm_config: Any) -> Any:
     """Our section of `--additional-config`; vLLM passes it on without looking at it."""
     return (vllm_config.additional_config or {}).get(SECTION, {})

@@ -1,0 +1,268 @@
+"""Vocabularies of models: which token each id stands for, and whether a draft's ids mean what the target's mean.
+
+Read from files as they are, without the libraries that run models, so that a wrong pair is refused before anything
+loads. A sample of a vocabulary is small enough for the wire: a hash of every 257th token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from specbranch.engines import gguf
+from specbranch.engines.options import local_model
+from specbranch.engines.protocol import EngineError
+from specbranch.errors import SpecBranchError
+
+log = logging.getLogger(__name__)
+
+STRIDE = 257  # ids from one of the sample to the next
+HASH_LEN = 4  # bytes; all zero for an id without a token
+MAX_SAMPLE = 1 << 16  # bytes, for four million tokens
+
+_TOLERANCE = 0.01  # fine-tunes change a few special tokens, and output layers are padded
+# A sample has a few hundred ids. It must not refuse by chance what the whole comparison passes; other vocabularies
+# differ nearly everywhere.
+_SAMPLE_TOLERANCE = 0.05
+_ADVICE = "choose a draft with the target's tokenizer, usually a smaller model of the same family"
+
+T = TypeVar("T")
+
+
+class VocabularyError(SpecBranchError, ValueError):
+    """The draft's vocabulary is not the target's; the message says where they differ and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a model's token ids stand for. Either may be unknown.
+
+    `size` is the length of the logits, with padding. `tokens` are those that have a text, without padding.
+    """
+
+    size: int | None
+    tokens: Mapping[int, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class VocabSample:
+    """A vocabulary as it goes over the wire: its size, and hashes of every 257th token or nothing."""
+
+    size: int | None
+    hashes: bytes = b""
+
+
+def refuse_other_vocabulary(target: str, draft: str) -> None:
+    """Raise `VocabularyError` if the draft's tokens are not the target's; silent where that cannot be told.
+
+    Takes names as the engines do. Loads no model and downloads nothing.
+    """
+    ours, theirs = read_vocabulary(target), read_vocabulary(draft)
+    if ours is None or theirs is None:
+        return
+    flaw = difference(ours, theirs)
+    if flaw is not None:
+        raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
+
+
+def read_vocabulary(model: str) -> Vocabulary | None:
+    """The vocabulary of a directory of Transformers, a GGUF file, or a name in the local cache of the hub.
+
+    None if nothing can be told of it here. Raises `EngineError` for files that are broken.
+    """
+    path = local_model(model)
+    if path is None:
+        return _from_hub_cache(model)
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not (path / "tokenizer.json").exists() and len(files) == 1:
+            return _from_gguf(files[0])
+        return _from_directory(path / "tokenizer.json", path / "config.json")
+    return _from_gguf(path) if path.suffix == ".gguf" else None
+
+
+def difference(target: Vocabulary, draft: Vocabulary) -> str | None:
+    """Why a draft does not fit a target, and what to do; None if it fits, or if too little is known."""
+    if target.tokens is None or draft.tokens is None:
+        return _size_difference(target.size, draft.size)
+    ours, theirs = target.tokens, draft.tokens
+    others = _others(ours, theirs)
+    common = len(ours.keys() & theirs.keys())
+    if len(others) > _TOLERANCE * common:
+        example = others[len(others) // 2]
+        return (
+            f"{_percent(len(others), common)} of the token ids that both have stand for other text; token {example} is "
+            f"{_quoted(ours[example])} in the target and {_quoted(theirs[example])} in the draft; {_ADVICE}"
+        )
+    alone, together = len(ours.keys() ^ theirs.keys()), len(ours.keys() | theirs.keys())
+    if alone > _TOLERANCE * together:
+        return (
+            f"the target has {len(ours)} tokens and the draft {len(theirs)}: {_percent(alone, together)} of the ids "
+            f"are known to one of them only; {_ADVICE}"
+        )
+    return None
+
+
+def sample_difference(target: VocabSample, draft: VocabSample) -> str | None:
+    """The same from samples, or from sizes where one side has none."""
+    if not target.hashes or not draft.hashes:
+        return _size_difference(target.size, draft.size)
+    ours, theirs = _by_place(target.hashes), _by_place(draft.hashes)
+    others, common = len(_others(ours, theirs)), len(ours.keys() & theirs.keys())
+    if others > _SAMPLE_TOLERANCE * common:
+        return f"of {common} token ids compared, {others} stand for other text in the draft; {_ADVICE}"
+    alone, together = len(ours.keys() ^ theirs.keys()), len(ours.keys() | theirs.keys())
+    if alone > _SAMPLE_TOLERANCE * together:
+        return f"of {together} token ids compared, {alone} are known to one of them only; {_ADVICE}"
+    return None
+
+
+def sampled(vocabulary: Vocabulary) -> bytes:
+    """The hashes of every 257th token of a vocabulary; nothing if its tokens are unknown."""
+    tokens = vocabulary.tokens
+    if not tokens:
+        return b""
+    ids = range(0, max(tokens) + 1, STRIDE)[: MAX_SAMPLE // HASH_LEN]
+    return b"".join(_hash(tokens[token]) if token in tokens else bytes(HASH_LEN) for token in ids)
+
+
+def read_sample(model: str) -> bytes:
+    """The sample of a model's vocabulary; nothing, with a line in the log, if it cannot be read. Never raises."""
+    try:
+        vocabulary = read_vocabulary(model)
+    except Exception as error:
+        log.warning("the tokens of %s cannot be read, so vocabularies are compared by size only: %s", model, error)
+        return b""
+    return sampled(vocabulary) if vocabulary else b""
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class _Tokenizer(msgspec.Struct):
+    """The part of a `tokenizer.json` that names tokens."""
+
+    model: _Model
+    added_tokens: list[_Added] | None = None
+
+
+class _TextConfig(msgspec.Struct):
+    vocab_size: int | None = None
+
+
+class _Config(msgspec.Struct):
+    """The part of a `config.json` that has the size; models with images keep it one level deeper."""
+
+    vocab_size: int | None = None
+    text_config: _TextConfig | None = None
+
+
+def _from_directory(tokenizer: Path | None, config: Path | None) -> Vocabulary | None:
+    """From the two files of a Transformers model, either of which may be absent."""
+    tokens = _tokens_of(_read_json(tokenizer, _Tokenizer))
+    size = _size_of(_read_json(config, _Config))
+    return None if tokens is None and size is None else Vocabulary(size, tokens)
+
+
+def _from_gguf(path: Path) -> Vocabulary | None:
+    tokens = gguf.read_tokens(path)
+    return Vocabulary(len(tokens), _without_padding(enumerate(tokens))) if tokens else None
+
+
+def _from_hub_cache(model: str) -> Vocabulary | None:
+    repo, _, name = model.partition(":")
+    if name:
+        path = _cached(repo, name)
+        return _from_gguf(path) if path and name.endswith(".gguf") else None
+    return _from_directory(_cached(repo, "tokenizer.json"), _cached(repo, "config.json"))
+
+
+def _cached(repo: str, name: str) -> Path | None:
+    """A file of a hub's repository, if it has been downloaded before."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repo, name)
+    except (ImportError, ValueError):  # not installed, or no name of a repository
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+J = TypeVar("J")
+
+
+def _read_json(path: Path | None, kind: type[J]) -> J | None:
+    """A file's content; None if there is no file or if it is built otherwise than we know."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.ValidationError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise EngineError(f"{path} cannot be read: {error}; download the model again") from error
+
+
+def _tokens_of(tokenizer: _Tokenizer | None) -> Mapping[int, str] | None:
+    if tokenizer is None:
+        return None
+    vocab = tokenizer.model.vocab
+    if isinstance(vocab, dict):
+        tokens = {token_id: text for text, token_id in vocab.items()}
+    else:
+        tokens = {token_id: text for token_id, (text, _) in enumerate(vocab)}
+    tokens |= {added.id: added.content for added in tokenizer.added_tokens or ()}
+    return _without_padding(tokens.items()) or None
+
+
+def _size_of(config: _Config | None) -> int | None:
+    if config is None:
+        return None
+    return config.vocab_size or (config.text_config.vocab_size if config.text_config else None)
+
+
+def _without_padding(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """Converters to GGUF name ids without a token [PAD7], after the id."""
+    return {token_id: text for token_id, text in tokens if text[:4] != "[PAD" or text != f"[PAD{token_id}]"}
+
+
+def _size_difference(target: int | None, draft: int | None) -> str | None:
+    if target is None or draft is None or abs(target - draft) <= _TOLERANCE * max(target, draft):
+        return None
+    return f"the target's vocabulary has {target} tokens and the draft's {draft}; {_ADVICE}"
+
+
+def _others(target: Mapping[int, T], draft: Mapping[int, T]) -> list[int]:
+    """The keys that both have with different values, in order."""
+    return sorted(key for key, value in target.items() if key in draft and draft[key] != value)
+
+
+def _by_place(sample: bytes) -> dict[int, int]:
+    """The hashes that are not zero, by their place in the sample."""
+    hashes = np.frombuffer(sample, dtype="<u4").tolist()
+    return {place: value for place, value in enumerate(hashes) if value}
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2s(text.encode(errors="surrogatepass"), digest_size=HASH_LEN).digest()
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.3g} %"
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}…")
