@@ -227,7 +227,9 @@ def test_without_a_terminal_loading_is_one_plain_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --draft MODEL, or --bare"),
+        ([], "give one of --draft MODEL, --draft-address ADDRESS, or --bare"),
+        (["--draft", "d", "--draft-address", "ipc://x"], "give one of"),
+        (["--draft-address", "ipc:///tmp/x", "--prompt", "x", "--timeline", "t"], "give it to `specbranch draft`"),
         (["--bare", "--compare", "--prompt", "x"], "--bare has no draft"),
         (["--bare", "--chat", "--json"], "a chat takes none of"),
         (["--draft", "d", "--prompt", "x", "--set", "gamma"], "give KEY=VALUE"),

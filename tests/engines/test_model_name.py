@@ -82,7 +82,6 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: 
 
 
 def test_without_the_network_it_is_not_read_either(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 

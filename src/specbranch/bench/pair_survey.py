@@ -48,10 +48,15 @@ class PairOptions:
         }
         return TargetOptions(self.target, arguments=arguments)
 
-    def open_draft(self) -> DraftEngine:
-        """Load the draft in this process, with one thread for each of its cores."""
-        threads = None if self.draft_cores is None else len(self.draft_cores)
-        options = EngineOptions(model=self.draft, device=self.draft_device, threads=threads, dtype=self.draft_dtype)
+    def open_draft(self, tell: Callable[[str], None]) -> DraftEngine:
+        """Load the draft in this process, with one thread for each of its cores; `tell` hears what loading does."""
+        options = EngineOptions(
+            model=self.draft,
+            device=self.draft_device,
+            threads=None if self.draft_cores is None else len(self.draft_cores),
+            dtype=self.draft_dtype,
+            tell=lambda stage: tell(f"draft: {stage}"),
+        )
         return open_engine(self.draft_engine or engine_for(self.draft), options)
 
 
@@ -65,7 +70,7 @@ def survey_pair(options: PairOptions, tell: Callable[[str], None]) -> Survey:
             try:
                 if options.draft_cores is not None:
                     os.sched_setaffinity(0, options.draft_cores)
-                engine = options.open_draft()
+                engine = options.open_draft(tell)
                 try:
                     return take_survey(
                         process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, tell

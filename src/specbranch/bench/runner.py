@@ -91,11 +91,19 @@ def _turns(scenario: Scenario, order: random.Random) -> list[list[BenchMethod]]:
 
 
 def run_scenario(
-    scenario: Scenario, data: Path, sink: TextIO, progress: Callable[[int, int], None], num_done: int = 0
+    scenario: Scenario,
+    data: Path,
+    sink: TextIO,
+    progress: Callable[[int, int], None],
+    num_done: int = 0,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> None:
-    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before."""
+    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
+
+    `progress` hears how many trials are done, and `tell` what is loaded.
+    """
     trials = plan_trials(scenario, data)
-    with _engines(scenario) as engines:
+    with _engines(scenario, tell) as engines:
         if not num_done:
             write_line(sink, header(scenario, engines.provenance()))
         for number, trial in enumerate(trials[num_done:], start=num_done):
@@ -112,6 +120,7 @@ class _Engines:
     draft: DraftProcess
     reporters: dict[str, Reporter]
     logs: Path
+    tell: Callable[[str], None]
     targets: dict[str, TargetProcess] = field(default_factory=dict)
 
     def provenance(self) -> dict[str, Any]:
@@ -135,6 +144,7 @@ class _Engines:
 
     def _start(self, method: BenchMethod) -> None:
         """Load a method's engine, and let all methods that share it warm up."""
+        self.tell(f"loading {self.scenario.target} for {method.name}")
         target = _target(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
         self.targets[method.engine] = target.__enter__()
         for one in self.scenario.methods:
@@ -192,15 +202,15 @@ class _Engines:
 
 
 @contextlib.contextmanager
-def _engines(scenario: Scenario) -> Iterator[_Engines]:
+def _engines(scenario: Scenario, tell: Callable[[str], None]) -> Iterator[_Engines]:
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
-        draft = stack.enter_context(DraftProcess(scenario.draft_options()))
+        draft = stack.enter_context(DraftProcess(scenario.draft_options(), tell=tell))
         drafting = [method for method in scenario.methods if method.planner is not None]
         reporters = {method.name: Reporter(draft.address, method.name.encode()) for method in drafting}
         for reporter in reporters.values():
             stack.callback(reporter.close)
-        engines = _Engines(scenario, draft, reporters, logs)
+        engines = _Engines(scenario, draft, reporters, logs, tell)
         stack.callback(engines.close)
         engines.load()
         yield engines

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.provenance import provenance
 
 _VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
-_START_S, _STOP_S, _LOOK_S = 300.0, 60.0, 0.5
+_STOP_S, _LOOK_S = 60.0, 0.5
 _TIMES = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = (50, 99)
 
@@ -61,9 +62,17 @@ def plan_load(scenario: Scenario, served: Served) -> list[LoadTrial]:
 
 
 def run_load(
-    scenario: Scenario, data: Path, sink: TextIO, progress: Callable[[int, int], None], num_done: int = 0
+    scenario: Scenario,
+    data: Path,
+    sink: TextIO,
+    progress: Callable[[int, int], None],
+    num_done: int = 0,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> None:
-    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before."""
+    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
+
+    `progress` hears how many trials are done, and `tell` what is started.
+    """
     assert scenario.served is not None
     trials = plan_load(scenario, scenario.served)
     if not num_done:
@@ -78,6 +87,7 @@ def run_load(
             if trial.method != current:
                 stack.close()
                 current = trial.method
+                tell(f"starting a server for {current.name}")
                 url = stack.enter_context(server(serve_words(scenario, trial.method), directory / "server.log"))
                 _load(scenario, url, prompts, 4.0, 4, directory)  # warm-up
             measured = _load(scenario, url, prompts, trial.rate, scenario.served.requests, directory)
@@ -123,9 +133,8 @@ def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "specbranch", "serve", *words, "--host", endpoint.host, "--port", str(port)]
     child = Child(command, log_file=log_file)
     try:
-        if not child.wait_until(lambda: endpoint.is_healthy() or None, _START_S, _LOOK_S):
-            state = f"did not answer within {_START_S:g} s" if child.is_running else child.ending
-            raise LoadError(f"the server {state}; the end of its log:\n{child.last_words()}")
+        if not child.wait_until(lambda: endpoint.is_healthy() or None, math.inf, _LOOK_S):
+            raise LoadError(f"the server {child.ending}; the end of its log:\n{child.last_words()}")
         yield str(endpoint)
     finally:
         child.stop(_STOP_S)

@@ -63,7 +63,7 @@ def run(
         with out.open("a" if resume else "x") as sink, Progress() as progress:
             progress.show("starting engines")
             measure = run_scenario if chosen.served is None else run_load
-            measure(chosen, data, sink, partial(progress.show, f"measuring {chosen.name}"), num_done)
+            measure(chosen, data, sink, partial(progress.show, f"measuring {chosen.name}"), num_done, progress.show)
         _print(out, as_json=False)
 
 

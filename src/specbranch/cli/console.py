@@ -38,10 +38,15 @@ def print_json(document: dict[str, Any]) -> None:
     typer.echo(json.dumps(document, allow_nan=False))
 
 
-def progress_bar() -> Progress:
-    """A line on standard error that disappears at the end: stage, bar and count where there is a total, time."""
+def progress_bar(console: Console, takes_output: bool) -> Progress:
+    """A line that disappears at the end: stage, bar and count where there is a total, time.
+
+    With `takes_output`, what Python code prints meanwhile appears above it.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Count(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(
+        *columns, console=console, transient=True, redirect_stdout=takes_output, redirect_stderr=takes_output
+    )
 
 
 class _Bar(BarColumn):

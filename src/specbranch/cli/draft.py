@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -66,7 +67,13 @@ def draft(
     ] = None,
     timeline: TimelineFile = None,
     record: RecordFile = None,
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Also stop when standard input is closed.")] = False,
+    until_eof: Annotated[
+        bool,
+        typer.Option(
+            "--until-eof",
+            help="Also stop when standard input is closed, and print on standard output what loading does.",
+        ),
+    ] = False,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Format of the log lines.")] = "text",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -92,10 +99,13 @@ def draft(
             max_tokens=cache_tokens,
             max_handles=max_handles,
             row_limit=row_limit,
+            tell=_tell_parent if until_eof else _tell_log,
         )
         service = ServiceOptions(listen or default_address(), service_keys(keys), max_sessions)
         timeline_recorder = TimelineRecorder() if timeline else None
-        draft_engine = open_engine(engine or engine_for(model), options)
+        name = engine or engine_for(model)
+        options.tell(f"importing the libraries of the {name} engine")
+        draft_engine = open_engine(name, options)
         recorder = Recorder(record, Path(model).name) if record else None
         server = Server(draft_engine, service, Observer(timeline_recorder, recorder))
         try:
@@ -104,6 +114,16 @@ def draft(
             if timeline_recorder is not None and timeline is not None:
                 timeline_recorder.write(timeline, draft=model, device=device)
                 log.info("wrote %d events to %s", len(timeline_recorder), timeline)
+
+
+def _tell_parent(stage: str) -> None:
+    """For the process that has started this one."""
+    with contextlib.suppress(OSError):  # nobody listens
+        print(stage, flush=True)  # noqa: T201
+
+
+def _tell_log(stage: str) -> None:
+    log.info("%s", stage)
 
 
 def _serve(server: Server, metrics_port: int | None, until_eof: bool) -> None:

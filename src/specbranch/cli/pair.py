@@ -126,10 +126,12 @@ class Pair:
     def _load(self, log_file: Path) -> None:
         options = self._options
         cores = self._cores()
-        draft = self._draft_process(cores.draft, log_file)
         if cores.target:
             os.sched_setaffinity(0, cores.target)
-        with quiet(log_file, f"loading {options.target}" + (f" and {options.draft}" if draft else "")):
+        loading = f"loading {options.target}" + (f" and {options.draft}" if options.draft else "")
+        with quiet(log_file, loading) as tell:
+            how_draft = options.draft_options(cores.draft)
+            draft = None if how_draft is None else DraftProcess(how_draft, log_file, tell)
             if draft is not None:
                 self._exit.callback(draft.stop)
                 draft.start()
@@ -150,10 +152,6 @@ class Pair:
             return Cores(None, None)
         device = "none" if options.draft is None else options.draft_device
         return divide_cores(device, options.target_cores, options.draft_cores)
-
-    def _draft_process(self, cores: Sequence[int] | None, log_file: Path) -> DraftProcess | None:
-        how = self._options.draft_options(cores)
-        return None if how is None else DraftProcess(how, log_file)
 
     def _settings(self, **changes: Any) -> ProposerSettings:
         remote = self._options.remote

@@ -17,13 +17,15 @@ _AGAIN_S = 15.0  # a stage that lasts is named again
 
 
 class Progress:
-    """A context manager; `show` is called as often as there is news.
+    """A context manager; `show` is called as often as there is news. `console` None means standard error.
 
     Without a terminal, a stage is named when it begins and every 15 seconds while it lasts.
     """
 
-    def __init__(self) -> None:
-        self._bar = progress_bar() if Console(stderr=True).is_terminal else None
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        # On a screen of its own it stands beside what Python code prints, and leaves that where it goes.
+        self._bar = progress_bar(self._console, takes_output=console is None) if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None) if self._bar else None
         self._stage = ""
         self._tenths = 0
@@ -51,7 +53,7 @@ class Progress:
         with self._lock:
             self._said_s = time.monotonic()
             if self._bar is not None:
-                self._bar.console.print(Text.from_ansi(line), soft_wrap=True)
+                self._console.print(Text.from_ansi(line), soft_wrap=True)
             else:
                 typer.echo(line, err=True)
 
@@ -84,4 +86,4 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self._said_s = time.monotonic()
-        typer.echo(f"specbranch: {text}", err=True)
+        self._console.print(f"specbranch: {text}", highlight=False, markup=False, soft_wrap=True)

@@ -181,7 +181,7 @@ def _run(plan: _Plan, console: Console) -> int:
     settings, endpoint = plan.settings() if plan.is_drafting else None, Endpoint.of(plan.flags)
     voice = _Voice(console)
     with contextlib.ExitStack() as stack:
-        keeper = DraftKeeper(plan.draft, say=voice.say) if plan.draft else None
+        keeper = DraftKeeper(plan.draft, say=voice.say, tell=voice.tell) if plan.draft else None
         if keeper:
             stack.callback(keeper.stop)
         server = VllmServer(plan.options(keeper.address if keeper else None), show=voice.show)
@@ -189,12 +189,12 @@ def _run(plan: _Plan, console: Console) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             console.print(_summary(plan, settings, keeper.address if keeper else None, endpoint))
-            with voice.starting() as progress:
+            with voice.starting():
                 if keeper:
-                    keeper.start(progress.show)
+                    keeper.start()
                 with _uninterrupted():
                     server.start()
-                code = _await_ready(server, endpoint, progress)
+                code = _await_ready(server, endpoint, voice)
             return _watch(server, voice) if code is None else _failed(server, code, voice)
         except KeyboardInterrupt:
             voice.say("stopping; press Ctrl-C again to kill")
@@ -210,12 +210,12 @@ class _Voice:
         self._begin_s = time.monotonic()
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[Progress]:
+    def starting(self) -> Iterator[None]:
         """A line that shows the stages of the start."""
         with Progress() as progress:
             self._progress = progress
             try:
-                yield progress
+                yield
             finally:
                 self._progress = None
 
@@ -226,6 +226,11 @@ class _Voice:
     def say(self, line: str) -> None:
         """One line of our own."""
         self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+    def tell(self, stage: str) -> None:
+        """What the start is busy with."""
+        if self._progress is not None:
+            self._progress.show(stage)
 
     def show(self, line: str) -> None:
         """One line of vLLM's log."""
@@ -267,13 +272,13 @@ def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:
     return 0
 
 
-def _await_ready(server: VllmServer, endpoint: Endpoint, progress: Progress) -> int | None:
+def _await_ready(server: VllmServer, endpoint: Endpoint, voice: _Voice) -> int | None:
     """Wait until vLLM answers; its exit code if it ends before."""
     while (code := server.returncode) is None:
         if endpoint.is_healthy():
             server.free_frontend()
             return None
-        progress.show(server.stage)
+        voice.tell(server.stage)
         time.sleep(_POLL_S)
     return code
 

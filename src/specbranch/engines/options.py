@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specbranch.engines.protocol import EngineError
+
+
+def _silent(_: str) -> None:
+    pass
+
 
 DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
 
@@ -29,6 +35,7 @@ class EngineOptions:
     max_handles: int = 128  # open at once
     row_limit: int = 64  # rows in one step
     top_k: int = 32  # tokens of a distribution
+    tell: Callable[[str], None] = field(default=_silent, compare=False, repr=False)  # hears what loading does
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_handles", "row_limit", "top_k"):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from specbranch.service.process import DraftOptions, DraftProcess, StartError
+from specbranch.service.process import DraftOptions, DraftProcess, StartError, Tell
 from specbranch.service.wire import Welcome
 
 _LOOK_S = 0.2
@@ -17,10 +17,13 @@ _STEADY_S = 60.0  # a service that ran this long is not in a crash loop
 
 
 class DraftKeeper:
-    """Keeps one draft service alive. `say` gets one line for each event, from another thread."""
+    """Keeps one draft service alive. `say` gets one line for each event, from another thread.
 
-    def __init__(self, options: DraftOptions, say: Callable[[str], None]) -> None:
-        self._first = DraftProcess(options)
+    At the start, `tell` hears again and again what the service does.
+    """
+
+    def __init__(self, options: DraftOptions, say: Callable[[str], None], tell: Tell = lambda stage: None) -> None:
+        self._first = DraftProcess(options, tell=tell)
         self._options = replace(options, address=self._first.address)
         self._process = self._first
         self._say = say
@@ -37,10 +40,10 @@ class DraftKeeper:
         """The id of the process that runs now."""
         return self._process.pid
 
-    def start(self, tell: Callable[[str], None] = lambda stage: None) -> Welcome:
-        """Start the service and wait for it; `tell` hears the stages. A failure raises, this first time only."""
+    def start(self) -> Welcome:
+        """Start the service and wait for it. A failure raises, this first time only."""
         self._first.start()
-        welcome = self._first.wait_until_up(tell)
+        welcome = self._first.wait_until_up()
         self._thread.start()
         return welcome
 

@@ -68,11 +68,15 @@ class DraftOptions:
 
 
 class DraftProcess:
-    """A running `specbranch draft`; a context manager that starts it, waits until it answers, and stops it."""
+    """A running `specbranch draft`; a context manager that starts it, waits until it answers, and stops it.
 
-    def __init__(self, options: DraftOptions, log_file: Path | None = None) -> None:
+    While it is waited for, `tell` hears again and again what it does.
+    """
+
+    def __init__(self, options: DraftOptions, log_file: Path | None = None, tell: Tell = _silent) -> None:
         self._options = options
         self._log_file = log_file
+        self._tell = tell
         self._exit = contextlib.ExitStack()
         self._child: Child | None = None
         self._stage = "starting"
@@ -106,11 +110,10 @@ class DraftProcess:
         )
         self._child.listen(self._hear)
 
-    def wait_until_up(self, tell: Tell = _silent) -> Welcome:
+    def wait_until_up(self) -> Welcome:
         """What the service says of itself, as soon as it answers.
 
         A model may take minutes to be fetched, loaded and packed: it is waited for as long as the process works.
-        `tell` hears again and again what it does.
         """
         idleness = Idleness(self._started)
         with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
@@ -118,7 +121,7 @@ class DraftProcess:
                 self.welcome = client.hello(_PROBE_S)
                 if self.welcome is not None:
                     return self.welcome
-                tell(f"draft: {self._stage}")
+                self._tell(f"draft: {self._stage}")
         state = f"has done nothing for {idle_s:.0f} s while {self._stage}" if self.is_running else self.ending
         raise StartError(f"the draft service for {self._options.model} {state}{self._cause()}")
 

@@ -25,6 +25,8 @@ def load(options: EngineOptions) -> tuple[Any, str]:
     """The model, ready to be run with our attention, and the dtype of its weights."""
     _require_dtype(options)
     source, arguments = _source(options.model)
+    is_here = local_model(options.model) is not None
+    options.tell("loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
         model, dtype = _converted(model.to(options.device).eval(), options)
@@ -51,11 +53,13 @@ def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
     """The model with its weights in the dtype of the options, and that dtype."""
     dtype = options.dtype
     if dtype == "auto" and options.device == "cpu":
+        options.tell("timing data types")
         choice = fastest_dtype(model)
         log.info("draft on the CPU in %s", choice)
         dtype = choice.dtype
     if dtype in PACKED:
         kind = PACKED[dtype]
+        options.tell(f"packing weights in {dtype}")
         return pack_linears(fuse(model.float(), attention.attend, kind), kind), dtype
     # Weights only: what a model keeps beside them, such as its rotary frequencies, needs 32 bits.
     for weight in model.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +113,7 @@ class Report:
         return {"vllm": engine.versions["vllm"], "dtype": engine.dtype, "device": engine.device}
 
 
-Listener = Callable[[str, int, int], None]  # stage, requests done, requests in all
+Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, requests in all, where known
 
 
 def check(options: CheckOptions, listen: Listener) -> Report:
@@ -121,7 +122,9 @@ def check(options: CheckOptions, listen: Listener) -> Report:
     Exact equality is tested in float32, where rounding hardly depends on the batch; distributions in the serving dtype.
     """
     load_planners()
-    with DraftProcess(options.draft) as draft, tempfile.TemporaryDirectory(prefix="specbranch-check-") as logs:
+    with contextlib.ExitStack() as stack:
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-check-"))
+        draft = stack.enter_context(DraftProcess(options.draft, tell=lambda stage: listen(stage, None, None)))
         settings = ProposerSettings(
             address=draft.address,
             is_gated=False,
