@@ -33,6 +33,7 @@ class FailureLog:
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
         self._cause: str | None = None
+        self._has_echo = False
         for line in lines:
             self.hear(line)
 
@@ -40,14 +41,17 @@ class FailureLog:
         """One more line."""
         plain = _ANSI.sub("", line).rstrip()
         found = _ERROR.search(plain) or _USAGE.search(plain)
-        if found and not any(words in plain for words in _FOLLOWS):
+        if found and any(words in plain for words in _FOLLOWS):
+            self._has_echo = True
+        elif found:
             self._cause = f"{found[1]}: {found[2]}" if _ERROR.search(plain) else found[2]
 
     def cause(self, code: int | None) -> str:
         """What went wrong, and the way out. `code` is the exit code, negative for a signal."""
         if self._cause is None:
-            if code == _KILLED:
-                return "it was killed by SIGKILL, most likely because memory ran out; use a smaller model or share"
+            if code == _KILLED or self._has_echo:
+                who = "its engine ended without a word" if self._has_echo else "it was killed by SIGKILL"
+                return f"{who}, most likely because memory ran out; {_ADVICE[0][1]}"
             return f"it ended with code {code} and named no cause"
         advice = next((advice for words, advice in _ADVICE if words.lower() in self._cause.lower()), None)
         cause = self._cause if len(self._cause) <= _LEN else f"{self._cause[:_LEN]}..."
