@@ -33,6 +33,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 
 Close = Callable[[Distribution, Distribution], bool]
 
@@ -61,6 +62,7 @@ class EngineConformance:
 
         assert info.model and info.device
         assert info.vocab_len > 4 and info.row_limit >= 1
+        assert len(info.vocab_sample) <= MAX_SAMPLE and len(info.vocab_sample) % HASH_LEN == 0
 
     def test_a_distribution_is_a_top_k_with_falling_probabilities(self, engine: DraftEngine) -> None:
         distribution = fresh_distribution(engine, [1, 2, 3])

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from specbranch.plugins.vllm import stats_file
-from specbranch.plugins.vllm.metrics import Collector
+from specbranch.plugins.vllm.metrics import STATES, Collector
 from specbranch.plugins.vllm.stats_file import (
     RUN,
     Shown,
@@ -166,6 +166,23 @@ def test_a_proposer_that_does_not_draft_is_off(collector: Collector) -> None:
     show("ipc:///nowhere/draft.sock", namespace=b"")
 
     assert samples(collector)["specbranch_state", "0", "off"] == 1
+
+
+def test_a_draft_with_another_vocabulary_is_a_state_of_its_own_while_it_is_there(
+    collector: Collector, tmp_path: Path
+) -> None:
+    counts = {**COUNTS, "other_vocab": 8}
+    with scripted_service(tmp_path) as service:
+        show(service.address, has_other_vocab=True, is_lagging=True, is_closed=True, counts=counts)
+        end_s = time.monotonic() + PATIENCE_S
+        while (found := samples(collector))["specbranch_state", "0", "vocabulary"] != 1:
+            assert time.monotonic() < end_s, found
+            time.sleep(0.2)
+    after = samples(collector)
+
+    assert sum(found["specbranch_state", "0", state] for state in STATES) == 1
+    assert found["specbranch_other_vocabulary_total", "0"] == 8
+    assert after["specbranch_state", "0", "unreachable"] == 1
 
 
 def test_an_address_that_cannot_be_used_costs_the_metrics_and_nothing_else(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
+from specbranch.engines.vocabulary import HASH_LEN
 from specbranch.plugins.vllm import SpecBranchProposer
 from specbranch.plugins.vllm.compat import patches, runner
 from specbranch.plugins.vllm.layout import LayoutError
@@ -104,6 +107,37 @@ def test_the_client_knows_what_the_target_can_embed(monkeypatch: pytest.MonkeyPa
 
     assert clients[0] is not clients[1]
     assert [client.options.vocab_len for client in clients] == [49152, 49152]
+
+
+def test_the_targets_tokens_are_read_once_where_they_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From where vLLM takes its tokenizer. Settings that change later do not read them again."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 257}}}))
+    target = {"model": {"tokenizer": str(tmp_path), "model": "/nowhere"}}
+    proposer = proposer_with(monkeypatch, target=target)
+    samples = [options_of(proposer).vocab_sample]
+    (tmp_path / "tokenizer.json").unlink()
+    proposer.use(ProposerSettings(planner="pearl"))
+    samples.append(options_of(proposer).vocab_sample)
+
+    assert samples[0] == samples[1] and len(samples[0]) == 2 * HASH_LEN
+    assert proposer_with(monkeypatch, is_output_rank=False, target=target)._vocab_sample == b""
+
+
+@pytest.mark.parametrize("model", [{}, {"tokenizer": "/nowhere"}, {"tokenizer": None, "model": "/nowhere"}])
+def test_a_target_whose_tokens_cannot_be_read_is_compared_by_size(
+    monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+) -> None:
+    options = options_of(proposer_with(monkeypatch, target={"model": model}))
+
+    assert (options.vocab_len, options.vocab_sample) == (49152, b"")
+
+
+def options_of(proposer: SpecBranchProposer) -> ClientOptions:
+    client: Any = proposer._client
+    options: ClientOptions = client.options
+    return options
 
 
 def test_other_ranks_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import argparse
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from specbranch.core.distribution import Distribution
@@ -29,8 +30,9 @@ class SlowEngine(ScriptedEngine):
     The step `fatal_step` ends the thread that runs it.
     """
 
-    def __init__(self, step_s: float, fatal_step: int | None = None) -> None:
+    def __init__(self, step_s: float, fatal_step: int | None = None, vocab_sample: bytes = b"") -> None:
         super().__init__(DRAFT)
+        self.info = replace(self.info, vocab_sample=vocab_sample)
         self._step_s = step_s
         self._steps_left = fatal_step
 
@@ -52,12 +54,14 @@ def main() -> None:
     parser.add_argument("--timeline", type=Path)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--max-sessions", type=int, default=256)
+    parser.add_argument("--vocab-sample", type=bytes.fromhex, default=b"")
     args = parser.parse_args()
     set_up_logs("json", "error")
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
     timeline = TimelineRecorder() if args.timeline else None
     recorder = Recorder(args.record, "scripted") if args.record else None
-    server = Server(SlowEngine(args.step_ms / 1000, args.fatal_step), options, Observer(timeline, recorder))
+    engine = SlowEngine(args.step_ms / 1000, args.fatal_step, args.vocab_sample)
+    server = Server(engine, options, Observer(timeline, recorder))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
         serve_metrics(server, args.metrics_port)

@@ -10,9 +10,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
+import zmq.auth
 from typer.testing import CliRunner
 
 from specbranch.cli import app
@@ -210,6 +212,54 @@ def test_keys_are_written_for_their_owner_only(tmp_path: Path) -> None:
     assert result.exit_code == 0
     for name in ("service.key_secret", "client.key_secret"):
         assert (tmp_path / "keys" / name).stat().st_mode & 0o777 == 0o600
+
+
+KEYS = ("service.key", "service.key_secret", "client.key", "client.key_secret", "clients/client.key")
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_keys_that_exist_are_never_replaced(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    assert CliRunner().invoke(app, ["keys", str(directory)]).exit_code == 0
+    before = files_of(directory)
+    result = CliRunner().invoke(app, ["keys", str(directory)])
+
+    assert result.exit_code == 2
+    assert f"{directory}/service.key exists already, so nothing was written" in result.stderr
+    assert "name another directory, or first delete the keys in this one yourself" in result.stderr
+    assert files_of(directory) == before and set(before) == set(KEYS)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_one_key_that_exists_is_enough_to_write_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "clients").mkdir()
+    (tmp_path / name).write_text("mine")
+
+    with pytest.raises(EndpointError, match=rf"{name} exists already"):
+        make_keys(tmp_path)
+    assert files_of(tmp_path) == {name: b"mine"}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_that_appears_meanwhile_is_left_alone_and_no_half_set_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Two commands at once: the other one has written this file since we looked."""
+    (tmp_path / "clients").mkdir()
+    create = zmq.auth.create_certificates
+
+    def create_late(*arguments: Any) -> Any:
+        (tmp_path / name).write_text("theirs")
+        return create(*arguments)
+
+    monkeypatch.setattr(zmq.auth, "create_certificates", create_late)
+
+    with pytest.raises(EndpointError, match=rf"{name} exists already"):
+        make_keys(tmp_path)
+    assert files_of(tmp_path) == {name: b"theirs"}
 
 
 @pytest.mark.parametrize(

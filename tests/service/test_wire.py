@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from specbranch.engines.vocabulary import MAX_SAMPLE
 from specbranch.service.digest import Digest
 from specbranch.service.wire import (
     MAX_FRAME,
@@ -62,6 +63,8 @@ REQUESTS: list[Request] = [
 ]
 REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152),
+    Welcome(VERSION, 7, "model", 49152, bytes(range(8))),
+    Welcome(VERSION, 7, "model", 49152, b"\xff" * MAX_SAMPLE),
     Proposals(8, [[1, 2, 3], None, []]),
     Refused("because"),
     stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000),
@@ -121,8 +124,9 @@ def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
         Proposals(1, [[1] * (MAX_NEW + 1)]),
         Proposals(1, [None] * (MAX_ROWS + 1)),
         Welcome(VERSION, 7, "model", 0),
+        Welcome(VERSION, 7, "model", 5, bytes(MAX_SAMPLE + 4)),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_a_reply_out_of_bounds_is_refused(message: Reply) -> None:
     with pytest.raises(FrameError):
@@ -135,6 +139,13 @@ def test_a_text_that_is_no_sequence_of_tokens_is_refused(text: bytes) -> None:
 
     with pytest.raises(FrameError, match="not a sequence of tokens"):
         decode_request(frame)
+
+
+def test_a_sample_that_is_no_sequence_of_hashes_is_refused() -> None:
+    frame = msgspec.msgpack.encode(["welcome", VERSION, 7, "model", 5, bytes(7)])
+
+    with pytest.raises(FrameError, match="not a sample"):
+        decode_reply(frame)
 
 
 def test_a_text_survives_the_wire_also_from_an_array_of_another_kind() -> None:

@@ -1,0 +1,247 @@
+"""Vocabularies: what is read of models, which pairs fit, and why others do not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbranch.engines.protocol import EngineError
+from specbranch.engines.vocabulary import (
+    HASH_LEN,
+    STRIDE,
+    VocabSample,
+    Vocabulary,
+    VocabularyError,
+    difference,
+    read_sample,
+    read_vocabulary,
+    refuse_other_vocabulary,
+    sample_difference,
+    sampled,
+)
+from tests.engines.models import model_path
+from tests.engines.test_gguf import gguf_file, token_pair
+
+NUM = 5000
+WORDS = [f"word{number}" for number in range(NUM)]
+
+
+def vocabulary(words: Sequence[str], size: int | None = None) -> Vocabulary:
+    return Vocabulary(size or len(words), dict(enumerate(words)))
+
+
+def differences(target: Vocabulary, draft: Vocabulary) -> list[str | None]:
+    """By all tokens, and by what goes over the wire."""
+    samples = [VocabSample(one.size, sampled(one)) for one in (target, draft)]
+    return [difference(target, draft), sample_difference(*samples)]
+
+
+def model(directory: Path, tokenizer: Any, config: Any = None) -> str:
+    directory.mkdir(parents=True)
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def bpe(words: Sequence[str], **more: Any) -> dict[str, Any]:
+    return {"model": {"type": "BPE", "vocab": {word: index for index, word in enumerate(words)}, "merges": []}, **more}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("smollm2-135m-dense", "smollm2-135m"),
+        ("smollm2-short-dense", "smollm2-short"),
+        ("smollm2-135m-dense", "smollm2-short"),
+        ("smollm2-135m", "smollm2-135m-dense"),
+        ("qwen-coder-0.5b-dense", "qwen-coder-0.5b"),
+        ("qwen-coder-1.5b-dense", "qwen-coder-0.5b"),
+    ],
+)
+def test_a_model_can_draft_for_its_family_in_either_format(target: str, draft: str) -> None:
+    paths = [str(model_path(name)) for name in (target, draft)]
+    ours, theirs = (read_vocabulary(path) for path in paths)
+    refuse_other_vocabulary(*paths)
+
+    assert ours is not None and ours.tokens and theirs is not None and theirs.tokens
+    assert differences(ours, theirs) == [None, None]
+
+
+@pytest.mark.parametrize("kinds", [("", ""), ("", "-dense"), ("-dense", ""), ("-dense", "-dense")])
+def test_models_of_two_families_are_refused_both_ways_with_an_example(kinds: tuple[str, str]) -> None:
+    pair = [str(model_path(name + kind)) for name, kind in zip(("smollm2-135m", "qwen-coder-0.5b"), kinds, strict=True)]
+    for target, draft in (pair, reversed(pair)):
+        with pytest.raises(VocabularyError) as raised:
+            refuse_other_vocabulary(target, draft)
+
+        message = str(raised.value)
+        assert message.startswith(f"{draft} cannot draft for {target}: 100 % of the token ids")
+        assert "token 24584 is " in message and "'pse' in the" in message and "'ĠPharm' in the" in message
+        assert "choose a draft with the target's tokenizer" in message
+        assert read_sample(target) and sample_difference(
+            VocabSample(None, read_sample(target)), VocabSample(None, read_sample(draft))
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen-coder-0.5b", "qwen-coder-0.5b-dense"])
+def test_a_large_vocabulary_is_read_soon_enough_to_be_read_at_every_start(name: str) -> None:
+    path = str(model_path(name))
+    start_s = time.process_time()
+    found = read_vocabulary(path)
+    seconds = time.process_time() - start_s
+
+    assert found is not None and found.size == 151936
+    assert found.tokens is not None and len(found.tokens) == 151665  # the rest is padding
+    assert seconds < 1.5
+
+
+def test_no_library_that_runs_models_is_loaded_to_refuse_a_pair(tmp_path: Path) -> None:
+    pair = [model(tmp_path / name, bpe(words)) for name, words in (("a", WORDS), ("b", WORDS[::-1]))]
+    program = (
+        "import sys\n"
+        "from specbranch.engines.vocabulary import VocabularyError, refuse_other_vocabulary\n"
+        "try: refuse_other_vocabulary(*sys.argv[1:])\n"
+        "except VocabularyError:\n"
+        "    print(*{'torch', 'transformers', 'tokenizers', 'llama_cpp', 'gguf'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *pair], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "\n"
+
+
+def test_the_same_tokens_in_another_order_are_another_vocabulary() -> None:
+    for flaw in differences(vocabulary(WORDS), vocabulary(WORDS[1:] + WORDS[:1])):
+        assert flaw is not None and "stand for other text" in flaw
+
+
+@pytest.mark.parametrize(("num_changed", "fits"), [(0, True), (50, True), (51, False)])
+def test_a_few_other_special_tokens_are_no_matter(num_changed: int, fits: bool) -> None:
+    tuned = [f"<new{number}>" for number in range(num_changed)] + WORDS[num_changed:]
+
+    assert (difference(vocabulary(WORDS), vocabulary(tuned)) is None) is fits
+
+
+def test_a_sample_refuses_no_run_of_tokens_that_the_whole_comparison_passes() -> None:
+    """Added tokens lie together: a hundredth of the vocabulary, anywhere."""
+    run_len = NUM // 100
+    for start in range(0, NUM - run_len, 7):
+        tuned = [*WORDS[:start], *["new"] * run_len, *WORDS[start + run_len :]]
+
+        assert differences(vocabulary(WORDS), vocabulary(tuned)) == [None, None]
+
+
+def test_a_vocabulary_with_far_more_tokens_is_another_one_in_either_place() -> None:
+    small, large = vocabulary(WORDS[: NUM // 2], NUM), vocabulary(WORDS, NUM)
+    for pair in ((small, large), (large, small)):
+        for flaw in differences(*pair):
+            assert flaw is not None and "known to one of them only" in flaw
+    assert differences(vocabulary(WORDS[: NUM - NUM // 200]), vocabulary(WORDS)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "fits"),
+    [
+        (151936, 152064, True),
+        (152064, 151936, True),
+        (49152, 151936, False),
+        (151936, 49152, False),
+        (None, 49152, True),
+        (49152, None, True),
+    ],
+)
+def test_without_tokens_on_both_sides_sizes_decide_up_to_padding(
+    target: int | None, draft: int | None, fits: bool
+) -> None:
+    tokens = dict(enumerate(WORDS))
+    found = [
+        difference(Vocabulary(target, None), Vocabulary(draft, tokens)),
+        difference(Vocabulary(target, tokens), Vocabulary(draft, None)),
+        sample_difference(VocabSample(target), VocabSample(draft, sampled(vocabulary(WORDS)))),
+    ]
+
+    assert [flaw is None for flaw in found] == [fits] * 3
+    assert fits or f"has {target} tokens and the draft's {draft}" in str(found[0])
+
+
+def test_with_tokens_on_both_sides_padding_of_any_size_is_no_matter() -> None:
+    assert differences(vocabulary(WORDS, NUM), vocabulary(WORDS, 2 * NUM)) == [None, None]
+
+
+def test_padding_in_a_gguf_file_is_no_token(tmp_path: Path) -> None:
+    padded = [*WORDS, *(f"[PAD{NUM + number}]" for number in range(500)), "[PAD1]"]
+    found = read_vocabulary(str(gguf_file(tmp_path / "a.gguf", token_pair(padded))))
+
+    assert found is not None and found.size == NUM + 501
+    assert found.tokens == dict(enumerate(WORDS)) | {NUM + 500: "[PAD1]"}  # the last one is a token of that name
+    assert difference(vocabulary(WORDS), found) is None
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens"),
+    [
+        (bpe(["a", "b"], added_tokens=[{"id": 7, "content": "<s>", "special": True}]), {0: "a", 1: "b", 7: "<s>"}),
+        ({"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["▁a", -3]]}}, {0: "<unk>", 1: "▁a"}),
+        ({"model": {"type": "WordPiece", "vocab": {"[UNK]": 0, "##a": 1}}}, {0: "[UNK]", 1: "##a"}),
+        ({"model": {"type": "Future", "vocab": "elsewhere"}}, None),
+        ({"model": {"type": "BPE", "vocab": {}}}, None),
+        ([], None),
+    ],
+    ids=["bpe", "unigram", "wordpiece", "unknown", "empty", "list"],
+)
+@pytest.mark.parametrize("config", [{"vocab_size": 9}, {"text_config": {"vocab_size": 9}, "vocab_size": None}])
+def test_a_directory_of_transformers_is_read(tmp_path: Path, tokenizer: Any, tokens: Any, config: Any) -> None:
+    assert read_vocabulary(model(tmp_path / "m", tokenizer, config)) == Vocabulary(9, tokens)
+
+
+def test_of_what_is_not_here_or_says_nothing_there_is_no_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.bin").write_bytes(b"")
+    names = [str(tmp_path / "empty"), str(tmp_path / "weights.bin"), str(tmp_path / "absent"), "no-such-model", "a b:c"]
+
+    assert [read_vocabulary(name) for name in names] == [None] * 5
+    refuse_other_vocabulary("no-such-model", model(tmp_path / "m", bpe(WORDS)))
+
+
+def test_a_broken_file_is_refused_with_its_name_and_costs_an_engine_only_its_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Path(model(tmp_path / "m", bpe(WORDS)))
+    (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a"')
+
+    with pytest.raises(EngineError, match=r"tokenizer\.json cannot be read"):
+        read_vocabulary(str(directory))
+    assert read_sample(str(directory)) == b""
+    assert "compared by size only" in caplog.text
+
+
+def test_a_name_on_the_hub_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--org--model"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    model(snapshot, bpe(WORDS), {"vocab_size": 6000})
+    gguf_file(snapshot / "m.gguf", token_pair(WORDS))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+
+    assert read_vocabulary("org/model") == vocabulary(WORDS, 6000)
+    assert read_vocabulary("org/model:m.gguf") == vocabulary(WORDS)
+    assert read_vocabulary("org/model:other.gguf") is read_vocabulary("org/other") is None
+
+
+def test_a_sample_has_the_same_ids_whatever_the_size_and_zeros_where_there_is_no_token() -> None:
+    tokens = {number: WORDS[number] for number in range(1000) if number != STRIDE}
+    sample, longer = sampled(Vocabulary(None, tokens)), sampled(vocabulary(WORDS))
+
+    assert len(sample) == 4 * HASH_LEN  # ids 0, 257, 514 and 771
+    assert sample[HASH_LEN : 2 * HASH_LEN] == bytes(HASH_LEN)
+    assert sample[2 * HASH_LEN :] == longer[2 * HASH_LEN : 4 * HASH_LEN]
+    assert sampled(Vocabulary(100, None)) == b""
