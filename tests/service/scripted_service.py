@@ -9,6 +9,7 @@ import argparse
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from specbranch.core.distribution import Distribution
@@ -29,8 +30,9 @@ class SlowEngine(ScriptedEngine):
     The step `fatal_step` ends the thread that runs it.
     """
 
-    def __init__(self, step_s: float, fatal_step: int | None = None) -> None:
+    def __init__(self, step_s: float, fatal_step: int | None = None, max_tokens: int | None = None) -> None:
         super().__init__(DRAFT)
+        self.info = replace(self.info, max_tokens=max_tokens or self.info.max_tokens)
         self._step_s = step_s
         self._steps_left = fatal_step
 
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--listen", required=True)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--fatal-step", type=int)
+    parser.add_argument("--cache-tokens", type=int)
     parser.add_argument("--metrics-port", type=int)
     parser.add_argument("--timeline", type=Path)
     parser.add_argument("--record", type=Path)
@@ -57,7 +60,8 @@ def main() -> None:
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
     timeline = TimelineRecorder() if args.timeline else None
     recorder = Recorder(args.record, "scripted") if args.record else None
-    server = Server(SlowEngine(args.step_ms / 1000, args.fatal_step), options, Observer(timeline, recorder))
+    engine = SlowEngine(args.step_ms / 1000, args.fatal_step, args.cache_tokens)
+    server = Server(engine, options, Observer(timeline, recorder))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
         serve_metrics(server, args.metrics_port)

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
 MAX_ROWS = 1024
@@ -120,7 +120,8 @@ class StatsRequest(Struct, tag="get-stats", array_like=True, frozen=True, forbid
 class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer to `StatsRequest`: sums over all sessions of the namespace since the service began.
 
-    The last two are of the draft for whomever it works: what a step of one row takes now, and each further row.
+    What a step of one row takes now, and each further row, is of the draft for whomever it works. The last three are
+    texts that were not drafted for, by reason.
     """
 
     round: Round
@@ -135,6 +136,9 @@ class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True
     cut: Count
     first_row_us: Count
     more_row_us: Count
+    too_long: Count
+    foreign_token: Count
+    no_room: Count
 
 
 Request = Hello | Step | Open | StatsRequest

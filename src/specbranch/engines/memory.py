@@ -1,0 +1,31 @@
+"""How much memory this host has free, for this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that can be taken without harm, by the system and by a container's limit; None if neither tells."""
+    known = [free for free in (_available(root), _left_in_container(root)) if free is not None]
+    return min(known) if known else None
+
+
+def _available(root: Path) -> int | None:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
+    return 1024 * int(sizes["MemAvailable"].split()[0]) if "MemAvailable" in sizes else None
+
+
+def _left_in_container(root: Path) -> int | None:
+    """What the limit of a container (cgroup v2) leaves; the page cache counts as free."""
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(int(limit) - used + int(stats.get("inactive_file", 0)), 0)
