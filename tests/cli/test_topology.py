@@ -66,7 +66,9 @@ def test_only_visible_gpus_count(installed: int, visible: str | None, count: int
 
 def test_gpus_are_counted_by_nvidias_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\n[ "$1" = -L ] && printf "GPU 0: A (UUID: x)\\n  MIG 1g (UUID: y)\\nGPU 1: B (UUID: z)\\n"\n')
+    tool.write_text(
+        '#!/bin/sh\n[ "$1" = -L ] && printf "GPU 0: A (UUID: x)\\n  MIG 1g (UUID: y)\\nGPU 1: B (UUID: z)\\n"\n'
+    )
     tool.chmod(0o755)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -225,7 +225,7 @@ def test_a_model_is_loaded_on_one_gpu_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert (params.split_mode, params.main_gpu) == (llama_cpp.LLAMA_SPLIT_MODE_NONE, 1)
     assert params.n_gpu_layers < 0, "all layers"
     assert model_params("cpu").n_gpu_layers == 0
-    with pytest.raises(EngineError, match="there is no gpu:2: llama.cpp sees 2 GPUs"):
+    with pytest.raises(EngineError, match=r"there is no gpu:2: llama\.cpp sees 2 GPUs"):
         model_params("gpu:2")
 
 
@@ -250,20 +250,21 @@ def test_the_real_library_has_these_functions() -> None:
     assert 0 < free.value <= total.value
 
 
+DEVICES = {100: (0, 5_000), 101: (1, 11_000), 102: (1, 13_000)}  # by address: kind, free memory
+
+
 class FakeGgml:
     """A CPU and two GPUs, as ggml tells of them."""
 
-    _DEVICES = {100: (0, 5_000), 101: (1, 11_000), 102: (1, 13_000)}  # by address: kind, free memory
-
     def __init__(self) -> None:
-        self.ggml_backend_dev_count = self._function(lambda: len(self._DEVICES))
-        self.ggml_backend_dev_get = self._function(lambda number: list(self._DEVICES)[number.value])
-        self.ggml_backend_dev_type = self._function(lambda device: self._DEVICES[device.value][0])
+        self.ggml_backend_dev_count = self._function(lambda: len(DEVICES))
+        self.ggml_backend_dev_get = self._function(lambda number: list(DEVICES)[number.value])
+        self.ggml_backend_dev_type = self._function(lambda device: DEVICES[device.value][0])
         self.ggml_backend_dev_memory = self._function(self._tell_memory)
 
     def _tell_memory(self, device: ctypes.c_void_p, free: Any, total: Any) -> None:
         assert device.value is not None
-        free._obj.value = self._DEVICES[device.value][1]
+        free._obj.value = DEVICES[device.value][1]
         total._obj.value = 20_000
 
     def _function(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from specbranch.core.distribution import Distribution
 from specbranch.core.round import Outlook, Signal
 from specbranch.engines.protocol import EngineError, EngineFull, Row
 from specbranch.engines.scripted import ScriptedEngine
@@ -265,10 +263,9 @@ def test_every_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         bench.open([1, VOCAB])
         bench.open([2, VOCAB + 1])
 
-    assert ["too_long", "foreign_token"] == [
-        "too_long" if "KV cache" in record.getMessage() else "foreign_token" for record in caplog.records
-    ]
-    assert "target's vocabulary" in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "KV cache" in said[0] and "target's vocabulary" in said[1]
 
 
 def test_a_text_that_made_way_for_another_is_counted_when_its_target_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -286,20 +283,13 @@ def test_a_text_that_made_way_for_another_is_counted_when_its_target_goes_on(cap
 
 
 def test_a_text_that_lost_the_cache_in_a_step_without_room_is_counted_when_its_target_goes_on() -> None:
-    bench = Bench(FullEngine(DRAFT))
+    bench = Bench(FullEngine(9, EngineFull))
     bench.open([1, 2])
     bench.work(1)
     bench.step([1, 2], 3)
 
     assert undrafted_of(bench, b"ours") == (0, 0, 1)
     assert bench.store.num_evictions == 1
-
-
-class FullEngine(ScriptedEngine):
-    """An engine that never has room."""
-
-    def run(self, rows: Sequence[Row]) -> list[Distribution]:
-        raise EngineFull("no room")
 
 
 def with_cache_of(max_tokens: int) -> ScriptedEngine:
