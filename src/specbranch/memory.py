@@ -1,50 +1,36 @@
-"""Memory of this host, as far as this process may use it."""
+"""Memory of this host: how much there is, and how much of it this process may still take."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that the host has; None where the system does not tell."""
+    return _meminfo(root, "MemTotal")
 
 
-def host_bytes() -> int | None:
-    """All memory of the host; None where the system does not tell."""
-    return _meminfo("MemTotal")
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that can be taken without harm, by the system and by a container's limit; None if neither tells."""
+    known = [free for free in (_meminfo(root, "MemAvailable"), _left_in_container(root)) if free is not None]
+    return min(known) if known else None
 
 
-def total_bytes() -> int | None:
-    """All memory that this process may use; None where the system does not tell."""
-    return _least(host_bytes(), _number(_CGROUP / "memory.max"))
-
-
-def free_bytes() -> int | None:
-    """Memory that could be used now without swapping; None where the system does not tell."""
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    left = max(0, limit - used) if limit is not None and used is not None else None
-    return _least(_meminfo("MemAvailable"), left)
-
-
-def _least(*sizes: int | None) -> int | None:
-    return min((size for size in sizes if size is not None), default=None)
-
-
-def _meminfo(name: str) -> int | None:
+def _meminfo(root: Path, name: str) -> int | None:
     try:
-        lines = _MEMINFO.read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    for line in lines:
-        key, _, rest = line.partition(":")
-        if key == name:
-            return 1024 * int(rest.split()[0])
-    return None
+    sizes = {key: rest for key, _, rest in (line.partition(":") for line in lines)}
+    return 1024 * int(sizes[name].split()[0]) if name in sizes else None
 
 
-def _number(path: Path) -> int | None:
-    """The number in a file of a control group; None if there is no such limit."""
+def _left_in_container(root: Path) -> int | None:
+    """What the limit of a container (cgroup v2) leaves; the page cache counts as free."""
+    group = root / "sys/fs/cgroup"
     try:
-        text = path.read_text().strip()
-    except OSError:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
         return None
-    return int(text) if text.isdecimal() else None
+    return None if limit == "max" else max(int(limit) - used + int(stats.get("inactive_file", 0)), 0)

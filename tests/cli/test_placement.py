@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from specbranch.cli.placement import Cores, split, without_siblings
+from specbranch.cli.placement import Choice, Cores, beside_gpus, choose_device, split, without_siblings
+from specbranch.cli.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_cores_that_were_asked_for_stand_and_the_other_side_gets_the_rest() -> N
 
 
 def test_beside_a_gpu_only_the_side_on_the_cpu_has_cores() -> None:
-    assert split(range(8), target_on_cpu=False, draft_on_cpu=True) == Cores(None, tuple(range(6)))
+    assert split(range(8), target_on_cpu=False, draft_on_cpu=True) == Cores(None, tuple(range(2, 8)))
     assert split(range(1), target_on_cpu=False, draft_on_cpu=True) == Cores(None, (0,))
     assert split(range(2), target_on_cpu=True, draft_on_cpu=False) == Cores((0, 1), None)
     assert split(range(2), target_on_cpu=False, draft_on_cpu=False) == Cores(None, None)
@@ -38,3 +39,71 @@ def test_beside_a_gpu_only_the_side_on_the_cpu_has_cores() -> None:
 def test_of_two_hyperthreads_one_is_used() -> None:
     assert without_siblings({0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}) == [0, 1]
     assert without_siblings({0: "0-1", 1: "0-1"}) == [0, 1]
+
+
+def nodes(num_nodes: int, num_cores: int, *gpu_nodes: int) -> Topology:
+    """So many nodes of so many cores each, and a GPU at each of these nodes."""
+    cores = {node: tuple(range(node * num_cores, (node + 1) * num_cores)) for node in range(num_nodes)}
+    return Topology(cores, {node: gpu_nodes.count(node) for node in gpu_nodes})
+
+
+@pytest.mark.parametrize(
+    ("topology", "draft"),
+    [
+        (nodes(1, 8), range(2, 8)),
+        (nodes(1, 8, 0), range(2, 8)),
+        (nodes(1, 96, 0, 0), range(80, 96)),
+        (nodes(2, 8), range(8, 16)),
+        (nodes(2, 8, 1), range(8)),
+        (nodes(2, 64, 0, 0), range(112, 128)),
+        (nodes(2, 8, 0, 0, 1, 1), range(10, 16)),
+        (nodes(2, 8, 0, 1, 1), range(2, 8)),
+        (nodes(8, 4, 0, 1, 2, 3), range(16, 20)),
+        (nodes(8, 4, *range(8)), range(5, 8)),
+        (Topology(), range(2, 8)),
+    ],
+)
+def test_beside_gpus_the_draft_gets_cores_of_one_node_far_from_the_gpus(topology: Topology, draft: range) -> None:
+    cores = [core for own in topology.cores.values() for core in own] or range(8)
+
+    assert beside_gpus(cores, topology) == tuple(draft)
+    assert split(cores, target_on_cpu=False, draft_on_cpu=True, topology=topology) == Cores(None, tuple(draft))
+
+
+def test_beside_gpus_the_draft_gets_no_core_that_the_process_may_not_use() -> None:
+    assert beside_gpus([0, 1, 2, 3, 9, 11], nodes(2, 8)) == (9, 11)
+    assert beside_gpus([0, 1, 2, 3], nodes(2, 8)) == (1, 2, 3), "the other node is not ours"
+    assert beside_gpus([5], nodes(1, 8)) == (5,)
+
+
+def test_a_draft_of_no_given_device_gets_the_next_gpu_that_the_target_leaves() -> None:
+    auto = partial(choose_device, "auto", target_on_cpu=False, engine_runs_on_gpu=True)
+
+    assert auto(num_gpus=4, num_target_devices=2) == Choice("cuda:2", "the target uses 2 of 4 GPUs")
+    assert auto(num_gpus=2, num_target_devices=2).device == "cpu"
+    assert auto(num_gpus=0, num_target_devices=1).device == "cpu"
+    assert auto(num_gpus=4, num_target_devices=2, engine_runs_on_gpu=False).device == "cpu"
+    assert auto(num_gpus=4, num_target_devices=1, target_on_cpu=True) == Choice("cpu", "the target runs on the CPU too")
+
+
+def test_a_draft_on_the_cpu_beside_gpus_is_told_its_c() -> None:
+    auto = partial(
+        choose_device, "auto", num_gpus=1, target_on_cpu=False, num_target_devices=1, engine_runs_on_gpu=True
+    )
+
+    known, unknown = auto(weight_bytes=500_000_000).warning, auto().warning
+    assert known is not None and "about 10 ms (an estimate: 0.5 GB" in known and "c is about 2.0" in known
+    assert unknown is not None and "c is small" in unknown and "specbranch plan" in unknown
+
+
+def test_a_draft_on_a_gpu_of_the_target_is_noticed() -> None:
+    ask = partial(choose_device, num_gpus=4, target_on_cpu=False, num_target_devices=2, engine_runs_on_gpu=True)
+
+    for device in ("cuda", "cuda:0", "cuda:1", "gpu:1"):
+        choice = ask(device)
+        assert choice.device == device
+        assert choice.warning is not None
+        assert "such as cuda:2" in choice.warning and "--gpu-memory-utilization" in choice.warning
+    for device in ("cuda:2", "cpu", "mps"):
+        assert ask(device) == Choice(device, "as asked for")
+    assert ask("cuda:0", target_on_cpu=True) == Choice("cuda:0", "as asked for")

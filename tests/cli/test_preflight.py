@@ -144,7 +144,7 @@ def test_a_layout_that_would_be_wrong(run: Run, command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_weights_that_do_not_fit_into_memory(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda: 100)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 100)
     assert "the weights need 0.0 GB for big and 0.0 GB for small" in run(command)
 
 
@@ -183,7 +183,7 @@ def test_a_socket_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda: 100)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 100)
     found = Preflight(target="big", draft=DraftOptions("alien"), arguments={"max_modl_len": 1}).findings()
 
     causes = {one.check: one.cause for one in found}

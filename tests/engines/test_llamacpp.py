@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,10 +16,11 @@ from hypothesis.stateful import run_state_machine_as_test
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path
+from specbranch.engines.ggml_gpus import GgmlGpus
+from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path, model_params
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
-from specbranch.engines.registry import engine_for, open_engine
+from specbranch.engines.registry import engine_for, open_engine, runs_on_gpu
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
 from tests.engines.models import model_path
@@ -198,3 +200,86 @@ def test_a_recurrent_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(EngineError, match="cannot be truncated"):
         engine_of(model_path("smollm2-135m"))
+
+
+def test_a_gpu_is_refused_by_a_build_without_gpus_before_anything_is_loaded() -> None:
+    import llama_cpp
+
+    if llama_cpp.llama_supports_gpu_offload():
+        pytest.skip("this llama.cpp was built with GPUs")
+    for device in ("cuda:0", "gpu:1", "metal"):
+        with pytest.raises(EngineError, match=f"on {device}: .*GGML_CUDA=on.* torch engine, or give cpu"):
+            LlamaCppEngine(EngineOptions("no such model", device=device))
+    assert not runs_on_gpu("llamacpp")
+    assert runs_on_gpu("torch")
+
+
+def test_a_model_is_loaded_on_one_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is at hand; what llama.cpp says of itself is replaced."""
+    import llama_cpp
+
+    monkeypatch.setattr("specbranch.engines.llamacpp.llama_cpp.llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr("specbranch.engines.llamacpp.GgmlGpus", lambda: GgmlGpus(FakeGgml()))
+    params = model_params("gpu:1")
+
+    assert (params.split_mode, params.main_gpu) == (llama_cpp.LLAMA_SPLIT_MODE_NONE, 1)
+    assert params.n_gpu_layers < 0, "all layers"
+    assert model_params("cpu").n_gpu_layers == 0
+    with pytest.raises(EngineError, match=r"there is no gpu:2: llama\.cpp sees 2 GPUs"):
+        model_params("gpu:2")
+
+
+def test_the_free_memory_of_a_gpu_is_asked_of_ggml() -> None:
+    gpus = GgmlGpus(FakeGgml())
+
+    assert gpus.count == 2
+    assert [gpus.free_bytes(index) for index in range(3)] == [11_000, 13_000, None]
+    assert GgmlGpus(object()).count == 0, "a library without these functions"
+
+
+def test_the_real_library_has_these_functions() -> None:
+    """It would be no error if it had not: the memory of GPUs would be unknown."""
+    import llama_cpp
+
+    library = llama_cpp.llama_cpp._lib
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    assert GgmlGpus().count == 0 or llama_cpp.llama_supports_gpu_offload()
+    first = ctypes.c_void_p(library.ggml_backend_dev_get(ctypes.c_size_t(0)))
+    library.ggml_backend_dev_memory(first, ctypes.byref(free), ctypes.byref(total))
+
+    assert 0 < free.value <= total.value
+
+
+DEVICES = {100: (0, 5_000), 101: (1, 11_000), 102: (1, 13_000)}  # by address: kind, free memory
+
+
+class FakeGgml:
+    """A CPU and two GPUs, as ggml tells of them."""
+
+    def __init__(self) -> None:
+        self.ggml_backend_dev_count = self._function(lambda: len(DEVICES))
+        self.ggml_backend_dev_get = self._function(lambda number: list(DEVICES)[number.value])
+        self.ggml_backend_dev_type = self._function(lambda device: DEVICES[device.value][0])
+        self.ggml_backend_dev_memory = self._function(self._tell_memory)
+
+    def _tell_memory(self, device: ctypes.c_void_p, free: Any, total: Any) -> None:
+        assert device.value is not None
+        free._obj.value = DEVICES[device.value][1]
+        total._obj.value = 20_000
+
+    def _function(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: call(*arguments)  # a Python function takes attributes, as one of ctypes does
+
+
+def test_a_cache_of_no_given_size_takes_a_share_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # 30 layers of 2 times 3 heads of 64 numbers in 2 bytes, and 128 scores of 9 heads in 4 bytes.
+    per_token = 30 * 2 * 3 * 64 * 2 + 128 * 9 * 4
+    monkeypatch.setattr("specbranch.engines.llamacpp.free_host_memory", lambda: 400_000 * per_token)
+    with caplog.at_level("INFO"):
+        engine = LlamaCppEngine(EngineOptions(str(model_path("smollm2-135m")), threads=1))
+    engine.shutdown()
+
+    assert engine.info.max_tokens == 40_000 // 256 * 256
+    assert "the draft's KV cache: 39,936 tokens, 1.1 GB: by the 11.1 GB of memory that are free" in caplog.text

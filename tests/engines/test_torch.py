@@ -419,6 +419,22 @@ def test_a_sliding_window_that_no_sequence_can_leave_is_no_reason_to_refuse(save
     assert fresh_distribution(engine, range(16)).ids
 
 
+def test_a_cache_of_no_given_size_takes_a_share_of_the_memory_or_the_sliding_window(
+    save: Save, llama_path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(llama_path)
+    numbers = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    # In 4 bytes; and arenas may be half empty.
+    monkeypatch.setattr("specbranch.engines.torch.engine.free_host_memory", lambda: 500_000 * 2 * 4 * numbers)
+    with caplog.at_level("INFO"):
+        engine = TorchEngine(EngineOptions(llama_path, dtype="float32"))
+    windowed = TorchEngine(EngineOptions(save("mistral", sliding_window=20_000), dtype="float32"))
+
+    assert engine.info.max_tokens == 50_000 // 256 * 256
+    assert "the draft's KV cache: 49,920 tokens" in caplog.text
+    assert windowed.info.max_tokens == 20_000
+
+
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "specbranch.engines.torch.load")
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -35,7 +35,11 @@ def test_the_cause_is_the_root_not_its_echo_and_the_way_out_follows() -> None:
         ("torch.OutOfMemoryError: CUDA out of memory. Tried", 1, "lower --gpu-memory-utilization or --max-model-len"),
         ("pydantic_core._pydantic_core.ValidationError: 1 validation error", 1, "1 validation error"),
         ("\x1b[36mINFO\x1b[0m all is well", -9, "killed by SIGKILL, most likely because memory ran out"),
-        ("RuntimeError: Engine core initialization failed. See root cause above.", 1, "its engine ended without a word"),
+        (
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            1,
+            "its engine ended without a word",
+        ),
         ("INFO all is well", 3, "it ended with code 3 and named no cause"),
         ("INFO request failed with HTTPError: none", 0, "HTTPError: none"),
     ],

@@ -28,7 +28,7 @@ from specbranch.plugins.vllm.stats_file import (
     remove_stats_files,
 )
 from specbranch.service.client import ClientOptions, DraftClient
-from tests.service.harness import PATIENCE_S, Walk, scripted_service
+from tests.service.harness import PATIENCE_S, VOCAB, Walk, scripted_service
 
 COUNTS = {"calls": 9, "answered": 7, "timeouts": 2, "wait_s": 0.5}
 
@@ -132,6 +132,25 @@ def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespac
         "unused",
         "cut",
     }
+
+
+def test_texts_that_are_not_drafted_for_appear_by_reason_and_target(collector: Collector, tmp_path: Path) -> None:
+    with scripted_service(tmp_path, "--cache-tokens", "100") as service:
+        for engine, namespace in enumerate((b"one", b"two")):
+            show(service.address, namespace, engine, counts={"oversized": 4})
+        client = DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, "confidence", 60.0, b"two"))
+        with contextlib.closing(client):
+            client.hello(PATIENCE_S)
+            client.expect([[1] * 90, [2] * 91, [3, VOCAB], [4, 5]])
+            end_s = time.monotonic() + PATIENCE_S
+            while (found := samples(collector)).get(("specbranch_sessions", "1")) != 4:
+                assert time.monotonic() < end_s, found
+                time.sleep(0.2)
+
+    reasons = ("too_long", "foreign_token", "no_room")
+    assert [found["specbranch_undrafted_total", "1", reason] for reason in reasons] == [2, 1, 0]
+    assert [found["specbranch_undrafted_total", "0", reason] for reason in reasons] == [0, 0, 0]
+    assert found["specbranch_aside_rows_total", "1", "oversized"] == 4
 
 
 def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all(

@@ -30,9 +30,17 @@ class SlowEngine(ScriptedEngine):
     The step `fatal_step` ends the thread that runs it.
     """
 
-    def __init__(self, step_s: float, fatal_step: int | None = None, vocab_sample: bytes = b"") -> None:
+    def __init__(
+        self,
+        step_s: float,
+        fatal_step: int | None = None,
+        *,
+        vocab_sample: bytes = b"",
+        max_tokens: int | None = None,
+    ) -> None:
         super().__init__(DRAFT)
-        self.info = replace(self.info, vocab_sample=vocab_sample)
+        max_tokens = max_tokens or self.info.max_tokens
+        self.info = replace(self.info, vocab_sample=vocab_sample, max_tokens=max_tokens)
         self._step_s = step_s
         self._steps_left = fatal_step
 
@@ -50,6 +58,7 @@ def main() -> None:
     parser.add_argument("--listen", required=True)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--fatal-step", type=int)
+    parser.add_argument("--cache-tokens", type=int)
     parser.add_argument("--metrics-port", type=int)
     parser.add_argument("--timeline", type=Path)
     parser.add_argument("--record", type=Path)
@@ -60,7 +69,9 @@ def main() -> None:
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
     timeline = TimelineRecorder() if args.timeline else None
     recorder = Recorder(args.record, "scripted") if args.record else None
-    engine = SlowEngine(args.step_ms / 1000, args.fatal_step, args.vocab_sample)
+    engine = SlowEngine(
+        args.step_ms / 1000, args.fatal_step, vocab_sample=args.vocab_sample, max_tokens=args.cache_tokens
+    )
     server = Server(engine, options, Observer(timeline, recorder))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:

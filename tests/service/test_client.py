@@ -95,6 +95,20 @@ def test_a_draft_with_the_targets_vocabulary_is_no_matter(tmp_path: Path, caplog
     assert "vocabulary" not in caplog.text
 
 
+def test_rows_beyond_the_bounds_of_a_message_are_counted_and_the_first_one_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("specbranch.service.client.MAX_SEQUENCE", 4)
+    with contextlib.closing(DraftClient(ClientOptions(f"ipc://{tmp_path}/draft.sock"))) as client:
+        for tokens in ([1] * 4, [1] * 5, [1] * 6, [1]):
+            client.propose([Committed(tokens, 1)])
+
+    assert client.counts.oversized == 2
+    assert client.counts.faults == 0
+    assert caplog.text.count("a text of 5 tokens, 1 of them new, is not drafted for") == 1
+    assert "a text of 6" not in caplog.text
+
+
 def num_long_calls(client: DraftClient, num_calls: int, rows: list[Committed]) -> int:
     """How many calls stayed far beyond their deadline; a busy machine is to blame for a few."""
     num_long = 0

@@ -23,6 +23,8 @@ from specbranch.service.wire import (
     Refused,
     Reply,
     Request,
+    StatsReply,
+    StatsRequest,
     Step,
     StepRow,
     Welcome,
@@ -227,8 +229,80 @@ def test_a_text_that_the_draft_model_cannot_read_is_remembered_and_left_alone() 
     assert bench.step([4, 5], VOCAB) == [Proposals(1, [[]])]
     bench.work()
 
-    assert bench.dispatch.counts.undraftable == 2
+    assert bench.store.undrafted.counts() == {"too_long": 0, "foreign_token": 2, "no_room": 0}
     assert bench.engine.num_handles == 0
+
+
+def test_a_text_too_long_for_the_cache_is_counted_and_the_first_one_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(with_cache_of(100))
+    bench.open([1] * 36)
+    bench.work()
+    assert bench.step([1] * 36, 2) == [Proposals(1, [[]])], "it has grown too long"
+    bench.open([3] * 40, namespace=b"theirs")
+    bench.work()
+
+    assert bench.store.undrafted.counts() == {"too_long": 2, "foreign_token": 0, "no_room": 0}
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "a text of 37 tokens is not drafted for: the draft's KV cache has room for texts of 36; start the draft with a "
+        "larger --cache-tokens; further ones are only counted"
+    ]
+    assert [undrafted_of(bench, namespace) for namespace in (b"ours", b"theirs", b"others")] == [
+        (1, 0, 0),
+        (1, 0, 0),
+        (0, 0, 0),
+    ]
+    assert bench.engine.num_handles == 0
+
+
+def test_every_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(with_cache_of(100))
+    for _ in range(2):
+        bench.open([1] * 90)
+        bench.open([1, VOCAB])
+        bench.open([2, VOCAB + 1])
+
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "KV cache" in said[0] and "target's vocabulary" in said[1]
+
+
+def test_a_text_that_made_way_for_another_is_counted_when_its_target_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(max_sessions=1)
+    bench.open([1, 2])
+    bench.open([3, 4], namespace=b"theirs")
+    bench.open([5, 6], namespace=b"theirs")
+    assert bench.store.num_evictions == 2
+    assert undrafted_of(bench, b"ours") == (0, 0, 0), "it may have ended"
+    assert bench.step([1, 2], 3) == bench.step([1, 2], 3) == [Proposals(1, [None])]
+
+    assert undrafted_of(bench, b"ours") == (0, 0, 1)
+    assert undrafted_of(bench, b"theirs") == (0, 0, 0)
+    assert "others needed its room" in caplog.text
+
+
+def test_a_text_that_lost_the_cache_in_a_step_without_room_is_counted_when_its_target_goes_on() -> None:
+    bench = Bench(FullEngine(9, EngineFull))
+    bench.open([1, 2])
+    bench.work(1)
+    bench.step([1, 2], 3)
+
+    assert undrafted_of(bench, b"ours") == (0, 0, 1)
+    assert bench.store.num_evictions == 1
+
+
+def with_cache_of(max_tokens: int) -> ScriptedEngine:
+    engine = ScriptedEngine(DRAFT)
+    engine.info = replace(engine.info, max_tokens=max_tokens)
+    return engine
+
+
+def undrafted_of(bench: Bench, namespace: bytes) -> tuple[int, int, int]:
+    """What a target hears of its texts: too long, with foreign tokens, without room."""
+    (reply,) = bench.ask(StatsRequest(1, namespace))
+    assert isinstance(reply, StatsReply)
+    return reply.too_long, reply.foreign_token, reply.no_room
 
 
 def test_hello_tells_model_and_version() -> None:

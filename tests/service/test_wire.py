@@ -67,7 +67,7 @@ REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152, b"\xff" * MAX_SAMPLE),
     Proposals(8, [[1, 2, 3], None, []]),
     Refused("because"),
-    stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000),
+    stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000, 3, 2, 1),
 ]
 
 
@@ -174,9 +174,9 @@ def test_a_row_of_the_first_version_is_still_understood() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 62, 0.5, "many", None])
-@pytest.mark.parametrize("position", range(12))
+@pytest.mark.parametrize("position", range(15))
 def test_stats_out_of_bounds_are_refused(position: int, value: Any) -> None:
-    values = [1] * 12
+    values = [1] * 15
     values[position] = value
 
     with pytest.raises(FrameError):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.placement import Cores, split, usable_cores
+from specbranch.cli.topology import read_topology
 from specbranch.cli.values import numbers
 from specbranch.plugins.vllm.compat import launch
 
@@ -32,6 +33,7 @@ def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores
         draft_on_cpu=draft_device == "cpu",
         target=_asked("--target-cores", target_cores),
         draft=_asked("--draft-cores", draft_cores),
+        topology=read_topology(),
     )
 
 

@@ -59,7 +59,14 @@ def draft(
     threads: Threads = None,
     cores: Cores = None,
     max_sessions: Annotated[int, typer.Option(metavar="N", help="Most requests that are kept in memory.", min=1)] = 256,
-    cache_tokens: Annotated[int, typer.Option(metavar="N", help="Size of the KV cache in tokens.", min=64)] = 16384,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Size of the KV cache in tokens, for all requests together. Default: by the memory that is free.",
+            min=128,
+        ),
+    ] = None,
     max_handles: Annotated[int, typer.Option(metavar="N", help="Most branches in the KV cache.", min=1)] = 256,
     row_limit: Annotated[int, typer.Option(metavar="N", help="Largest batch of one draft step.", min=1)] = 64,
     metrics_port: Annotated[

@@ -1,4 +1,4 @@
-"""Which cores the target and the draft use when both live on the same processor."""
+"""Where target and draft run: the device of the draft, and which cores each of them uses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,72 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from specbranch.cli.topology import Topology
+
+_MOST_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
+_READ_BYTES_PER_S = 50e9  # what one NUMA node of a server reads at least
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The device of the draft, one sentence that says why, and one about what is wrong with it, if anything is."""
+
+    device: str
+    reason: str
+    warning: str | None = None
+
+
+def choose_device(
+    asked: str,
+    *,
+    num_gpus: int,
+    target_on_cpu: bool,
+    num_target_devices: int,
+    engine_runs_on_gpu: bool,
+    weight_bytes: int | None = None,
+) -> Choice:
+    """The device of the draft: as asked for, or for `auto` the next GPU that the target leaves, else the CPU.
+
+    A target on GPUs uses the first `num_target_devices` of them. `weight_bytes` are of the draft, if known.
+    """
+    if asked != "auto":
+        return Choice(asked, "as asked for", None if target_on_cpu else overlap(asked, num_target_devices))
+    if target_on_cpu:
+        return Choice("cpu", "the target runs on the CPU too")
+    if num_gpus > num_target_devices and engine_runs_on_gpu:
+        return Choice(f"cuda:{num_target_devices}", f"the target uses {num_target_devices} of {num_gpus} GPUs")
+    if num_gpus > num_target_devices:
+        reason = "a GPU is free, but the draft's engine was built without GPUs"
+    elif num_gpus:
+        reason = f"the target uses all of the {num_gpus} GPUs here"
+    else:
+        reason = "no GPU was found here"
+    return Choice("cpu", reason, _slow_draft(weight_bytes))
+
+
+def overlap(device: str, num_target_devices: int) -> str | None:
+    """What is wrong with a draft on one of the GPUs that the target uses; None if it is on another device."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cuda", "gpu") or not (index or "0").isdecimal() or int(index or 0) >= num_target_devices:
+        return None
+    return (
+        f"the draft on {device} shares a GPU with the target, which uses the first {num_target_devices}: they take "
+        f"turns on it, and vLLM may not find the memory that it asks for; give the draft another device, such as "
+        f"cuda:{num_target_devices}, or vLLM a lower --gpu-memory-utilization"
+    )
+
+
+def _slow_draft(weight_bytes: int | None) -> str:
+    """What to expect of a draft on the CPU beside a target on GPUs. An estimate, and it says so."""
+    advice = "`specbranch plan` measures it; better leave the draft a GPU"
+    if weight_bytes is None:
+        return f"a draft on the CPU makes few steps in one step of a target on GPUs, so c is small; {advice}"
+    step_ms = 1e3 * weight_bytes / _READ_BYTES_PER_S
+    return (
+        f"a draft step on the CPU takes about {step_ms:.0f} ms (an estimate: {weight_bytes / 1e9:.1f} GB of weights at "
+        f"{_READ_BYTES_PER_S / 1e9:.0f} GB/s), so beside a target step of 20 ms c is about {20 / step_ms:.1f}; {advice}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +101,43 @@ def split(
     draft_on_cpu: bool,
     target: Sequence[int] | None = None,
     draft: Sequence[int] | None = None,
+    topology: Topology | None = None,
 ) -> Cores:
     """Which side gets which of `cores`; what `target` and `draft` ask for is respected.
 
     Side by side, the draft gets half of the cores, and whoever asked for nothing gets what the other left. Beside
-    a target on a GPU, whose own processes are not pinned, the draft leaves a quarter of the cores to them.
+    a target on GPUs, whose own processes are not pinned, the draft gets those of `beside_gpus`.
     """
-    quarter = max(1, len(cores) // 4)
     if not draft_on_cpu:
         return Cores(tuple(target or cores) if target_on_cpu else None, _tuple(draft))
     if not target_on_cpu:
-        return Cores(None, tuple(draft or cores[: len(cores) - quarter] or cores))
+        return Cores(None, tuple(draft or beside_gpus(cores, topology or Topology())))
     if draft is None:
         left = [core for core in cores if core not in (target or ())] or list(cores)
         draft = left if target else left[-max(1, len(cores) // 2) :]
     if target is None:
         target = [core for core in cores if core not in draft] or list(cores)
     return Cores(tuple(target), tuple(draft))
+
+
+def beside_gpus(cores: Sequence[int], topology: Topology) -> tuple[int, ...]:
+    """Which of `cores` a draft gets beside a target on GPUs: of one NUMA node, at most 16.
+
+    The node is the one with the fewest GPUs, and not the first one if there is a choice. If it is the only one, or
+    has GPUs, a quarter of its cores is left to the processes that feed them.
+    """
+    allowed = {node: [core for core in own if core in cores] for node, own in topology.cores.items()}
+    nodes = {node: own for node, own in sorted(allowed.items()) if own}
+    if len(nodes) < 2:
+        return _without_quarter(cores)
+    first = min(nodes)
+    node = min(nodes, key=lambda node: (topology.gpus.get(node, 0), node == first, -len(nodes[node])))
+    return _without_quarter(nodes[node]) if topology.gpus.get(node) else tuple(nodes[node][-_MOST_CORES:])
+
+
+def _without_quarter(cores: Sequence[int]) -> tuple[int, ...]:
+    quarter = max(1, len(cores) // 4)
+    return tuple(cores[quarter:][-_MOST_CORES:] or cores)
 
 
 def _tuple(cores: Sequence[int] | None) -> tuple[int, ...] | None:

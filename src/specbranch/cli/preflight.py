@@ -122,7 +122,7 @@ class Preflight:
 
     def _check_memory(self) -> None:
         """Weights must fit into memory. What vLLM and the draft take for their caches they find out by themselves."""
-        free = memory.free_bytes()
+        free = memory.free_host_memory()
         if not launch.runs_on_cpu() or free is None:
             return
         dtype = self.flags.value("--dtype") or self.arguments.get("dtype")

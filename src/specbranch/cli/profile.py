@@ -23,6 +23,8 @@ from specbranch.engines.protocol import DraftEngine, EngineError
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.provenance import provenance
 
+_LEAST_TOKENS = 16384  # of the KV cache
+
 
 def profile(
     model: Model,
@@ -80,7 +82,7 @@ def _options(model: str, device: str, threads: int | None, dtype: str, context: 
         device=device,
         threads=len(os.sched_getaffinity(0)) if threads is None else threads,
         dtype=dtype,
-        max_tokens=max(usual.max_tokens, context + most_rows),
+        max_tokens=max(_LEAST_TOKENS, context + most_rows),
         max_handles=max(usual.max_handles, most_rows + 1),
         row_limit=max(usual.row_limit, most_rows),
     )

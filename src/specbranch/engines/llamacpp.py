@@ -7,6 +7,7 @@ hybrid) are refused. Needs the `llamacpp` extra.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.distribution import Distribution
+from specbranch.engines.cache_size import CacheSize, cache_size
 from specbranch.engines.cells import Arena, Cells
 from specbranch.engines.extras import extra
+from specbranch.engines.ggml_gpus import GgmlGpus
 from specbranch.engines.options import EngineOptions, local_model
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
 from specbranch.engines.top_k import top_k_of
 from specbranch.engines.vocabulary import read_sample
+from specbranch.memory import free_host_memory
 
 with extra("llamacpp"):
     import llama_cpp
@@ -30,6 +34,13 @@ with extra("llamacpp"):
 # 6 ms to a row of Qwen 0.5B, which takes 70 ms.
 _REST_TOKENS = 512
 _BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several calls
+# Tokens computed at a time on a CPU. Without flash attention llama.cpp reserves scores of that many tokens with the
+# whole cache, which for 512 are more than the cache itself; the service prefills 32 tokens at a time there.
+_CPU_BATCH = 128
+# Tokens of a cache of no given size. A fork and its end look through all cells, which takes 0.3 ms for so many.
+_MOST_TOKENS = 1 << 17
+
+log = logging.getLogger(__name__)
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -54,13 +65,17 @@ class LlamaCppEngine:
     def __init__(self, options: EngineOptions) -> None:
         llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
+        params = model_params(options.device)
         path = gguf_path(options.model)
-        self._model = _load_model(path, options.device)
+        self._model = _load_model(path, params)
         self._require_attention_only(path)
+        self._options = options
         max_handles = min(options.max_handles, llama_cpp.llama_max_parallel_sequences())
-        self._cells = Cells(options.max_tokens, max_handles, Arena)
+        size = self._cache_size(params.main_gpu)
+        log.info("the draft's KV cache: %s", size)
+        self._cells = Cells(size.tokens, max_handles, Arena)
         self._top_k = options.top_k
-        self._context = self._make_context(options, max_handles)
+        self._context = self._make_context(size, max_handles)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
         self.info = EngineInfo(
@@ -69,8 +84,8 @@ class LlamaCppEngine:
             vocab_len=llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)),
             row_limit=options.row_limit,
             max_handles=max_handles,
-            max_tokens=options.max_tokens,
-            rest_tokens=_REST_TOKENS if options.device == "cpu" else options.max_tokens,
+            max_tokens=size.tokens,
+            rest_tokens=_REST_TOKENS if options.device == "cpu" else size.tokens,
             weight_bytes=int(llama_cpp.llama_model_size(self._model)),
             vocab_sample=read_sample(str(path)),
         )
@@ -152,11 +167,28 @@ class LlamaCppEngine:
                 "use a model with attention only as draft"
             )
 
-    def _make_context(self, options: EngineOptions, max_handles: int) -> Any:
+    def _cache_size(self, gpu: int) -> CacheSize:
+        is_cpu = self._options.device == "cpu"
+        free_bytes = free_host_memory() if is_cpu else GgmlGpus().free_bytes(gpu)
+        num_bytes = self._bytes_per_token(is_cpu)
+        return cache_size(self._options.max_tokens, num_bytes, free_bytes, is_cpu=is_cpu, most=_MOST_TOKENS)
+
+    def _bytes_per_token(self, is_cpu: bool) -> int:
+        """Memory of one token: its keys and values and, on a CPU, its scores in the largest step."""
+        model, num_heads = self._model, llama_cpp.llama_model_n_head(self._model)
+        head_dim = llama_cpp.llama_model_n_embd(model) // num_heads
+        key_len, value_len = (_meta_number(model, f"attention.{name}_length") or head_dim for name in ("key", "value"))
+        element_bytes = 4 if self._options.dtype == "float32" else 2
+        num_stored = llama_cpp.llama_model_n_layer(model) * llama_cpp.llama_model_n_head_kv(model)
+        kept = num_stored * (key_len + value_len) * element_bytes
+        return int(kept + (4 * _CPU_BATCH * num_heads if is_cpu else 0))
+
+    def _make_context(self, size: CacheSize, max_handles: int) -> Any:
+        options = self._options
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = -(-options.max_tokens // 256) * 256
+        params.n_ctx = -(-size.tokens // 256) * 256
         params.n_batch = _BATCH
-        params.n_ubatch = _BATCH
+        params.n_ubatch = _CPU_BATCH if options.device == "cpu" else _BATCH
         params.n_seq_max = max_handles
         params.kv_unified = True
         params.swa_full = True  # without it the cache drops tokens that a truncation would need
@@ -172,8 +204,13 @@ class LlamaCppEngine:
         context = llama_cpp.llama_init_from_model(self._model, params)
         if not context:
             llama_cpp.llama_model_free(self._model)
-            raise EngineError(f"no memory for a cache of {options.max_tokens} tokens; lower max_tokens")
+            raise EngineError(f"no memory for a cache of {size.tokens} tokens; give fewer by --cache-tokens")
         return context
+
+
+def supports_gpu() -> bool:
+    """Whether this build of llama.cpp can use a GPU."""
+    return bool(llama_cpp.llama_supports_gpu_offload())
 
 
 def gguf_path(model: str) -> Path:
@@ -205,19 +242,54 @@ def _from_hub(repo: str, name: str) -> Path:
         raise EngineError(f"cannot download {name} of {repo} from the Hugging Face hub: {error}") from error
 
 
-def _load_model(path: Path, device: str) -> Any:
+def model_params(device: str) -> Any:
+    """How llama.cpp is to load a model for a device: all of it there. Raises `EngineError` if it cannot be used."""
     params = llama_cpp.llama_model_default_params()
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "gpu", "cuda", "metal", "vulkan") or not (index or "0").isdecimal():
         raise EngineError(f"no device is called {device!r}; give cpu, or gpu:N for a GPU that llama.cpp was built for")
-    params.n_gpu_layers = 0 if kind == "cpu" else -1
+    if kind == "cpu":
+        params.n_gpu_layers = 0
+        return params
+    _require_gpu(device, int(index or 0))
+    params.n_gpu_layers = -1
+    # The default, by layer, spreads a model over all GPUs, those of the target too.
+    params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
     params.main_gpu = int(index or 0)
+    return params
+
+
+def _require_gpu(device: str, index: int) -> None:
+    if not supports_gpu():
+        raise EngineError(
+            f"the draft cannot run on {device}: this llama.cpp was built without GPUs. Build it for CUDA with "
+            "CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python, "
+            "use a Transformers model with the torch engine, or give cpu as the device"
+        )
+    num_gpus = GgmlGpus().count
+    if num_gpus and index >= num_gpus:
+        raise EngineError(f"there is no {device}: llama.cpp sees {num_gpus} GPUs, counted from 0")
+
+
+def _load_model(path: Path, params: Any) -> Any:
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         raise EngineError(
             f"{path} could not be loaded; check that it is a complete GGUF file and update llama-cpp-python"
         )
     return model
+
+
+def _meta_number(model: Any, name: str) -> int | None:
+    """A number that a GGUF file tells of its architecture; None if it does not."""
+    found: list[str] = []
+    for key in ("general.architecture", name):
+        buffer = ctypes.create_string_buffer(128)
+        full = f"{found[0]}.{key}" if found else key
+        if llama_cpp.llama_model_meta_val_str(model, full.encode(), buffer, len(buffer)) < 0:
+            return None
+        found.append(buffer.value.decode())
+    return int(found[1]) if found[1].isdecimal() else None
 
 
 def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:

@@ -25,29 +25,38 @@ class EngineOptions:
     `repo:file.gguf` for llama.cpp). `threads` None leaves the choice to the engine. `dtype` is one of `DTYPES`, for
     torch: int8 quantizes weights and activations, w8a16 only weights, and auto takes the fastest on a CPU and the
     model's own dtype on other devices. llama.cpp leaves weights as they are; float32 gives it a cache of 32 bits.
+    `max_tokens` None leaves the size of the cache to the engine, which has `EngineInfo.max_tokens` tell it.
     """
 
     model: str
     device: str = "cpu"
     threads: int | None = None
     dtype: str = "auto"
-    max_tokens: int = 16384  # in the cache, shared ones counted once
+    max_tokens: int | None = None  # in the cache, shared ones counted once; by memory if None
     max_handles: int = 128  # open at once
     row_limit: int = 64  # rows in one step
     top_k: int = 32  # tokens of a distribution
     tell: Callable[[str], None] = field(default=_silent, compare=False, repr=False)  # hears what loading does
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_handles", "row_limit", "top_k"):
-            if getattr(self, name) < 1:
-                raise EngineError(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.threads is not None and self.threads < 1:
-            raise EngineError(f"threads is {self.threads}; give at least 1")
+        for name in ("threads", "max_tokens", "max_handles", "row_limit", "top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineError(f"{name} is {value}; give at least 1")
 
 
 def found_model(model: str) -> str:
     """The path of a model on this machine, or else its name, for callers that download from the hub themselves."""
     return str(local_model(model) or model)
+
+
+def local_weight_bytes(model: str) -> int | None:
+    """The size of a model's weights as they are stored on this machine; None if they are not here."""
+    path = local_model(model)
+    if path is None:
+        return None
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files) or None
 
 
 def local_model(model: str) -> Path | None:

@@ -85,6 +85,15 @@ def engine_for(model: str) -> str:
     return "torch"
 
 
+def runs_on_gpu(name: str) -> bool:
+    """Whether an engine can use a GPU if there is one: llama.cpp as it was built here, all others by assumption."""
+    if name != "llamacpp":
+        return True
+    from specbranch.engines.llamacpp import supports_gpu
+
+    return supports_gpu()
+
+
 def _opener(name: str) -> Opener:
     if name in _OPENERS:
         return _OPENERS[name]

@@ -99,6 +99,7 @@ class ClientCounts:
     refused: int = 0
     foreign: int = 0  # drafts cut before a token that the target does not have
     other_vocab: int = 0  # calls without drafts, because the draft has another vocabulary
+    oversized: int = 0  # rows that were not sent: more tokens than a message may have
     faults: int = 0
     opened: int = 0
     wait_s: float = 0.0
@@ -190,7 +191,7 @@ class DraftClient:
             self.counts.other_vocab += 1
             self._ask_again()
             return None
-        sent = [index for index, row in enumerate(rows) if _fits(row)][:MAX_ROWS]
+        sent = [index for index, row in enumerate(rows) if self._fits(row)][:MAX_ROWS]
         if not sent:
             return None
         if not self._fit.is_known:
@@ -223,6 +224,23 @@ class DraftClient:
         num_sent = self._open(unknown.values(), end_s)
         self._sent |= dict.fromkeys(itertools.islice(unknown, num_sent), time.monotonic())
         return found
+
+    def _fits(self, row: Committed) -> bool:
+        """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
+        length = len(row.tokens)
+        if length > MAX_SEQUENCE or row.num_new > MAX_NEW:
+            if not self.counts.oversized:
+                log.warning(
+                    "a text of %d tokens, %d of them new, is not drafted for: the draft service takes %d, %d of them "
+                    "new; further ones are only counted",
+                    length,
+                    row.num_new,
+                    MAX_SEQUENCE,
+                    MAX_NEW,
+                )
+            self.counts.oversized += 1
+            return False
+        return 0 < row.num_new < length
 
     def _sent_before(self, rows: Sequence[StepRow]) -> dict[bytes, float]:
         """When the sequences of these rows were sent, if not long ago; each has grown and has another name now.
@@ -339,9 +357,3 @@ class DraftClient:
 
 def _on_wire(outlook: Outlook | None) -> WireOutlook | None:
     return None if outlook is None else WireOutlook(int(outlook.signal))
-
-
-def _fits(row: Committed) -> bool:
-    """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
-    length = len(row.tokens)
-    return 0 < row.num_new <= MAX_NEW and row.num_new < length <= MAX_SEQUENCE

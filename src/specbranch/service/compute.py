@@ -269,7 +269,7 @@ class Compute:
     def _make_room(self, spared: list[DraftSession]) -> None:
         if not self._store.evict_oldest(spared):
             # Nothing else is left to forget: the largest of the step itself goes.
-            self._store.forget(max(spared, key=lambda session: len(session.core.tokens)))
+            self._store.evict(max(spared, key=lambda session: len(session.core.tokens)))
 
     def _forget_all(self) -> None:
         for session in self._store.snapshot():

@@ -130,6 +130,7 @@ class Dispatch:
             cut=stats.cut,
             first_row_us=round(1e6 * cost.first_s),
             more_row_us=round(1e6 * cost.more_s),
+            **self._store.undrafted.counts(request.namespace),
         )
 
     def _serve_step(self, client: Client, step: Step) -> list[Answer]:

@@ -22,6 +22,7 @@ from specbranch.service.faults import Faults
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore
 from specbranch.service.tenants import Tenants
+from specbranch.service.undrafted import Reason
 from specbranch.service.wire import Open, StepRow, WireOutlook, unpack
 
 _PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": ToldPredictor()}
@@ -36,7 +37,6 @@ class LookupCounts:
     lookups: int = 0
     unknown: int = 0
     opened: int = 0
-    undraftable: int = 0
     refused: int = 0
     overdue: int = 0
     outlooks: int = 0  # verdicts that came with one
@@ -90,15 +90,22 @@ class Lookup:
         session = self._store.find((namespace, row.before))
         if session is not None and session.is_draftable:
             length = len(session.core.tokens) + len(row.tokens)
-            if not self._can_draft(row.tokens, length):
+            if self._obstacle(row.tokens, length) is not None:
                 # The compute thread, which works on the old session, never sees the new tokens.
                 self._store.forget(session)
                 return self._put(namespace, [*session.core.tokens, *row.tokens], self._no_planner())
         if session is None or not self._faults.contain(session, self._commit, session, row):
             self.counts.unknown += 1
+            self._note_eviction(namespace, row)
             return None
         self.counts.outlooks += row.outlook is not None
         return session
+
+    def _note_eviction(self, namespace: bytes, row: StepRow) -> None:
+        """A sequence that is asked for and not known may have been forgotten for want of room."""
+        length = self._store.take_evicted_len((namespace, row.before))
+        if length is not None:
+            self._store.undrafted.note(namespace, "no_room", length, self._info.max_tokens)
 
     def _commit(self, session: DraftSession, row: StepRow) -> bool:
         """Let a session take in a row's verdict; False if it was forgotten meanwhile."""
@@ -108,12 +115,12 @@ class Lookup:
         return is_known
 
     def _put(self, namespace: bytes, tokens: Sequence[int], planner: Planner[Any]) -> DraftSession:
-        is_draftable = self._can_draft(tokens, len(tokens))
-        if not is_draftable:
+        obstacle = self._obstacle(tokens, len(tokens))
+        if obstacle is not None:
             planner = self._no_planner()
-            self.counts.undraftable += 1
+            self._store.undrafted.note(namespace, *obstacle)
         core = Session(tokens, planner, TopDraw(), self.tenants.costs(namespace))
-        session = DraftSession(namespace, core, Binding(self._engine), is_draftable)
+        session = DraftSession(namespace, core, Binding(self._engine), is_draftable=obstacle is None)
         self._store.put(session)
         # The target goes on without a draft; prefill and preparing for its verdict begin at once.
         core.stand_aside()
@@ -123,9 +130,16 @@ class Lookup:
     def _no_planner(self) -> Planner[Any]:
         return make_planner("none", {}, _PREDICTORS["none"])
 
-    def _can_draft(self, tokens: Sequence[int], length: int) -> bool:
-        """Whether the draft model knows these tokens, and its cache can hold the sequence with some room to draft."""
-        return max(tokens) < self._info.vocab_len and length + _ROOM <= self._info.max_tokens
+    def _obstacle(self, tokens: Sequence[int], length: int) -> tuple[Reason, int, int] | None:
+        """Why a sequence of this length cannot be drafted for, with what is beyond which limit; None if it can be.
+
+        The draft model must know its tokens, and the cache must hold it with some room to draft.
+        """
+        if max(tokens) >= self._info.vocab_len:
+            return "foreign_token", max(tokens), self._info.vocab_len
+        if length + _ROOM > self._info.max_tokens:
+            return "too_long", length, max(self._info.max_tokens - _ROOM, 0)
+        return None
 
 
 def _outlook(told: WireOutlook | None) -> Outlook | None:

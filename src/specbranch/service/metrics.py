@@ -38,6 +38,12 @@ class _Collector:
         for cause in CAUSES:
             rolled.add_metric([cause], getattr(stats, cause))
         yield rolled
+        undrafted = CounterMetricFamily(
+            "specbranch_draft_undrafted", "Texts that were not drafted for, by reason.", labels=["reason"]
+        )
+        for reason, count in self._server.store.undrafted.counts().items():
+            undrafted.add_metric([reason], count)
+        yield undrafted
         for name, text, value in gauges(self._server):
             yield GaugeMetricFamily(f"specbranch_draft_{name}", text, value=value)
 
@@ -59,7 +65,6 @@ def counters(server: Server) -> list[tuple[str, str, float]]:
         ("lookups", "Sequences looked up.", lookup.lookups),
         ("unknown", "Lookups of a sequence that was not known.", lookup.unknown),
         ("opened", "Sequences opened.", lookup.opened),
-        ("undraftable", "Sequences that the draft model cannot take.", lookup.undraftable),
         ("refused_frames", "Messages that were refused.", lookup.refused),
         (
             "faults",

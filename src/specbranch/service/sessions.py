@@ -18,9 +18,11 @@ from specbranch.core.stats import Stats
 from specbranch.engines.binding import Binding
 from specbranch.service.digest import Digest
 from specbranch.service.prefixes import Prefixes
+from specbranch.service.undrafted import Undrafted
 
 Key = tuple[bytes, bytes]  # namespace, digest
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
+_MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
 _REST_STEPS = 32
 _FAR_BEHIND = 32  # tokens yet to prefill: no draft will come soon, so no target waits for one
 _numbers = itertools.count(1)
@@ -153,7 +155,9 @@ class SessionStore:
         self._forgotten: list[DraftSession] = []
         self._retired: OrderedDict[bytes, Stats] = OrderedDict()  # by namespace, the last to lose a session last
         self._retired_others = Stats()
+        self._evicted: OrderedDict[Key, int] = OrderedDict()  # lengths
         self.num_evictions = 0
+        self.undrafted = Undrafted()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -209,10 +213,19 @@ class SessionStore:
         with self._lock:
             for session in self._sessions.values():
                 if session.binding.num_handles and session not in spared:
-                    self._remove(session)
-                    self.num_evictions += 1
+                    self._evict(session)
                     return True
             return False
+
+    def evict(self, session: DraftSession) -> None:
+        """Forget one session for want of room."""
+        with self._lock:
+            self._evict(session)
+
+    def take_evicted_len(self, key: Key) -> int | None:
+        """How long a sequence was that was forgotten for want of room, if it was; told once."""
+        with self._lock:
+            return self._evicted.pop(key, None)
 
     def forget(self, session: DraftSession) -> None:
         """Forget one session."""
@@ -257,8 +270,14 @@ class SessionStore:
         while len(self._sessions) > 1 and (
             len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens
         ):
-            self._remove(next(iter(self._sessions.values())))
-            self.num_evictions += 1
+            self._evict(next(iter(self._sessions.values())))
+
+    def _evict(self, session: DraftSession) -> None:
+        self._evicted[session.key] = len(session.core.tokens)
+        if len(self._evicted) > _MAX_EVICTED:
+            self._evicted.popitem(last=False)
+        self._remove(session)
+        self.num_evictions += 1
 
     def _remove(self, session: DraftSession | None) -> None:
         if session is not None and session.turn(State.FORGOTTEN):

@@ -127,7 +127,8 @@ class StatsRequest(Struct, tag="get-stats", array_like=True, frozen=True, forbid
 class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer to `StatsRequest`: sums over all sessions of the namespace since the service began.
 
-    The last two are of the draft for whomever it works: what a step of one row takes now, and each further row.
+    What a step of one row takes now, and each further row, is of the draft for whomever it works. The last three are
+    texts that were not drafted for, by reason.
     """
 
     round: Round
@@ -142,6 +143,9 @@ class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True
     cut: Count
     first_row_us: Count
     more_row_us: Count
+    too_long: Count
+    foreign_token: Count
+    no_room: Count
 
 
 Request = Hello | Step | Open | StatsRequest

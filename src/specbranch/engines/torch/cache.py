@@ -33,6 +33,11 @@ class KeyValueArena(Arena):
         """Memory of the keys and values."""
         return sum(store.nbytes for stores in self.layers.values() for store in stores)
 
+    @property
+    def bytes_per_cell(self) -> int:
+        """Memory of one token's keys and values."""
+        return self.num_bytes // int(next(iter(self.layers.values()))[0].shape[2])
+
     def write(self, layer: int, share: Share, new: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
         """Store one layer's new keys and values in their cells; all keys and values up to the share's span."""
         empty = (new[0][:, :, :0], new[1][:, :, :0])

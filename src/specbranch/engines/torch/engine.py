@@ -6,12 +6,14 @@ session by itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
+from specbranch.engines.cache_size import MOST, CacheSize, cache_size
 from specbranch.engines.cells import Cells
 from specbranch.engines.extras import extra
 from specbranch.engines.options import EngineOptions
@@ -19,11 +21,14 @@ from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
 from specbranch.engines.top_k import top_k_of
 from specbranch.engines.torch.cache import KeyValueArena, Share, shares_of, tensor_of
 from specbranch.engines.torch.load import load, weight_bytes
-from specbranch.engines.torch.support import first_line, text_config, unsupported
+from specbranch.engines.torch.support import first_line, sliding_window, text_config, unsupported
 from specbranch.engines.vocabulary import read_sample
+from specbranch.memory import free_host_memory
 
 with extra("torch"):
     import torch
+
+log = logging.getLogger(__name__)
 
 _PROBE = ((0, 0), (0,))  # tokens of the first steps: one without a mask, one with
 
@@ -37,15 +42,17 @@ class TorchEngine:
         self._options = options
         self._model, dtype = load(options)
         self._cells = Cells(sum(map(len, _PROBE)), 1, KeyValueArena)
-        vocab_len = self._probe()
-        self._cells = Cells(options.max_tokens, options.max_handles, KeyValueArena)
+        vocab_len, bytes_per_token = self._probe()
+        size = self._cache_size(bytes_per_token)
+        log.info("the draft's KV cache: %s", size)
+        self._cells = Cells(size.tokens, options.max_handles, KeyValueArena)
         self.info = EngineInfo(
             model=options.model,
             device=options.device,
             vocab_len=vocab_len,
             row_limit=options.row_limit,
             max_handles=options.max_handles,
-            max_tokens=options.max_tokens,
+            max_tokens=size.tokens,
             dtype=dtype,
             weight_bytes=weight_bytes(self._model),
             vocab_sample=read_sample(options.model),
@@ -120,8 +127,23 @@ class TorchEngine:
         logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()  # [rows, vocab]
         return logits
 
-    def _probe(self) -> int:
-        """The vocabulary's size, by first steps that show whether the model works with our attention."""
+    def _cache_size(self, bytes_per_token: int) -> CacheSize:
+        device = self._options.device
+        if device.startswith("cuda"):
+            free_bytes: int | None = torch.cuda.mem_get_info(device)[0]
+        else:
+            free_bytes = free_host_memory()
+        # Arenas grow by doubling, so that half of their cells may be empty.
+        return cache_size(
+            self._options.max_tokens,
+            2 * bytes_per_token,
+            free_bytes,
+            is_cpu=not device.startswith("cuda"),
+            most=min(MOST, sliding_window(self._model) or MOST),
+        )
+
+    def _probe(self) -> tuple[int, int]:
+        """Size of the vocabulary and bytes of a token in the cache, by steps that show whether our attention works."""
         handle = self.open()
         try:
             for tokens in _PROBE:
@@ -132,10 +154,11 @@ class TorchEngine:
             raise
         except Exception as error:
             raise unsupported(self._model, f"its first step failed ({first_line(error)})") from error
-        num_layers = len(self._cells.arena(handle).layers)
+        arena = self._cells.arena(handle)
+        num_layers = len(arena.layers)
         if num_layers != text_config(self._model).num_hidden_layers:
             raise unsupported(self._model, f"only {num_layers} of its layers use attention that can be replaced")
-        return len(logits)
+        return len(logits), arena.bytes_per_cell
 
     def _require_known_tokens(self, rows: Sequence[Row]) -> None:
         vocab_len = self.info.vocab_len

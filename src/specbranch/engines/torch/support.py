@@ -6,14 +6,18 @@ from typing import Any
 
 from specbranch.engines.protocol import EngineError
 
+_LEAST_WINDOW = 16384  # tokens of a sliding window that a cache of no given size may be limited to
 
-def require_full_attention(model: Any, max_tokens: int) -> None:
-    """Refuse a model that keeps more than keys and values, or whose tokens do not see their whole sequence."""
+
+def require_full_attention(model: Any, max_tokens: int | None) -> None:
+    """Refuse a model that keeps more than keys and values, or whose tokens do not see their whole sequence.
+
+    A cache of no given size has no more tokens than the model's sliding window.
+    """
     if type(model)._is_stateful or not type(model)._supports_attention_backend:
         raise unsupported(model, "it is recurrent, or Transformers does not let its attention be replaced")
-    config = text_config(model)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention"}
+    window, max_tokens = sliding_window(model), _LEAST_WINDOW if max_tokens is None else max_tokens
     if window is not None and window >= max_tokens:  # no sequence is long enough to leave it
         window = None
         kinds.discard("sliding_attention")
@@ -21,6 +25,13 @@ def require_full_attention(model: Any, max_tokens: int) -> None:
         raise unsupported(model, f"its sliding window is {window}, less than max_tokens ({max_tokens})")
     if kinds:
         raise unsupported(model, f"it has layers of {', '.join(sorted(kinds))}")
+
+
+def sliding_window(model: Any) -> int | None:
+    """How many tokens a token sees at most; None if it sees all."""
+    config = text_config(model)
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", True) else None
 
 
 def text_config(model: Any) -> Any:

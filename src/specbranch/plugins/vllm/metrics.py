@@ -18,6 +18,7 @@ from specbranch.core.rollback import CAUSES
 from specbranch.plugins.vllm.settings import client_keys
 from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
 from specbranch.service.reporter import Reach, Reporter
+from specbranch.service.undrafted import REASONS
 from specbranch.service.wire import StatsReply
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
         yield family
     aside = CounterMetricFamily(
         "specbranch_aside_rows",
-        "Rows without drafts, because they use what the draft model lacks.",
+        "Rows without drafts, because they use what the draft model or the draft service lacks.",
         labels=[*_LABELS, "cause"],
     )
     submitted = HistogramMetricFamily(
@@ -165,6 +166,7 @@ def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
     for shown in stats_files:
         for cause in ("lora", "multimodal"):
             aside.add_metric([*_labels([shown]), cause], shown.asides.get(cause, 0))
+        aside.add_metric([*_labels([shown]), "oversized"], shown.counts.get("oversized", 0.0))
         submitted.add_metric(_labels([shown]), *_buckets(shown.lens))
     yield aside
     yield submitted
@@ -191,12 +193,18 @@ def _of_services(known: Sequence[tuple[list[Shown], StatsReply | None]]) -> Iter
         "Drafted tokens that a verification result made useless.",
         labels=[*_LABELS, "cause"],
     )
+    undrafted = CounterMetricFamily(
+        "specbranch_undrafted", "Texts that the draft service did not draft for.", labels=[*_LABELS, "reason"]
+    )
     sessions = GaugeMetricFamily(
         "specbranch_sessions", "Sequences that the draft service keeps for this target.", labels=_LABELS
     )
     for labels, stats in answered:
         for cause in CAUSES:
             rolled_back.add_metric([*labels, cause], getattr(stats, cause))
+        for reason in REASONS:
+            undrafted.add_metric([*labels, reason], getattr(stats, reason))
         sessions.add_metric(labels, stats.sessions)
     yield rolled_back
+    yield undrafted
     yield sessions

@@ -97,5 +97,5 @@ class VllmServer:
 
 def _free_share() -> float | None:
     """The share of this host's memory that is free; None where the system does not tell."""
-    free, total = memory.free_bytes(), memory.host_bytes()
+    free, total = memory.free_host_memory(), memory.host_memory()
     return None if free is None or not total else free / total

@@ -1,0 +1,113 @@
+"""`specbranch draft` with a model and texts of 20,000 tokens: what it drafts for, and what it says of the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+
+from specbranch.core.distribution import Distribution
+from specbranch.engines.scripted import TextScript
+from tests.engines.models import model_path
+from tests.service.harness import PATIENCE_S, Service, Walk, running
+from tests.service.test_faults import client_for
+from tests.service.test_security import free_port
+
+VOCAB_LEN = 49152
+SENTENCE = [504, 2365, 6354, 16438, 690, 260, 2091, 28, 284, 260, 1743, 314]
+TEXT = (SENTENCE * 2000)[:20_000]
+REPEATING = TextScript(VOCAB_LEN, lambda text: Distribution((SENTENCE[len(text) % len(SENTENCE)],), (1.0,), 0.0))
+PREFILL_S = 240.0  # on a machine that others use too
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of SmolLM2: real weights and a real vocabulary, and 20,000 tokens take a minute at most."""
+    import transformers
+
+    source = model_path("smollm2-short-dense")
+    path = tmp_path_factory.mktemp("model")
+    config = transformers.AutoConfig.from_pretrained(source, num_hidden_layers=2)
+    transformers.AutoModelForCausalLM.from_pretrained(source, config=config).save_pretrained(path)
+    return path
+
+
+@contextlib.contextmanager
+def draft_service(model: Path, directory: Path, port: int, *arguments: str) -> Iterator[Service]:
+    """A draft service as users start it; its log goes to `directory`."""
+    program = shutil.which("specbranch", path=str(Path(sys.executable).parent))
+    assert program is not None
+    address = f"ipc://{directory}/draft.sock"
+    options = ["--threads", "1", "--dtype", "int8", "--metrics-port", str(port), "--log-format", "json", *arguments]
+    command = [program, "draft", str(model), "--listen", address, *options]
+    shell = ["sh", "-c", 'exec "$@" 2>"$0"', str(directory / "log"), *command]
+    with running(Service(shell, address)) as service:
+        yield service
+
+
+def messages(directory: Path, level: str) -> list[str]:
+    lines = [line for line in (directory / "log").read_text().splitlines() if line.startswith("{")]
+    return [entry["message"] for entry in map(json.loads, lines) if entry["level"] == level]
+
+
+def undrafted(port: int) -> dict[str, float]:
+    """What Prometheus reads of texts that were not drafted for, by reason."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    (family,) = [family for family in families if family.name == "specbranch_draft_undrafted"]
+    return {sample.labels["reason"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
+
+
+@pytest.mark.timeout(300)
+def test_a_text_of_twenty_thousand_tokens_is_drafted_for(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        draft_service(model, tmp_path, port) as service,
+        contextlib.closing(client_for(service.address, "pearl", deadline_s=5.0)) as client,
+    ):
+        walk, end_s = Walk(client, TEXT, REPEATING), time.monotonic() + PREFILL_S
+        while not walk.proposal:
+            assert time.monotonic() < end_s, f"nothing was proposed: {client.counts}"
+            time.sleep(0.5)
+            walk.step()
+
+        assert undrafted(port) == {"too_long": 0, "foreign_token": 0, "no_room": 0}
+    assert any("the draft's KV cache: " in message and " GB: " in message for message in messages(tmp_path, "info"))
+    assert messages(tmp_path, "warning") == []
+
+
+@pytest.mark.timeout(180)
+def test_texts_that_are_not_drafted_for_are_counted_by_reason_and_said_once(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        draft_service(model, tmp_path, port, "--cache-tokens", "16384") as service,
+        contextlib.closing(client_for(service.address, "pearl", deadline_s=0.2)) as client,
+    ):
+        client.expect([TEXT, TEXT[1:], [*SENTENCE, VOCAB_LEN + 5], [VOCAB_LEN, *SENTENCE], TEXT[2:]])
+        end_s = time.monotonic() + PATIENCE_S
+        while sum(undrafted(port).values()) < 5:
+            assert time.monotonic() < end_s, undrafted(port)
+            time.sleep(0.1)
+        walk = Walk(client, TEXT, REPEATING)
+        for _ in range(5):
+            walk.step()
+
+        assert undrafted(port) == {"too_long": 3, "foreign_token": 2, "no_room": 0}
+        assert walk.num_accepted == 0
+    said = messages(tmp_path, "warning")
+    assert len(said) == 2
+    assert "a text of 20000 tokens is not drafted for" in said[0]
+    assert "texts of 16320; start the draft with a larger --cache-tokens" in said[0]
+    assert f"token {VOCAB_LEN + 5} is not drafted for: the draft knows {VOCAB_LEN} tokens" in said[1]
