@@ -58,7 +58,9 @@ def test_what_was_chosen_here_is_passed_on_to_serve() -> None:
     options = PairOptions(
         target="t", draft="d", messages=["x"], max_tokens=8, draft_device="cuda:1", draft_engine="torch", dtype="half"
     )
-    words = _chosen_flags(options, "0", None, {"enforce_eager": True, "max_model_len": 512, "enable_lora": False})
+    words = _chosen_flags(
+        options, "cuda:1", "0", None, {"enforce_eager": True, "max_model_len": 512, "enable_lora": False}
+    )
 
     assert " ".join(words) == (
         "--draft-device cuda:1 --draft-engine torch --target-cores 0 --dtype half --enforce-eager --max-model-len 512 "

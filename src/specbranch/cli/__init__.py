@@ -9,6 +9,7 @@ import typer
 from specbranch.cli.bench import bench
 from specbranch.cli.check import check
 from specbranch.cli.console import print_help_alone
+from specbranch.cli.doctor import doctor
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.generate import generate
 from specbranch.cli.options import Command, example
@@ -60,6 +61,7 @@ for command, panel, line in (
     (profile, _STUDY, "specbranch profile draft.gguf --cores 1 --rows 1,2,4,8"),
     (draft, _OPERATE, "specbranch draft draft.gguf --listen ipc:///tmp/draft.sock"),
     (keys, _OPERATE, "specbranch keys ./keys"),
+    (doctor, _OPERATE, "specbranch doctor TARGET --draft DRAFT"),
 ):
     settings = FLAGS_GO_THROUGH if command is serve else None
     app.command(cls=Command, rich_help_panel=panel, epilog=example(line), context_settings=settings)(command)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
-from specbranch.cli.cores import divide_cores
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, warn
+from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import (
     AsJson,
     Draft,
@@ -39,6 +39,7 @@ from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
 from specbranch.plugins.vllm.exactness.kit import check as run_check
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.service.process import DraftOptions
 
 _COLOURS = {HOLDS: "green", FAILED: "bold red"}
@@ -77,7 +78,7 @@ def check(
     ] = 2000.0,
     gamma: Gamma = 4,
     draft_engine: DraftEngine = None,
-    draft_device: DraftDevice = "cpu",
+    draft_device: DraftDevice = "auto",
     draft_dtype: DraftDtype = "auto",
     draft_arg: DraftArg = None,
     target_cores: TargetCores = None,
@@ -98,13 +99,16 @@ def check(
         if not 0 < alpha < 1:
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         check_directory("--report", report)
-        cores = divide_cores(draft_device, target_cores, draft_cores)
+        arguments = table("--vllm-arg", vllm_arg)
+        device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(arguments))
+        warn(device.warning)
+        cores = divide_cores(device.device, target_cores, draft_cores)
         options = CheckOptions(
             target=target,
             draft=DraftOptions(
                 model=draft,
                 engine=draft_engine,
-                device=draft_device,
+                device=device.device,
                 dtype=draft_dtype,
                 cores=cores.draft,
                 extra=["--log-level", "warning", *draft_words(draft_arg)],
@@ -117,7 +121,7 @@ def check(
             seed=seed,
             size=_size(quick, num_prompts, num_tokens, num_samples),
             target_cores=cores.target,
-            arguments=table("--vllm-arg", vllm_arg),
+            arguments=arguments,
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )

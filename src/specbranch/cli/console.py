@@ -33,6 +33,12 @@ def console_for(as_json: bool) -> Console:
     return Console(stderr=as_json)
 
 
+def warn(line: str | None) -> None:
+    """Print a warning on standard error, if there is one."""
+    if line:
+        Console(stderr=True).print(f"[bold]specbranch:[/] warning: {escape(line)}", highlight=False, soft_wrap=True)
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print one JSON document as the last line of standard output."""
     typer.echo(json.dumps(document, allow_nan=False))

@@ -1,4 +1,4 @@
-"""CPU cores: pinning a process, and sharing cores between a target and a draft."""
+"""Where target and draft run on this machine: the device of the draft, and the CPU cores of both."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterable
 
 from specbranch.cli.console import UsageError
-from specbranch.cli.placement import Cores, split, usable_cores
-from specbranch.cli.topology import read_topology
+from specbranch.cli.placement import Choice, Cores, choose_device, split, usable_cores
+from specbranch.cli.topology import num_gpus, read_topology
 from specbranch.cli.values import numbers
+from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.registry import engine_for, runs_on_gpu
 from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.layout import Layout
 
 
 def stay_on(text: str) -> None:
@@ -23,6 +26,22 @@ def stay_on(text: str) -> None:
     if os.sched_getaffinity(0) != set(cores):
         os.sched_setaffinity(0, before)
         raise _no_such_cores("--cores", cores, before)
+
+
+def place_draft(asked: str, model: str | None, engine: str | None, layout: Layout) -> Choice:
+    """The device of a draft beside a target with this layout. Without a model there is no draft, and no device."""
+    if model is None:
+        return Choice("none", "there is no draft")
+    on_cpu = launch.runs_on_cpu()
+    is_open = asked == "auto" and not on_cpu  # only then does it matter what else is here
+    return choose_device(
+        asked,
+        num_gpus=num_gpus() if is_open else 0,
+        target_on_cpu=on_cpu,
+        num_target_devices=layout.num_devices,
+        engine_runs_on_gpu=is_open and runs_on_gpu(engine or engine_for(model)),
+        weight_bytes=weight_bytes(model) or None,
+    )
 
 
 def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:

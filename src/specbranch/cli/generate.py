@@ -19,7 +19,8 @@ from rich.console import Console
 from specbranch.bench.timeline_file import read_timeline, shares
 from specbranch.cli.answer import Answer
 from specbranch.cli.chat import COMMANDS, Chat, Message
-from specbranch.cli.console import UsageError, friendly_errors, print_json
+from specbranch.cli.console import UsageError, friendly_errors, print_json, warn
+from specbranch.cli.cores import place_draft
 from specbranch.cli.interrupt import Interrupt
 from specbranch.cli.options import (
     AsJson,
@@ -52,6 +53,7 @@ from specbranch.cli.screen import Screen
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
 from specbranch.errors import SpecBranchError
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.target import Request
 
 _WARM_TOKENS = 4
@@ -89,7 +91,7 @@ def generate(
         int, typer.Option(metavar="N", help="Longest sequence in tokens, prompt and answer together.", min=16)
     ] = 2048,
     draft_engine: DraftEngine = None,
-    draft_device: DraftDevice = "cpu",
+    draft_device: DraftDevice = "auto",
     draft_dtype: DraftDtype = "auto",
     draft_arg: DraftArg = None,
     draft_address: DraftAddress = None,
@@ -109,20 +111,23 @@ def generate(
         if not bare and (draft is None) == (draft_address is None):
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
         section = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
+        given = table("--vllm-arg", vllm_arg)
+        device = place_draft(draft_device, None if bare else draft, draft_engine, Layout.of_arguments(given))
+        warn(device.warning)
         options = PairOptions(
             target=target,
             draft=None if bare else draft,
             section={**section, "deadline_ms": deadline_ms, "is_gated": False},
             gamma=gamma,
             draft_engine=draft_engine,
-            draft_device=draft_device,
+            draft_device=device.device,
             draft_dtype=draft_dtype,
             draft_arguments=draft_words(draft_arg),
             remote=RemoteDraft(draft_address, draft_keys) if draft_address and not bare else None,
             target_cores=target_cores,
             draft_cores=draft_cores,
             timeline=timeline,
-            arguments={"max_model_len": max_model_len, "dtype": dtype, **table("--vllm-arg", vllm_arg)},
+            arguments={"max_model_len": max_model_len, "dtype": dtype, **given},
         )
         is_chat = chat or (prompt is None and sys.stdin.isatty())
         if is_chat and (as_json or compare or raw or prompt is not None):

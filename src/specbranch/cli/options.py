@@ -36,10 +36,11 @@ Draft = Annotated[str, _DRAFT]
 OptionalDraft = Annotated[str | None, _DRAFT]
 
 _DEVICE_HELP = "such as cpu, cuda:1 or mps; what the engine supports."
+_AUTO_HELP = "auto is the next GPU that the target does not use, else the CPU."
 _ENGINE_HELP = f"{', '.join(ENGINES)}. Default: llamacpp for GGUF files, else torch."
 _DTYPE_HELP = f"for the torch engine: {', '.join(DTYPES)}. auto is the fastest type on this CPU."
 DraftDevice = Annotated[
-    str, typer.Option("--draft-device", metavar="DEVICE", help=f"Device of the draft, {_DEVICE_HELP}")
+    str, typer.Option("--draft-device", metavar="DEVICE", help=f"Device of the draft, {_DEVICE_HELP} {_AUTO_HELP}")
 ]
 DraftEngine = Annotated[
     str | None, typer.Option("--draft-engine", metavar="ENGINE", help=f"Engine of the draft: {_ENGINE_HELP}")

@@ -150,8 +150,7 @@ class Pair:
         options = self._options
         if options.draft is None and options.target_cores is None:
             return Cores(None, None)
-        device = "none" if options.draft is None else options.draft_device
-        return divide_cores(device, options.target_cores, options.draft_cores)
+        return divide_cores(options.draft_device, options.target_cores, options.draft_cores)
 
     def _settings(self, **changes: Any) -> ProposerSettings:
         remote = self._options.remote

@@ -16,8 +16,8 @@ from specbranch.bench.forecast import Advice, Forecast, advise
 from specbranch.bench.pair_survey import PairOptions, survey_pair
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.survey import MESSAGES, Survey
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
-from specbranch.cli.cores import divide_cores
+from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, warn
+from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import (
     AsJson,
     Draft,
@@ -38,6 +38,7 @@ from specbranch.cli.values import numbers, table
 from specbranch.core.planners import planner_names
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.provenance import provenance
 from specbranch.service.process import DraftOptions
 from specbranch.trace import write_trace
@@ -52,7 +53,7 @@ _ERRORS = (
 def plan(
     target: Target,
     draft: Draft,
-    draft_device: DraftDevice = "cpu",
+    draft_device: DraftDevice = "auto",
     draft_engine: DraftEngine = None,
     draft_dtype: DraftDtype = "auto",
     dtype: Dtype = "auto",
@@ -89,7 +90,9 @@ def plan(
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
         given = table("--vllm-arg", vllm_arg)
-        cores = divide_cores(draft_device, target_cores, draft_cores)
+        device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(given))
+        warn(device.warning)
+        cores = divide_cores(device.device, target_cores, draft_cores)
         options = PairOptions(
             target=target,
             draft=draft,
@@ -97,19 +100,19 @@ def plan(
             max_tokens=max_tokens,
             dtype=dtype,
             draft_engine=draft_engine,
-            draft_device=draft_device,
+            draft_device=device.device,
             draft_dtype=draft_dtype,
             target_cores=cores.target,
             draft_cores=cores.draft,
             arguments={"enforce_eager": launch.runs_on_cpu(), **given},
         )
-        how = DraftOptions(draft, engine=draft_engine, device=draft_device, dtype=draft_dtype, cores=cores.draft)
+        how = DraftOptions(draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft)
         Preflight(target=target, draft=how, arguments=options.target_options().arguments).run()
         with Progress() as progress:
             survey = survey_pair(options, progress.show)
             progress.show("simulating every planner")
             advice = advise(survey, list(planner_names()), at_once)
-        chosen = _chosen_flags(options, target_cores, draft_cores, given)
+        chosen = _chosen_flags(options, draft_device, target_cores, draft_cores, given)
         _print(console_for(as_json), survey, advice, [target, "--draft", draft], chosen)
         document = {
             "target": target,
@@ -127,11 +130,11 @@ def plan(
 
 
 def _chosen_flags(
-    options: PairOptions, target_cores: str | None, draft_cores: str | None, vllm: dict[str, Any]
+    options: PairOptions, device: str, target_cores: str | None, draft_cores: str | None, vllm: dict[str, Any]
 ) -> list[str]:
     """Flags of `specbranch serve` for what was chosen here and is not the default."""
     values = {
-        "--draft-device": None if options.draft_device == "cpu" else options.draft_device,
+        "--draft-device": None if device == "auto" else device,
         "--draft-engine": options.draft_engine,
         "--draft-dtype": None if options.draft_dtype == "auto" else options.draft_dtype,
         "--target-cores": target_cores,

@@ -17,7 +17,7 @@ from specbranch.cli.draft import draft as draft_command
 from specbranch.cli.remote import RemoteDraft
 from specbranch.engines.model_name import require_model
 from specbranch.engines.model_size import weight_bytes
-from specbranch.engines.registry import engine_for, require_engine
+from specbranch.engines.registry import engine_for, require_device, require_engine
 from specbranch.engines.vocabulary import refuse_other_vocabulary
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
@@ -109,7 +109,9 @@ class Preflight:
     def _check_draft(self) -> None:
         assert self.draft is not None, "only checked with a draft"
         require_model("--draft", self.draft.model)
-        require_engine(self.draft.engine or engine_for(self.draft.model))
+        engine = self.draft.engine or engine_for(self.draft.model)
+        require_engine(engine)
+        require_device(engine, self.draft.device)
         _refuse_wrong_words(self.draft)
 
     def _check_remote(self) -> None:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors
-from specbranch.cli.cores import divide_cores
+from specbranch.cli.console import UsageError, console_for, friendly_errors, warn
+from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import (
     DraftAddress,
     DraftArg,
@@ -48,6 +48,7 @@ from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import Flags
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.server import VllmServer
 from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
 from specbranch.plugins.vllm.settings import ProposerSettings
@@ -109,7 +110,7 @@ def serve(
     context: typer.Context,
     target: Target,
     draft: OptionalDraft = None,
-    draft_device: DraftDevice = "cpu",
+    draft_device: DraftDevice = "auto",
     draft_engine: DraftEngine = None,
     draft_dtype: DraftDtype = "auto",
     draft_arg: DraftArg = None,
@@ -144,7 +145,10 @@ def serve(
         section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
-        cores = divide_cores("none" if draft is None else draft_device, target_cores, draft_cores)
+        flags = Flags(context.args)
+        device = place_draft(draft_device, draft, draft_engine, Layout.of_flags(flags))
+        warn(device.warning)
+        cores = divide_cores(device.device, target_cores, draft_cores)
         engine, options = "", None
         if draft is not None:
             engine = draft_engine or engine_for(draft)
@@ -153,7 +157,7 @@ def serve(
             options = DraftOptions(
                 model=draft,
                 engine=engine,
-                device=draft_device,
+                device=device.device,
                 dtype=draft_dtype,
                 cores=cores.draft,
                 timeline=timeline,
@@ -168,7 +172,7 @@ def serve(
             cores=cores,
             gamma=gamma,
             section=section,
-            flags=Flags(context.args),
+            flags=flags,
             on_cpu=launch.runs_on_cpu(),
         )
         plan.check()

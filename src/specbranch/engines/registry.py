@@ -77,6 +77,14 @@ def require_engine(name: str) -> None:
     require_extra(name, _MODULES.get(name, ()))
 
 
+def require_device(name: str, device: str) -> None:
+    """Raise if an engine of ours cannot use a device at all; nothing is loaded."""
+    if name == "llamacpp" and device != "cpu":
+        from specbranch.engines.llamacpp import model_params
+
+        model_params(device)
+
+
 def engine_for(model: str) -> str:
     """The engine that suits a model's name: GGUF files go to llama.cpp, all else to torch."""
     path = local_model(model)

