@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.child import PIPE, Child
+from specbranch.child import PIPE, Child, Idleness
 
 SLEEPS = "import time; time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);" + SLEEPS
@@ -105,3 +105,35 @@ def test_a_child_that_reads_ends_when_its_input_closes() -> None:
     assert child.wait(60)
     assert child.returncode == 4
     child.kill()
+
+
+def test_a_listener_hears_every_line_and_may_outlive_the_pipe() -> None:
+    heard: list[str] = []
+    child = Child(
+        [sys.executable, "-c", "import sys; print('one'); sys.stderr.write('two\\rthree\\n')"],
+        stdout=PIPE,
+        has_one_output=True,
+    )
+    thread = child.listen(heard.append)
+    child.wait(30.0)
+    child.kill()  # closes the pipe
+    thread.join(30.0)
+
+    assert sorted(heard) == ["one", "three", "two"]
+
+
+def test_a_child_that_waits_is_idle_and_one_that_works_is_not() -> None:
+    sleeper = Child([sys.executable, "-c", "import time; time.sleep(60)"])
+    worker = Child([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.5)  # both have started
+        idle, busy = Idleness(sleeper), Idleness(worker)
+        busiest_s = 0.0
+        for _ in range(15):
+            time.sleep(0.2)
+            busiest_s = max(busiest_s, busy.seconds())
+        assert idle.seconds() > 2.5
+        assert busiest_s < 2.5
+    finally:
+        sleeper.kill()
+        worker.kill()

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from specbranch.core.verify import match
-from specbranch.engines.scripted import TextScript
+from specbranch.engines.scripted import ScriptedEngine, TextScript
 from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.endpoint import ServiceKeys
+from specbranch.service.server import Server, ServiceOptions
 from tests.toys import random_script
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +80,34 @@ def scripted_service(directory: Path, *arguments: str) -> Iterator[Service]:
     command = [sys.executable, "-m", "tests.service.scripted_service", "--listen", address, *arguments]
     with running(Service(command, address)) as service:
         yield service
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def scrape(port: int, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
+        for line in page.read().decode().splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[-1])
+    raise AssertionError(f"{name} is not among the metrics")
+
+
+@contextlib.contextmanager
+def tcp_service(keys: ServiceKeys) -> Iterator[str]:
+    """The address of a service in this process, over TCP."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = Server(ScriptedEngine(DRAFT), ServiceOptions(address, keys))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield address
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
 
 
 @contextlib.contextmanager

@@ -23,10 +23,9 @@ from specbranch.service.digest import Digest
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.sessions import DraftSession, State
 from specbranch.service.wire import Open, Proposals, Refused, StatsReply, StatsRequest, Step, StepRow, pack
-from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, scripted_service
+from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, free_port, scrape, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
 from tests.service.test_lookup import Bench, likely
-from tests.service.test_security import free_port, scrape
 
 POISON = (49, 49)
 

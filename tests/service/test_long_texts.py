@@ -19,9 +19,8 @@ pytest.importorskip("prometheus_client", reason="prometheus_client is not instal
 from specbranch.core.distribution import Distribution
 from specbranch.engines.scripted import TextScript
 from tests.engines.models import model_path
-from tests.service.harness import PATIENCE_S, Service, Walk, running
+from tests.service.harness import PATIENCE_S, Service, Walk, free_port, running
 from tests.service.test_faults import client_for
-from tests.service.test_security import free_port
 
 VOCAB_LEN = 49152
 SENTENCE = [504, 2365, 6354, 16438, 690, 260, 2091, 28, 284, 260, 1743, 314]

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +19,12 @@ from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import ClientKeys, EndpointError, ServiceKeys, connected, default_address, make_keys
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.wire import VERSION, Hello, Refused, Welcome, decode_reply, encode
-from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
+from tests.service.harness import DRAFT, PATIENCE_S, Walk, free_port, scrape, scripted_service, tcp_service
 from tests.service.test_faults import client_for, walk_until_accepted
 from tests.service.test_lookup import Bench
 from tests.service.test_wire import REQUESTS, mutate
 
 _LAST = 987_654_321  # a round that no mutated frame has
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def scrape(port: int, name: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
-        for line in page.read().decode().splitlines():
-            if line.startswith(name + " "):
-                return float(line.split()[-1])
-    raise AssertionError(f"{name} is not among the metrics")
 
 
 def resident_bytes(pid: int) -> int:
@@ -134,19 +116,6 @@ def test_a_frame_beyond_the_bound_costs_its_sender_the_connection_and_nobody_els
         walk_until_accepted(walk)
 
         walk.assert_text_is_the_targets()
-
-
-@contextlib.contextmanager
-def tcp_service(keys: ServiceKeys) -> Iterator[str]:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    server = Server(ScriptedEngine(DRAFT), ServiceOptions(address, keys))
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    try:
-        yield address
-    finally:
-        server.stop()
-        thread.join(PATIENCE_S)
 
 
 def test_over_tcp_the_right_key_is_served_and_a_wrong_one_gets_nothing(tmp_path: Path) -> None:

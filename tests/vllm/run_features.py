@@ -16,7 +16,7 @@ import numpy as np
 
 from specbranch.core.round import Signal
 from specbranch.predictor.hrad import write_hrad
-from tests.service.test_security import free_port, scrape
+from tests.service.harness import free_port, scrape
 from tests.vllm.runs import draft_service, drafting, metric, num_equal, tokens_of
 
 SUBJECTS = ("water", "the moon", "a fox", "bread", "winter")

@@ -1,0 +1,84 @@
+"""A draft service that runs already: it is asked who it is, and keys that do not fit are refused at once."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specbranch.cli import app
+from specbranch.cli.console import UsageError
+from specbranch.cli.remote import RemoteDraft
+from specbranch.plugins.vllm.compat import launch
+from specbranch.service.endpoint import EndpointError, ServiceKeys, make_keys
+from tests.service.harness import free_port, scripted_service, tcp_service
+
+LIMIT_S = 5.0
+
+
+def keys_in(directory: Path) -> ServiceKeys:
+    make_keys(directory)
+    return ServiceKeys(directory / "service.key_secret", directory / "clients")
+
+
+def test_a_service_that_runs_says_what_it_serves(tmp_path: Path) -> None:
+    with scripted_service(tmp_path) as service:
+        welcome = RemoteDraft(service.address).check()
+
+    assert welcome is not None
+    assert welcome.model
+    assert RemoteDraft(service.address).check() is None  # it has ended: no reason not to start the target
+
+
+def test_the_right_keys_are_let_in(tmp_path: Path) -> None:
+    with tcp_service(keys_in(tmp_path / "ours")) as address:
+        remote = RemoteDraft(address, tmp_path / "ours")
+
+        assert remote.check() is not None
+    assert remote.section == {"address": address, "keys": str(tmp_path / "ours")}
+
+
+@pytest.mark.parametrize("wrong", ["client.key_secret", "service.key"])
+def test_keys_that_do_not_fit_are_refused(tmp_path: Path, wrong: str) -> None:
+    make_keys(tmp_path / "theirs")
+    with tcp_service(keys_in(tmp_path / "ours")) as address:
+        shutil.copytree(tmp_path / "ours", tmp_path / "mixed")
+        shutil.copy(tmp_path / "theirs" / wrong, tmp_path / "mixed" / wrong)
+        begin_s = time.monotonic()
+        with pytest.raises(UsageError, match=r"does not answer us.*or it does not know these keys"):
+            RemoteDraft(address, tmp_path / "mixed").check()
+
+    assert time.monotonic() - begin_s < LIMIT_S
+
+
+def test_keys_that_are_not_there_and_addresses_of_no_kind_are_refused(tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
+        RemoteDraft(address).check()
+    with pytest.raises(EndpointError, match="cannot be read as a key"):
+        RemoteDraft(address, tmp_path).check()
+    with pytest.raises(EndpointError, match="is no address"):
+        RemoteDraft("somewhere").check()
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_the_commands_refuse_keys_that_do_not_fit(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: None)
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "config.json").write_text("{}")
+    make_keys(tmp_path / "theirs")
+    words = [command, str(tmp_path / "big"), "--draft-keys", str(tmp_path / "theirs")]
+    words += ["--prompt", "x"] if command == "generate" else []
+    with tcp_service(keys_in(tmp_path / "ours")) as address:
+        begin_s = time.monotonic()
+        done = CliRunner().invoke(app, [*words, "--draft-address", address])
+
+    assert time.monotonic() - begin_s < LIMIT_S
+    assert done.exit_code == 2
+    assert "or it does not know these keys" in done.stderr

@@ -1,0 +1,53 @@
+"""Real vLLM with two pipeline stages stops before weights are loaded, and says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specbranch.cli.placement import usable_cores
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.failure import FailureLog
+from specbranch.plugins.vllm.settings import ProposerSettings
+from tests.engines.models import model_path
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+
+@pytest.mark.timeout(600)
+def test_the_proposer_refuses_pipeline_parallelism(tmp_path: Path) -> None:
+    cores = usable_cores()
+    if len(cores) < 2:
+        pytest.skip("two workers need two cores")
+    ours = proposer_arguments(ProposerSettings(address=f"ipc://{tmp_path}/nobody.sock"), 4)
+    words = [
+        "serve",
+        str(model_path("smollm2-short-dense")),
+        "-pp",
+        "2",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "256",
+    ]
+    words += ["--enforce-eager", "--port", "0", "--speculative-config", json.dumps(ours["speculative_config"])]
+    words += ["--additional-config", json.dumps(ours["additional_config"])]
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "specbranch.plugins.vllm.launch", *words],
+        env={**os.environ, **binding},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode != 0
+    assert "pipeline parallelism (2 stages) cannot be combined with drafts" in done.stdout, done.stdout[-4000:]
+    assert "Starting to load model" not in done.stdout
+    assert "pipeline parallelism" in FailureLog(done.stdout.splitlines()).cause(done.returncode)
