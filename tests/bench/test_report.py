@@ -33,11 +33,13 @@ def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_color_of_its_own() -> None:
-    for path in RESULTS.glob("bench-*.jsonl"):
-        methods = read_results(path).scenario.methods
+    runs = [read_results(path.with_suffix(".jsonl")) for path in RESULTS.glob("*.toml") if path.stem != "timeline"]
+    assert len(runs) > 5
+    for results in runs:
+        methods = results.scenario.methods
         colors = method_colors(methods)
 
-        assert len(set(colors.values())) == len(colors) == len(methods), path.name
+        assert len(set(colors.values())) == len(colors) == len(methods), results.name
 
 
 def test_equality_with_bare_vllm_is_explained_and_one_trial_has_no_range() -> None:
