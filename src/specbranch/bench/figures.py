@@ -28,7 +28,7 @@ _OTHERS = (
     "#6a4c93", "#457b9d", "#d1495b", "#b5651d", "#7cb518", "#c77dff", "#00a6fb", "#ff70a6", "#5c677d", "#a7c957"
 )  # fmt: skip
 CAPTIONS = {
-    "speed": "Speed over bare vLLM; whiskers: 95 % of resamples of the prompts",
+    "speed": "Speed over bare vLLM; whiskers, from three trials on: 95 % of resamples of the prompts",
     "load": "Speed over bare vLLM against requests at once",
     "hits": "Hit rate against draft rows a round",
     "rates": "Time per token against requests a second",

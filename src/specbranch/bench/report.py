@@ -39,7 +39,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2b2a; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 3rem; border-top: 1px solid #d7dedd; padding-top: 1.5rem; }
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e6ebea; white-space: nowrap; }
+th, td { padding: .25rem .375rem; text-align: right; border-bottom: 1px solid #e6ebea; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; } figure { margin: 1.5rem 0; } svg { max-width: 100%; height: auto; }
 figcaption, .note { color: #5b6b69; font-size: 13px; }
 """
