@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.figures import draw_figures
-from specbranch.bench.report import load_table
+from specbranch.bench.report import load_table, same_note
 from specbranch.bench.results import Record, Results, read_results
 from specbranch.bench.scenario import BARE
-from specbranch.bench.summary import Cell, Line, Ratio, cells, compare, losses, mean_ratio, summarize
+from specbranch.bench.summary import NO_RANGE, Cell, Line, Ratio, cells, compare, losses, mean_ratio, summarize
+from specbranch.provenance import commit_note
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 SUBJECT = "budget"
-LEAST_TRIALS = 3  # a range over fewer prompts would only look like one
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ RUNS = (
         "Planner `none` against bare vLLM. The range includes 1.00; a cost of 1 % could not be seen here.",
     ),
 )
-INTRO = """# Benchmarks
+INTRO = f"""# Benchmarks
 
 Written by `benchmarks/make_page.py` from the result files that each section names; do not edit.
 [How it is measured](bench.md). To repeat a run: `specbranch bench run benchmarks/NAME.toml --data DIR --out FILE`.
@@ -86,13 +86,17 @@ of two from hour to hour. Only ratios within one run count. All runs are greedy:
 to claim anything ([log](log.md#measuring)).
 
 - Columns named after a task, and *mean*: tokens per second from request to last token, over bare vLLM in the same run.
-  The mean is geometric. In brackets: 95 % of resamples of the prompts; not given below three prompts a task.
+  The mean is geometric. In brackets: 95 % of resamples of the prompts; {NO_RANGE} below three prompts a task, too few
+  for a range.
 - *budget over it*: the same ratio between our planner `budget` and the method of the row; below 1 we lose.
 - *per core*: the mean divided by the cores that a method keeps, the draft's core included.
 - *hits*: verdicts for which the draft was ready. *rejected*, *unused*: drafted tokens rolled back per emitted token.
 - *hook ms*: the time of the proposer's call in a step, waiting for drafts included.
 - *same*: answers equal to bare vLLM's, token by token. In bfloat16 a batch of another shape rounds differently, so
-  near-ties flip with every method that verifies several tokens at once. In float32 all are equal ([check](check.md))."""
+  near-ties swap with every method alike, vLLM's own included. The output distribution does not change. In float32
+  such swaps are very rare ([check](check.md)).
+- *No clean commit*: the file does not name a commit that holds all of the code that made it
+  ([list](#result-files-without-a-clean-commit))."""
 
 
 def main() -> None:
@@ -112,12 +116,12 @@ def main() -> None:
 
 
 def make_page() -> str:
-    return "\n\n".join([INTRO, *(_section(run) for run in RUNS), _forecasts(), _published()]) + "\n"
+    return "\n\n".join([INTRO, *(_section(run) for run in RUNS), _forecasts(), _published(), _unclean()]) + "\n"
 
 
 def _section(run: Run) -> str:
     results = read_results(HERE / f"{run.name}.jsonl")
-    parts = [f"## {run.title}", run.text, _facts(results)]
+    parts = [f"## {run.title}", run.text, _facts(results), *_notes(results)]
     if results.scenario.served is not None:
         table = load_table(results)
         parts.append(_table(table.heads, table.rows))
@@ -130,6 +134,18 @@ def _section(run: Run) -> str:
     if lost := _lost(results):
         parts.append(f"Where `{SUBJECT}` loses:\n\n{lost}")
     return "\n\n".join(parts)
+
+
+def _notes(results: Results) -> list[str]:
+    """What must be read with the table: where the file has no clean commit, and why answers differ."""
+    lines = summarize(results) if results.scenario.served is None else []
+    notes = (commit_note(results.provenance), same_note(results.scenario, lines))
+    return [_bold_head(note) for note in notes if note]
+
+
+def _bold_head(note: str) -> str:
+    head, _, text = note.partition(":")
+    return textwrap.fill(f"**{head}:**{text}", 118)
 
 
 def _facts(results: Results) -> str:
@@ -158,11 +174,11 @@ def _by_task(results: Results) -> str:
         own = [line for line in lines if line.method == name]
         pairs = _pairs(by_cell, name, BARE)
         mean = mean_ratio(pairs)
-        row = [name, str(own[0].cores), *(_ratio(compare(*pair), len(pair[0])) for pair in pairs)]
-        row += [_ratio(mean, _trials(pairs))] * (len(tasks) > 1)
+        row = [name, str(own[0].cores), *(_speed(name, compare(*pair)) for pair in pairs)]
+        row += [_speed(name, mean)] * (len(tasks) > 1)
         if has_subject:
             over = _pairs(by_cell, SUBJECT, name)
-            row.append("" if name == SUBJECT else _ratio(mean_ratio(over), _trials(over)))
+            row.append("" if name == SUBJECT else _ratio(mean_ratio(over)))
         bare_cores = results.scenario.num_cores(results.method(BARE))
         rows.append([*row, f"{mean.value * bare_cores / own[0].cores:.2f}", *_means(own)])
     return _table(heads, rows)
@@ -170,11 +186,9 @@ def _by_task(results: Results) -> str:
 
 def _by_load(results: Results) -> str:
     """A row for each method and number of requests at once."""
-    by_cell = cells(results)
     rows = []
     for line in summarize(results):
-        bare = by_cell[line.task, line.concurrency][BARE]
-        first = [str(line.concurrency), line.method, str(line.cores), _ratio(line.speed, len(bare))]
+        first = [str(line.concurrency), line.method, str(line.cores), _speed(line.method, line.speed)]
         rows.append([*first, f"{line.speed_per_core:.2f}", *_means([line])])
     heads = ("at once", "method", "cores", "over bare", "per core", "hits", "rejected", "unused", "hook ms", "same")
     return _table(heads, rows)
@@ -200,15 +214,13 @@ def _pairs(by_cell: Mapping[Cell, Mapping[str, list[Record]]], own: str, other: 
     return [(methods[own], methods[other]) for methods in by_cell.values()]
 
 
-def _trials(pairs: Sequence[tuple[Any, Any]]) -> int:
-    """Prompts of the task that has the fewest."""
-    return min(len(own) for own, _ in pairs)
+def _speed(method: str, ratio: Ratio) -> str:
+    """A speed over bare vLLM; that of bare vLLM itself is 1 by definition."""
+    return f"{ratio.value:.2f}" if method == BARE else _ratio(ratio)
 
 
-def _ratio(ratio: Ratio, trials: int) -> str:
-    is_itself = ratio.low == ratio.high == 1.0
-    spread = "" if trials < LEAST_TRIALS or is_itself else f" ({ratio.low:.2f}-{ratio.high:.2f})"
-    return f"{ratio.value:.2f}{spread}"
+def _ratio(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f} ({ratio.range})"
 
 
 def _lost(results: Results) -> str:
@@ -224,18 +236,21 @@ def _lost(results: Results) -> str:
 
 
 def _forecasts() -> str:
-    found = json.loads((ROOT / "studies" / "06-forecast" / "result.json").read_text())
+    study = ROOT / "studies" / "06-forecast"
+    found = json.loads((study / "result.json").read_text())
     text = (
         f"The simulator on recorded traces, with the step times of the run itself, against {len(found['rows'])} measured "
         f"speeds: median error {found['median_error']:.0%}, worst {found['worst_error']:.0%}. With the step times of "
         f"`specbranch plan`: median {found['median_planned_error']:.0%}, worst {found['worst_planned_error']:.0%} "
         "([study](../studies/06-forecast/README.md))."
     )
-    return f"## Forecasts against these runs\n\n{textwrap.fill(text, 118)}"
+    parts = ["## Forecasts against these runs", textwrap.fill(text, 118)]
+    return "\n\n".join([*parts, *_file_notes(study / "result.json", study / "plan.json")])
 
 
 def _published() -> str:
-    found = json.loads((ROOT / "studies" / "05-scale" / "result.json").read_text())
+    path = ROOT / "studies" / "05-scale" / "result.json"
+    found = json.loads(path.read_text())
     rows = [
         [row["pair"], *(f"{row[name]:.2f}" for name in ("pearl", "specbranch", "published_specbranch"))]
         for row in found["published"]
@@ -245,7 +260,33 @@ def _published() -> str:
         "Acceptance is solved from PEARL's published speed, so only SpecBranch's speed is a forecast "
         "([study](../studies/05-scale/README.md))."
     )
-    return f"## The simulator against the paper\n\n{textwrap.fill(text, 118)}\n\n{_table(heads, rows)}"
+    parts = ["## The simulator against the paper", textwrap.fill(text, 118), *_file_notes(path), _table(heads, rows)]
+    return "\n\n".join(parts)
+
+
+def _unclean() -> str:
+    """Every result file of the repository that has no clean commit."""
+    paths = sorted(path for folder in ("benchmarks", "studies") for path in (ROOT / folder).rglob("*.json*"))
+    rows = [
+        [f"[`{path.relative_to(ROOT)}`](../{path.relative_to(ROOT)})", note.partition(": ")[2]]
+        for path in paths
+        if (note := commit_note(read_source(path)))
+    ]
+    text = "All other result files in `benchmarks/` and `studies/` name a commit without later changes."
+    return "\n\n".join(["## Result files without a clean commit", text, _table(("file", "why"), rows)])
+
+
+def _file_notes(*paths: Path) -> list[str]:
+    """A note for each of these files that has no clean commit."""
+    notes = ((path, commit_note(read_source(path))) for path in paths)
+    return [_bold_head(f"{note} (`{path.relative_to(ROOT)}`)") for path, note in notes if note]
+
+
+def read_source(path: Path) -> dict[str, Any]:
+    """The provenance in a result file; empty where it has none. In JSON lines the first one holds it."""
+    text = path.read_text()
+    document = json.loads(text.partition("\n")[0] if path.suffix == ".jsonl" else text)
+    return document.get("provenance", {})
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

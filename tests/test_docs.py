@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from specbranch.provenance import commit_note
+
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 STUDIES = sorted((ROOT / "studies").glob("*/README.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *STUDIES]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.md"))
+CHANGELOG = ROOT / "CHANGELOG.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", CHANGELOG, *DOCS, *STUDIES, *EXAMPLES]
+MODULES = sorted((ROOT / "src").rglob("*.py"))
 RESULTS = sorted(
     path
     for folder in ("benchmarks", "studies")
@@ -34,52 +41,155 @@ MOST_WORDS = 16_000
 # Words of our own for which the field has others: distribution, expensive, workaround.
 BANNED = re.compile(r"\b(laws?|dear|mend)\b", re.IGNORECASE)
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
-_RESULT = re.compile(r"`((?:benchmarks|studies)/[\w./-]+\.(?:jsonl?|toml|py|png|svg))`")
+_FOLDERS = ("benchmarks", "docs", "examples", "scripts", "src", "studies", "tests", "traces")
+_FILES = {name for folder in _FOLDERS for name in (ROOT / folder).rglob("*")} | set(ROOT.iterdir())
+_KNOWN = {f"/{path.relative_to(ROOT)}" for path in _FILES}
+_NAMED = re.compile(
+    r"(?<![\w./:$~*-])("
+    r"(?:[\w.-]+/)*[\w-]+(?:\.\w+)*\.(?:py|md|toml|jsonl?|png|svg|tar|gz)"  # a file
+    rf"|(?:{'|'.join(_FOLDERS)})(?:/[\w.-]+)+"  # what lies in a folder of ours
+    r"|(?:[a-z_]+/)+(?=[\s`])"  # a folder
+    r")(?![\w/*])"
+)
+# Files and folders that readers make or bring themselves.
+_THEIRS = re.compile(
+    r"(mine|more|tickets|chat|humaneval|gsm8k|spec_bench)\.jsonl(\.gz)?|run\.(json|png)|report\.md|card\.json"
+    r"|hrad/scores\.json|keys/(clients/)?|.*[A-Z]{3,}\.(md|toml|json)"
+)
+_UNCLEAN = "benchmarks.md#result-files-without-a-clean-commit"
+_OLD_RESULTS = "4739ee1"  # the commit where docs/log.md finds files that were deleted since
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def anchors(page: Path) -> set[str]:
-    """What a heading is called in a link."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+def anchors(text: str) -> list[str]:
+    """What the headings of a page are called in a link."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
+
+
+def missing_files(text: str, folder: Path) -> list[str]:
+    """Files and folders named in a text that the repository lacks; a name may leave out where it begins."""
+    return [
+        found
+        for found in _NAMED.findall(re.sub(r"https?://\S+", "", text))
+        if not _THEIRS.fullmatch(found)
+        and not (folder / found).exists()
+        and not any(known.endswith(f"/{found.rstrip('/')}") for known in _KNOWN)
+    ]
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    """Links of a text in place of a page that lead to no file or to no heading."""
+    broken = []
+    for link in _LINK.findall(text):
+        file, _, heading = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (heading and heading not in anchors(target.read_text() if file else text)):
+            broken.append(link)
+    return broken
+
+
+def docstrings(module: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def provenance_of(path: Path) -> dict[str, str] | None:
+    text = path.read_text()
+    first = json.loads(text.splitlines()[0] if path.suffix == ".jsonl" else text)
+    found: dict[str, str] | None = first.get("provenance")
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None:
-    for link in _LINK.findall(page.read_text()):
-        file, _, heading = link.partition("#")
-        target = (page.parent / file).resolve() if file else page
-
-        assert target.exists(), link
-        assert not heading or heading in anchors(target), link
+    assert broken_links(page.read_text(), page) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_file_of_benchmarks_and_studies_that_a_page_names_exists(page: Path) -> None:
-    missing = [file for file in _RESULT.findall(page.read_text()) if not (ROOT / file).exists()]
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    if page.name == "log.md":
+        text = re.sub(r"`[\w.-]+`(?=[^)]* in git)", "", text)
 
-    assert missing == []
+    assert missing_files(text, page.parent) == []
 
 
-def test_no_page_has_two_headings_with_the_same_link() -> None:
-    for page in PAGES:
-        headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+def test_every_file_that_a_docstring_names_exists() -> None:
+    missing = {name(module): missing_files("\n".join(docstrings(module)), module.parent) for module in MODULES}
 
-        assert len(headings) == len(set(headings)), page
+    assert {module: files for module, files in missing.items() if files} == {}
+
+
+def test_every_deleted_file_of_the_log_is_in_git() -> None:
+    command = ["git", "-C", str(ROOT), "ls-tree", "--name-only", _OLD_RESULTS, "results/"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this checkout does not reach back to {_OLD_RESULTS}")
+    text = (ROOT / "docs" / "log.md").read_text()
+    named = {file for part in re.findall(r"\(([^()]*) in git", text) for file in re.findall(r"`([\w.-]+)`", part)}
+
+    assert len(named) > 5
+    assert {f"results/{file}" for file in named} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != CHANGELOG], ids=name
+)  # every version has its "Added"
+def test_no_page_has_two_headings_with_the_same_link(page: Path) -> None:
+    found = anchors(page.read_text())
+
+    assert len(found) == len(set(found)), page
+
+
+def test_a_dead_reference_would_be_noticed() -> None:
+    page = ROOT / "docs" / "metrics.md"
+    text = """# One
+
+`tests/plugins/test_endpoint.py`, `tests/vllm/test_endpoint.py`, results/crowded_cache.json, studies/99-none, `planner/`
+and `plannings/`, `core/tree.py`, `core/bush.py`, [here](#one), [there](#two), [page](nowhere.md), [log](log.md#nothing)
+
+```toml
+# Two
+```
+"""
+    dead = [
+        "tests/plugins/test_endpoint.py",
+        "results/crowded_cache.json",
+        "studies/99-none",
+        "plannings/",
+        "core/bush.py",
+    ]
+
+    assert missing_files(text, page.parent) == [*dead, "nowhere.md"]
+    assert broken_links(text, page) == ["#two", "nowhere.md", "log.md#nothing"]
+    assert anchors("# The same, twice\n\n## The same twice\n") == ["the-same-twice"] * 2
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=name)
 def test_a_result_says_where_it_comes_from(path: Path) -> None:
-    text = path.read_text()
-    first = json.loads(text.splitlines()[0] if path.suffix == ".jsonl" else text)
-
-    assert ("provenance" in first) != (name(path) in WITHOUT_PROVENANCE)
+    assert (provenance_of(path) is not None) != (name(path) in WITHOUT_PROVENANCE)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"], ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_marks_a_result_without_a_clean_commit_where_it_names_it(page: Path) -> None:
+    unclean = {path for path in RESULTS if commit_note(provenance_of(path) or {})}
+    assert unclean
+    named, marked = set(), set()
+    for paragraph in re.split(r"\n\n|\n(?=- )", page.read_text()):
+        files = {(page.parent / link).resolve() for link in _LINK.findall(paragraph)} & unclean
+        named |= files
+        if _UNCLEAN in paragraph or page.name == "benchmarks.md":  # that page is generated, and has its own tests
+            marked |= files
+
+    assert named - marked == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_pages_use_the_words_of_the_field(page: Path) -> None:
     assert BANNED.findall(page.read_text()) == []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,9 +16,11 @@ from specbranch.core.planners import make_planner
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.round import Signal
 from specbranch.core.session import Ending, Session
+from specbranch.core.tree import Tree
 from specbranch.engines.scripted import EngineLane, Rule, ScriptedEngine, ScriptedTarget, TextScript
 from specbranch.predictor.fixed import ConstantPredictor
 from specbranch.simulation.loop import Loop
+from specbranch.trace import Answer, Header, Trace
 
 SOME = ConstantPredictor(Signal.SOME)
 
@@ -95,6 +97,23 @@ class CheckedLane(EngineLane):
         return distributions, step_s
 
 
+def find(tree: Tree, tokens: Sequence[int]) -> Node | None:
+    """The node at the end of `tokens` after the root, if it was drafted."""
+    node: Node | None = tree.root
+    for token in tokens:
+        node = node.child_with(token) if node else None
+    return node
+
+
+def nodes(tree: Tree) -> Iterator[Node]:
+    """Every drafted node still alive, the root not included."""
+    stack = list(tree.root.children)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children)
+
+
 def text_to(session: Session, node: Node) -> tuple[int, ...]:
     """The committed tokens and the drafted ones up to a node."""
     path: list[int] = []
@@ -129,7 +148,7 @@ def assert_every_drafted_token_is_accounted_for(session: Session) -> None:
     """Drafted tokens were used, were rolled back for one cause, or are still in the tree."""
     stats, tree = session.stats, session.tree
     assert tree.num_drafted == stats.used + stats.rolled_back + tree.num_alive
-    assert tree.num_alive == sum(1 for _ in tree.nodes())
+    assert tree.num_alive == sum(1 for _ in nodes(tree))
     assert stats.losing <= stats.rolled_back
 
 
@@ -148,6 +167,16 @@ def plain(target: TextScript, chance: Chance, prompt: Sequence[int], ending: End
 def planner_of(name: str, settings: Mapping[str, Any] | None = None, predictor: Predictor = SOME) -> Planner[Any]:
     """A planner with small settings."""
     return make_planner(name, settings or {}, predictor)
+
+
+def make_iid_trace(acceptance: float, num_answers: int, answer_len: int, rng: random.Random) -> Trace:
+    """A trace in which every token is accepted alike and independently, as the closed forms assume."""
+    distribution = Distribution((1,), (acceptance,), 0.0)  # all other tokens are the tail, told as token 0
+    answers = [
+        Answer(tuple(int(rng.random() < acceptance) for _ in range(answer_len)), (distribution,) * answer_len)
+        for _ in range(num_answers)
+    ]
+    return Trace(Header(task="iid"), tuple(answers))
 
 
 def stream(seed: int) -> Chance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,16 @@ def commit(directory: Path) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def commit_note(source: Mapping[str, Any]) -> str | None:
+    """What a reader must know of a result without a clean commit, from its provenance; None where it has one."""
+    recorded = source.get("commit")
+    if not recorded:
+        return "No clean commit: the file does not say which code made it."
+    if recorded.endswith("+"):
+        return f"No clean commit: made by {recorded.removesuffix('+')} with changes that were not committed."
+    return None
 
 
 def cpu_name(cpuinfo: str) -> str | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from specbranch.bench.figures import method_colors
-from specbranch.bench.report import as_markdown, section_of, write_report
+from specbranch.bench.report import as_markdown, same_note, section_of, write_report
 from specbranch.bench.results import read_results
-from specbranch.bench.summary import NO_RANGE
+from specbranch.bench.summary import NO_RANGE, summarize
+from specbranch.provenance import commit_note
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -33,11 +36,13 @@ def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_color_of_its_own() -> None:
-    for path in RESULTS.glob("bench-*.jsonl"):
-        methods = read_results(path).scenario.methods
+    runs = [read_results(path.with_suffix(".jsonl")) for path in RESULTS.glob("*.toml")]
+    assert len(runs) > 5
+    for results in runs:
+        methods = results.scenario.methods
         colors = method_colors(methods)
 
-        assert len(set(colors.values())) == len(colors) == len(methods), path.name
+        assert len(set(colors.values())) == len(colors) == len(methods), results.name
 
 
 def test_equality_with_bare_vllm_is_explained_and_one_trial_has_no_range() -> None:
@@ -48,6 +53,40 @@ def test_equality_with_bare_vllm_is_explained_and_one_trial_has_no_range() -> No
     for row in text.splitlines():
         cells = row.split(" | ")
         assert len(cells) != 15 or cells[4] in ("", NO_RANGE, "95 % of resamples", "---"), row
+
+
+def test_a_section_says_beside_its_tables_what_must_be_read_with_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    weak, planners = (read_results(RESULTS / f"{name}.jsonl") for name in ("weak", "planners"))
+    page = write_report([weak], tmp_path, "budget", "Notes").read_text()
+    note = "No clean commit: made by a0453bb6e673 with changes that were not committed."
+
+    assert section_of(weak, "budget").notes[0] == note
+    assert f'<p class="note">{note}</p>' in page
+    assert note in (tmp_path / "report.md").read_text()
+    (same,) = section_of(planners, "budget").notes
+    assert same.startswith("Same below 100 %: near-ties in bfloat16")
+
+
+def test_why_answers_differ_depends_on_the_run() -> None:
+    results = read_results(RESULTS / "planners.jsonl")
+    lines = summarize(results)
+    equal = [line for line in lines if line.same_as_bare == 1]
+
+    def told(**changes: Any) -> str:
+        return same_note(replace(results.scenario, **changes), lines) or ""
+
+    assert equal
+    assert same_note(results.scenario, equal) is None
+    assert "near-ties in float16" in told(dtype="float16")
+    assert "very rare in float32" in told(dtype="float32")
+    assert "sampled" in told(temperature=1.0)
+
+
+@pytest.mark.parametrize("source", [{}, {"commit": None}, {"commit": "0123abc+"}])
+def test_a_commit_that_is_missing_or_was_changed_is_told(source: dict[str, str | None]) -> None:
+    assert (commit_note(source) or "").startswith("No clean commit: ")
+    assert commit_note({"commit": "0123abc"}) is None
 
 
 def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,22 @@ def test_a_trial_alone_has_no_range_and_equality_is_explained() -> None:
     text = " ".join(shown.stdout.split())
 
     assert f" {NO_RANGE} " in text
-    assert "1.12-1.12" not in text
+    assert not re.search(r"(\d\.\d\d)-\1", text)
     assert "Less than 100 % is expected in bfloat16" in text
+    assert "No clean commit" not in text
+
+
+def test_a_result_without_a_clean_commit_is_marked() -> None:
+    shown = run(app, ["bench", "show", str(ROOT / "benchmarks" / "weak.jsonl")])
+
+    assert "No clean commit: made by a0453bb6e673" in " ".join(shown.stdout.split())
+
+
+def test_a_range_that_is_not_there_is_null_in_json() -> None:
+    shown = run(app, ["bench", "show", str(ROOT / "benchmarks" / "duel.jsonl"), "--json"])
+    lines = json.loads(shown.stdout.splitlines()[-1])["lines"]
+
+    assert {(line["speed"]["low"], line["speed"]["high"]) for line in lines} == {(None, None)}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from specbranch.core.round import Outlook, Signal
 from specbranch.core.session import Ending, Session
 from specbranch.core.stats import Stats
 from specbranch.core.verdict import Verdict
-from tests.toys import planner_of
+from tests.toys import nodes, planner_of
 
 SURE = Distribution((1, 2), (0.9, 0.1), 0.3)
 
@@ -136,7 +136,7 @@ def test_a_distribution_that_lands_after_a_rollback_does_no_harm() -> None:
     session.grow(late, SURE)
 
     assert session.propose() == []
-    assert list(session.tree.nodes()) == []
+    assert list(nodes(session.tree)) == []
 
 
 def test_an_empty_prompt_is_refused() -> None:

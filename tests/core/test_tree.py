@@ -11,6 +11,7 @@ from specbranch.core.draw import TopDraw
 from specbranch.core.node import Fate, Node
 from specbranch.core.rollback import Settled
 from specbranch.core.tree import Tree
+from tests.toys import find, nodes
 
 
 def distribution(*ids: int) -> Distribution:
@@ -72,7 +73,7 @@ def test_positions_count_from_the_start_of_the_sequence(tree: Tree) -> None:
 
 
 def test_the_chance_of_a_node_is_the_product_along_its_path(tree: Tree) -> None:
-    seven, three = tree.find([1, 7]), tree.find([1, 2, 3])
+    seven, three = find(tree, [1, 7]), find(tree, [1, 2, 3])
     assert seven and three
 
     assert tree.chance(tree.root) == 1
@@ -92,14 +93,6 @@ def test_what_was_not_sent_after_all_is_not_rejected(tree: Tree) -> None:
     assert (settled.rejected, settled.cut, settled.unused) == (1, 4, 0)
 
 
-def test_find_looks_a_verdict_up(tree: Tree) -> None:
-    found = tree.find([1, 7, 8])
-
-    assert found is not None and found.token == 8
-    assert tree.find([1, 4, 8]) is None
-    assert tree.find([]) is tree.root
-
-
 def test_only_a_chain_below_the_root_can_be_submitted(tree: Tree) -> None:
     with pytest.raises(ValueError, match="does not continue"):
         tree.submit(tree.walk(tree.root, 3)[1:])
@@ -112,13 +105,13 @@ def test_a_verdict_must_commit_something(tree: Tree) -> None:
 
 def test_a_hit_keeps_the_branch_below_the_new_root_with_its_distributions(tree: Tree) -> None:
     tree.submit(tree.walk(tree.root, 1))
-    seven = tree.find([1, 7])
+    seven = find(tree, [1, 7])
 
     settled = settle(tree, 1, 7)
 
     assert tree.root is seven
     assert tree.root.distribution == distribution(8)
-    assert [node.token for node in tree.nodes()] == [8]
+    assert [node.token for node in nodes(tree)] == [8]
     assert (settled.used, settled.rejected, settled.unused, settled.cut, settled.losing) == (2, 0, 0, 2, 0)
 
 
@@ -128,7 +121,7 @@ def test_a_branch_may_survive_several_rounds(tree: Tree) -> None:
     tree.submit(())
     tree.commit([7])
 
-    assert [node.token for node in tree.nodes()] == [8]
+    assert [node.token for node in nodes(tree)] == [8]
 
 
 def test_settling_may_wait_for_several_verdicts(tree: Tree) -> None:
@@ -150,7 +143,7 @@ def test_a_miss_starts_a_new_tree_at_the_targets_token(tree: Tree) -> None:
     settled = settle(tree, 1, 4)
 
     assert (tree.root.token, tree.root.position, tree.root.distribution) == (4, 3, None)
-    assert list(tree.nodes()) == []
+    assert list(nodes(tree)) == []
     assert (settled.used, settled.rejected, settled.unused, settled.cut) == (1, 1, 2, 1)
     assert settled.losing == 2
 
@@ -193,7 +186,7 @@ def test_every_drafted_token_is_settled_once_or_still_alive(data: st.DataObject)
     settled = 0
     for _ in range(data.draw(st.integers(1, 6), "rounds")):
         for _ in range(data.draw(st.integers(0, 5), "steps")):
-            node = data.draw(st.sampled_from([tree.root, *tree.nodes()]), "node")
+            node = data.draw(st.sampled_from([tree.root, *nodes(tree)]), "node")
             node.distribution = node.distribution or distribution(1, 2, 3)
             tree.children(node, data.draw(st.integers(1, 4), "count"))
         chain = tree.walk(tree.root, data.draw(st.integers(0, 3), "submitted"))
@@ -206,8 +199,8 @@ def test_every_drafted_token_is_settled_once_or_still_alive(data: st.DataObject)
         settled += count.used + count.rolled_back
 
         assert tree.num_drafted == settled + tree.num_alive
-        assert tree.num_alive == sum(1 for _ in tree.nodes())
-        assert all(node.fate is None for node in tree.nodes())
+        assert tree.num_alive == sum(1 for _ in nodes(tree))
+        assert all(node.fate is None for node in nodes(tree))
 
 
 def test_the_frontier_holds_the_likeliest_nodes_that_were_not_run(tree: Tree) -> None:

@@ -7,10 +7,11 @@ import random
 import pytest
 
 from specbranch.core.planners import PLANNERS, SettingError
-from specbranch.simulation.presets import PAIRS, Pair, make_iid_trace, make_trace
+from specbranch.simulation.presets import PAIRS, Pair, make_trace
 from specbranch.simulation.replay import ReplayDraft, ReplayTarget
 from specbranch.simulation.simulate import PREDICTORS, Layout, Method, best_gamma, method_for, simulate
 from specbranch.trace import Trace
+from tests.toys import make_iid_trace
 
 WEAK = PAIRS["vicuna-68m-13b"]
 

@@ -7,18 +7,31 @@ import statistics
 
 import pytest
 
-from specbranch.simulation.presets import make_iid_trace
 from specbranch.simulation.simulate import Layout, Method, Outcome, simulate
-from specbranch.simulation.theory import (
-    pearl_emitted,
-    pearl_speed,
-    solve_acceptance,
-    sps_emitted,
-    sps_speed,
-    theorem_1_speed,
-)
+from specbranch.simulation.theory import pearl_emitted, pearl_speed, solve_acceptance
+from tests.toys import make_iid_trace
 
 RUNS = 24
+
+
+def accepted_len(acceptance: float, gamma: int) -> float:
+    """Mean number of accepted tokens in a window of gamma: a truncated geometric."""
+    return sum(acceptance**k for k in range(1, gamma + 1))
+
+
+def sps_emitted(acceptance: float, gamma: int) -> float:
+    """Tokens per round of plain speculative decoding, the target's own included."""
+    return 1 + accepted_len(acceptance, gamma)
+
+
+def sps_speed(acceptance: float, gamma: int, c: float) -> float:
+    """Speed of plain speculative decoding over plain decoding."""
+    return sps_emitted(acceptance, gamma) * c / (gamma + c)
+
+
+def theorem_1_speed(acceptance: float, gamma: int, c: float) -> float:
+    """The SpecBranch paper's Theorem 1 as a speed over plain decoding. It leaves out the target's own token."""
+    return (1 + acceptance**gamma) * accepted_len(acceptance, gamma) * c / (2 * max(gamma, c))
 
 
 def runs(planner: str, acceptance: float, gamma: int, c: float) -> list[Outcome]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from specbranch.bench.results import Results
 from specbranch.bench.scenario import BARE, BenchMethod
 from specbranch.bench.summary import Line, Ratio, mean_speeds, summarize
@@ -26,7 +28,7 @@ _OTHERS = (
     "#6a4c93", "#457b9d", "#d1495b", "#b5651d", "#7cb518", "#c77dff", "#00a6fb", "#ff70a6", "#5c677d", "#a7c957"
 )  # fmt: skip
 CAPTIONS = {
-    "speed": "Speed over bare vLLM; whiskers: 95 % of resamples of the prompts",
+    "speed": "Speed over bare vLLM; whiskers, from three trials on: 95 % of resamples of the prompts",
     "load": "Speed over bare vLLM against requests at once",
     "hits": "Hit rate against draft rows a round",
     "rates": "Time per token against requests a second",
@@ -88,11 +90,9 @@ def _speed_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
         for place, method in enumerate(methods):
             found = [(at, speeds[method][group]) for at, group in enumerate(groups) if group in speeds[method]]
             lefts = [at - 0.42 + width * (place + 0.5) for at, _ in found]
-            errors = [
-                [max(0.0, ratio.value - ratio.low) * ratio.has_range for _, ratio in found],
-                [max(0.0, ratio.high - ratio.value) * ratio.has_range for _, ratio in found],
-            ]
             values = [ratio.value for _, ratio in found]
+            below, above = _ends([ratio for _, ratio in found])
+            errors = np.maximum([values - below, above - values], 0.0).tolist()
             axis.bar(lefts, values, width * 0.92, color=_color(results, method), label=_label(results, method))
             axis.errorbar(lefts, values, errors, fmt="none", ecolor="#333333", elinewidth=0.9)
         axis.axhline(1.0, color=_BARE_COLOR, lw=1.2, ls="--")
@@ -119,7 +119,7 @@ def _load_drawer(results: Results) -> _Drawer | None:
             places, ratios = [at for at, _ in points], [ratio for _, ratio in points]
             color = _color(results, method)
             axis.plot(places, [r.value for r in ratios], marker="o", color=color, label=_label(results, method))
-            axis.fill_between(places, [r.low for r in ratios], [r.high for r in ratios], color=color, alpha=0.15, lw=0)
+            axis.fill_between(places, *_ends(ratios), color=color, alpha=0.15, lw=0)
         axis.axhline(1.0, color=_BARE_COLOR, lw=1.2, ls="--")
         axis.set_xscale("log", base=2)
         axis.set_xticks(results.scenario.concurrency, [str(at) for at in results.scenario.concurrency])
@@ -193,6 +193,11 @@ def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
         if method.name not in colors:
             colors[method.name] = next(spare)
     return colors
+
+
+def _ends(ratios: Sequence[Ratio]) -> Any:
+    """The low and the high ends of ranges; NaN, for which nothing is drawn, where there is no range."""
+    return np.array([[ratio.low for ratio in ratios], [ratio.high for ratio in ratios]], dtype=float)
 
 
 def _label(results: Results, name: str) -> str:

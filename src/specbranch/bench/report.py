@@ -10,9 +10,10 @@ from statistics import fmean
 
 from specbranch.bench.figures import draw_figures
 from specbranch.bench.results import Results
-from specbranch.bench.scenario import BARE
+from specbranch.bench.scenario import BARE, Scenario
 from specbranch.bench.summary import NO_RANGE, Line, Ratio, losses, mean_speeds, summarize
 from specbranch.core.rollback import CAUSES
+from specbranch.provenance import commit_note
 
 _HEADS = (
     "method", "cores", "tokens/s", "over bare", "95 % of resamples", "per core", "emitted/round", "accepted", "hits",
@@ -24,8 +25,8 @@ _LOAD_HEADS = (
 )  # fmt: skip
 SAME = (
     "Same: share of answers equal to bare vLLM's, token by token. Less than 100 % is expected in bfloat16: two nearly "
-    "equally likely tokens may swap when the batch has another shape, with any speculative method. In float32 this is "
-    "very rare; `specbranch check` tests it for your models."
+    "equally likely tokens may swap when the batch has another shape, with any speculative method. The output "
+    "distribution does not change. In float32 this is very rare; `specbranch check` tests it for your models."
 )
 NOTE = (
     "Over bare: tokens per second from request to last token, relative to bare vLLM in the same run. The range holds "
@@ -38,7 +39,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2b2a; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 3rem; border-top: 1px solid #d7dedd; padding-top: 1.5rem; }
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e6ebea; white-space: nowrap; }
+th, td { padding: .25rem .375rem; text-align: right; border-bottom: 1px solid #e6ebea; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; } figure { margin: 1.5rem 0; } svg { max-width: 100%; height: auto; }
 figcaption, .note { color: #5b6b69; font-size: 13px; }
 """
@@ -59,6 +61,7 @@ class Section:
 
     title: str
     facts: list[str]
+    notes: list[str] = field(default_factory=list)  # what must be read with the tables
     tables: list[Table] = field(default_factory=list)
     can_lose: bool = True  # False where nothing is compared
     lost: list[str] = field(default_factory=list)
@@ -81,12 +84,15 @@ def write_report(all_results: Sequence[Results], directory: Path, subject: str, 
 
 def section_of(results: Results, subject: str) -> Section:
     """Everything but the figures."""
-    section = Section(results.scenario.name, _facts(results))
+    note = commit_note(results.provenance)
+    section = Section(results.scenario.name, _facts(results), [note] if note else [])
     if results.scenario.served is not None:
         section.tables.append(load_table(results))
         section.can_lose = False
         return section
     lines = summarize(results)
+    if same := same_note(results.scenario, lines):
+        section.notes.append(same)
     for task, concurrency in dict.fromkeys((line.task, line.concurrency) for line in lines):
         chosen = [line for line in lines if (line.task, line.concurrency) == (task, concurrency)]
         title = task if len(results.scenario.concurrency) == 1 else f"{task}, {concurrency} at once"
@@ -102,6 +108,20 @@ def section_of(results: Results, subject: str) -> Section:
         ]
     section.lost = lost_lines(results, subject)
     return section
+
+
+def same_note(scenario: Scenario, lines: Sequence[Line]) -> str | None:
+    """Why some answers are not bare vLLM's; None where all are."""
+    if all(line.same_as_bare == 1 for line in lines):
+        return None
+    if scenario.temperature > 0:
+        return "Same below 100 %: these answers are sampled, and methods use random numbers in different ways."
+    if scenario.dtype == "float32":
+        return "Same below 100 %: very rare in float32. `specbranch check` tells whether only near-ties differ."
+    return (
+        f"Same below 100 %: near-ties in {scenario.dtype} swap when the batch has another shape, with every method "
+        "alike, vLLM's own included. The output distribution does not change."
+    )
 
 
 def load_table(results: Results) -> Table:
@@ -134,12 +154,11 @@ def lost_lines(results: Results, subject: str) -> list[str]:
     for loss in losses(results, subject):
         other = "bare vLLM" if loss.other == BARE else loss.other
         what = " per core" if loss.is_per_core else ""
-        noise = "" if loss.ahead.low > 1 else ", within the noise"
-        sure = (
-            f"{loss.ahead.range}{noise}"
-            if loss.ahead.has_range
-            else f"{_count(loss.ahead.num_trials)}, too few for a range"
-        )
+        low = loss.ahead.low
+        if low is None:
+            sure = f"{_count(loss.ahead.num_trials)}, too few for a range"
+        else:
+            sure = loss.ahead.range if low > 1 else f"{loss.ahead.range}, within the noise"
         at = f", {loss.concurrency} at once" if len(results.scenario.concurrency) > 1 else ""
         said.append(f"{loss.task}{at}: {other} is {loss.ahead.value:.2f} times as fast as {subject}{what} ({sure})")
     return said
@@ -152,7 +171,7 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
 
 def section_markdown(section: Section, figures: str = "") -> str:
     """One section; `figures` is the path from the text to its figures, with a slash at its end."""
-    parts = [f"## {section.title}", "\n".join(f"- {fact}" for fact in section.facts)]
+    parts = [f"## {section.title}", "\n".join(f"- {fact}" for fact in section.facts), *section.notes]
     for table in section.tables:
         parts += [f"### {table.title}", _markdown_table(table)]
     parts += [f"![{caption}]({figures}{path.name})" for caption, path in section.figures]
@@ -171,6 +190,7 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
             picture = path.read_text()
             drawing = picture[picture.index("<svg") :]
             body.append(f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>")
+        body += [f'<p class="note">{escape(note)}</p>' for note in section.notes]
         for table in section.tables:
             head = "".join(f"<th>{escape(name)}</th>" for name in table.heads)
             rows = "".join(

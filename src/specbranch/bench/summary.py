@@ -24,23 +24,24 @@ Cell = tuple[str, int]  # task, concurrency
 class Ratio:
     """Tokens per second of one method over another's on the same prompts.
 
-    95 % of resamples lie from `low` to `high`, from `num_trials` prompts (of the task that has the fewest).
+    95 % of resamples of the prompts lie from `low` to `high`. Both are None where there is no range: below three
+    trials, and for a method over itself. `num_trials` are those of the task that has the fewest.
     """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     num_trials: int
 
     @property
-    def has_range(self) -> bool:
-        """Whether there are enough trials for a range."""
-        return self.num_trials >= _LEAST_TRIALS
-
-    @property
     def range(self) -> str:
-        """The range in words; a dash where there are too few trials for one."""
-        return f"{self.low:.2f}-{self.high:.2f}" if self.has_range else NO_RANGE
+        """The range in words; a dash where there is none."""
+        return NO_RANGE if self.low is None or self.high is None else f"{self.low:.2f}-{self.high:.2f}"
+
+    def scaled(self, factor: float) -> Ratio:
+        """The same ratio times a constant."""
+        low, high = (None if end is None else end * factor for end in (self.low, self.high))
+        return Ratio(self.value * factor, low, high, self.num_trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +141,7 @@ def losses(results: Results, subject: str) -> list[Loss]:
             if ahead.value > 1:
                 found.append(Loss(task, concurrency, other, ahead, is_per_core=False))
             elif ahead.value * share > 1:
-                scaled = Ratio(ahead.value * share, ahead.low * share, ahead.high * share, ahead.num_trials)
-                found.append(Loss(task, concurrency, other, scaled, is_per_core=True))
+                found.append(Loss(task, concurrency, other, ahead.scaled(share), is_per_core=True))
     return found
 
 
@@ -153,12 +153,14 @@ def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
 def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
     """The geometric mean over tasks; prompts are resampled within each task."""
     paired = [_paired(own, other) for own, other in tasks]
+    value, fewest = _geometric_mean([_ratio(pairs) for pairs in paired]), min(len(pairs) for pairs in paired)
+    is_itself = all(own is other for own, other in tasks)
+    if fewest < _LEAST_TRIALS or is_itself:
+        return Ratio(value, None, None, fewest)
     order = random.Random(0)
     draws = sorted(
         _geometric_mean([_ratio(order.choices(pairs, k=len(pairs))) for pairs in paired]) for _ in range(_RESAMPLES)
     )
-    value = _geometric_mean([_ratio(pairs) for pairs in paired])
-    fewest = min(len(pairs) for pairs in paired)
     return Ratio(value, draws[int(0.025 * _RESAMPLES)], draws[int(0.975 * _RESAMPLES) - 1], fewest)
 
 

@@ -22,6 +22,7 @@ from specbranch.cli.options import AsJson, Command, example
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.errors import SpecBranchError
+from specbranch.provenance import commit_note
 
 _COLUMNS = ("method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same")
 _LEGEND = (
@@ -134,6 +135,8 @@ def _print(path: Path, as_json: bool) -> None:
 
 def _print_table(console: Console, results: Results) -> None:
     console.print(results.scenario.name, style="bold", highlight=False)
+    if note := commit_note(results.provenance):
+        console.print(note, style="yellow", highlight=False)
     if results.scenario.served is not None:
         console.print(_load_table(results))
         return

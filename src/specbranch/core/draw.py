@@ -1,4 +1,7 @@
-"""How draft tokens are drawn: most likely first (rule A), or sampled without replacement (rule B)."""
+"""How draft tokens are drawn: most likely first (rule A), or sampled without replacement (rule B).
+
+Every production path draws for rule A. Rule B is kept whole for reference: its draw here, its tests in `verify.py`.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from specbranch.core.calibration import Calibration
 from specbranch.core.distribution import Distribution
@@ -69,13 +69,6 @@ class Tree:
         chain = self.walk(start, length)
         tip = chain[-1] if chain else start
         return tip if len(chain) < length and tip.distribution is None else None
-
-    def find(self, tokens: Sequence[int]) -> Node | None:
-        """The node at the end of `tokens` after the root, if it was drafted."""
-        node: Node | None = self.root
-        for token in tokens:
-            node = node.child_with(token) if node else None
-        return node
 
     def frontier(self, start: Node, depth: int, count: int, least: float) -> list[tuple[Node, float]]:
         """The likeliest nodes at or below `start` that were not run yet, each with its chance seen from there.
@@ -200,14 +193,6 @@ class Tree:
             found.append(node.distribution if node else None)
             node = node.child_with(token) if node else None
         return found
-
-    def nodes(self) -> Iterator[Node]:
-        """Every drafted node still alive, the root not included."""
-        stack = list(self.root.children)
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children)
 
     def _grow(self, node: Node) -> bool:
         """Draw one more child of a node; False if its distribution is unknown or has nothing left."""

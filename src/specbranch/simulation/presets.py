@@ -66,16 +66,6 @@ def make_trace(pair: Pair, num_answers: int, answer_len: int, rng: random.Random
     return Trace(Header(target=pair.name, draft=pair.name, task="made"), tuple(answers))
 
 
-def make_iid_trace(acceptance: float, num_answers: int, answer_len: int, rng: random.Random) -> Trace:
-    """A trace in which every token is accepted alike and independently, as the closed forms assume."""
-    distribution = _distribution(acceptance, top_k=2)
-    answers = [
-        Answer(tuple(_draw(distribution, rng) for _ in range(answer_len)), (distribution,) * answer_len)
-        for _ in range(num_answers)
-    ]
-    return Trace(Header(task="iid"), tuple(answers))
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How a draft's distributions look: the spread of its confidence, and how it ranks what it does not put first."""

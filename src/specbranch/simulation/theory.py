@@ -1,26 +1,12 @@
 """Closed forms, under the papers' assumption that every draft token is accepted alike and independently.
 
-They check the simulator, and they turn published speeds into acceptances. `gamma` is the window, c the speed ratio.
+They turn published speeds into acceptances, and tests hold the simulator to them. `gamma` is the window, c the speed
+ratio.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-
-def accepted_len(acceptance: float, gamma: int) -> float:
-    """Mean number of accepted tokens in a window of gamma: a truncated geometric."""
-    return sum(acceptance**k for k in range(1, gamma + 1))
-
-
-def sps_emitted(acceptance: float, gamma: int) -> float:
-    """Tokens per round of plain speculative decoding, the target's own included."""
-    return 1 + accepted_len(acceptance, gamma)
-
-
-def sps_speed(acceptance: float, gamma: int, c: float) -> float:
-    """Speed of plain speculative decoding over plain decoding."""
-    return sps_emitted(acceptance, gamma) * c / (gamma + c)
 
 
 def pearl_emitted(acceptance: float, gamma: int) -> float:
@@ -38,11 +24,6 @@ def pearl_emitted(acceptance: float, gamma: int) -> float:
 def pearl_speed(acceptance: float, gamma: int, c: float) -> float:
     """Speed of PEARL over plain decoding, in lock step."""
     return pearl_emitted(acceptance, gamma) * c / max(gamma, c)
-
-
-def theorem_1_speed(acceptance: float, gamma: int, c: float) -> float:
-    """The SpecBranch paper's Theorem 1 as a speed over plain decoding. It leaves out the target's own token."""
-    return (1 + acceptance**gamma) * accepted_len(acceptance, gamma) * c / (2 * max(gamma, c))
 
 
 def solve_acceptance(speed: Callable[[float], float], published: float) -> float:
