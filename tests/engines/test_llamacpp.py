@@ -21,6 +21,7 @@ from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path, model_params
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
 from specbranch.engines.registry import engine_for, open_engine, runs_on_gpu
+from specbranch.engines.vocabulary import read_sample
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
 from tests.engines.models import model_path
@@ -85,6 +86,11 @@ class TestDenseSmolLM2(EngineConformance):
     @pytest.fixture
     def is_close(self) -> Close:
         return is_close
+
+
+def test_it_says_which_tokens_it_has(smollm2: LlamaCppEngine) -> None:
+    """The same as the target's, which is read from other files."""
+    assert smollm2.info.vocab_sample == read_sample(str(model_path("smollm2-135m-dense"))) != b""
 
 
 class TestPackedSmolLM2(EngineConformance):

@@ -25,6 +25,7 @@ from specbranch.engines.registry import open_engine  # noqa: E402
 from specbranch.engines.top_k import top_k_of  # noqa: E402
 from specbranch.engines.torch import TorchEngine  # noqa: E402
 from specbranch.engines.torch.dtype import Choice  # noqa: E402
+from specbranch.engines.vocabulary import read_sample  # noqa: E402
 from tests.engines.closeness import close_distributions  # noqa: E402
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
 from tests.engines.models import model_path  # noqa: E402
@@ -116,6 +117,12 @@ class TestTinyQwen2(_Close, EngineConformance):
     @pytest.fixture
     def engine(self, qwen2: TorchEngine) -> DraftEngine:
         return qwen2
+
+
+def test_it_says_which_tokens_it_has(smollm2: TorchEngine, llama: TorchEngine) -> None:
+    """Those of the GGUF file of the same model; a model without a tokenizer says nothing."""
+    assert smollm2.info.vocab_sample == read_sample(str(model_path("smollm2-135m"))) != b""
+    assert llama.info.vocab_sample == b""
 
 
 class TestSmolLM2(_Close, EngineConformance):
