@@ -54,7 +54,7 @@ _NAMED = re.compile(
 # Files and folders that readers make or bring themselves.
 _THEIRS = re.compile(
     r"(mine|more|tickets|chat|humaneval|gsm8k|spec_bench)\.jsonl(\.gz)?|run\.(json|png)|report\.md|card\.json"
-    r"|hrad/scores\.json|keys/(clients/)?|.*[A-Z]{3,}\.(md|toml|json)"
+    r"|(config|tokenizer)\.json|hrad/scores\.json|keys/(clients/)?|.*[A-Z]{3,}\.(md|toml|json)"
 )
 _UNCLEAN = "benchmarks.md#result-files-without-a-clean-commit"
 _OLD_RESULTS = "4739ee1"  # the commit where docs/log.md finds files that were deleted since
