@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.cli.console import UsageError
+from specbranch.cli.preflight import Preflight
 from specbranch.cli.remote import RemoteDraft
+from specbranch.engines.vocabulary import VocabularyError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.service.endpoint import EndpointError, ServiceKeys, make_keys
 from tests.service.harness import free_port, scripted_service, tcp_service
@@ -82,3 +84,15 @@ def test_the_commands_refuse_keys_that_do_not_fit(
     assert time.monotonic() - begin_s < LIMIT_S
     assert done.exit_code == 2
     assert "or it does not know these keys" in done.stderr
+
+
+def test_a_running_draft_with_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "config.json").write_text('{"vocab_size": 151936}')
+    with scripted_service(tmp_path) as service:
+        preflight = Preflight(target=str(tmp_path / "big"), remote=RemoteDraft(service.address))
+        with pytest.raises(VocabularyError, match="cannot draft for"):
+            preflight.run()
+        (tmp_path / "big" / "config.json").write_text('{"vocab_size": 50}')
+        preflight.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,7 +86,10 @@ def test_it_says_what_runs_where_and_when_it_is_ready(served: Served) -> None:
     assert served.url in said
     assert "ipc://" in said
     assert "Application startup complete" not in said
-    assert "Application startup complete" in served.err.read_text()
+    told = served.err.read_text()
+    assert "Application startup complete" in told
+    for stage in ("draft: ", "vLLM: starting", "vLLM: loading weights"):
+        assert f"specbranch: {stage}" in told  # plain lines, where there is no terminal
 
 
 def test_the_engine_keeps_to_its_cores_and_the_draft_to_others(served: Served) -> None:
@@ -256,20 +260,27 @@ def test_ctrl_c_while_vllm_loads_stops_everything_and_a_second_one_kills(tmp_pat
 
 
 @pytest.mark.usefixtures("installed")
-def test_if_vllm_ends_the_draft_ends_and_the_code_is_vllms(tmp_path: Path) -> None:
-    with started(tmp_path, TARGET, "--draft", DRAFT, "--no-such-flag") as served:
+def test_if_vllm_does_not_start_the_last_line_says_why_and_the_draft_ends(tmp_path: Path) -> None:
+    with started(tmp_path, TARGET, "--draft", DRAFT, "--max-model-len", "100000000") as served:
         wait_for(lambda: bool(served.descendants()))
         children = served.descendants()
 
-        assert served.process.wait(300) == 2
-        assert "vLLM ended with code 2" in served.out.read_text()
-        assert "--no-such-flag" in served.err.read_text()
+        assert served.process.wait(300) == 1
+        last = served.out.read_text().splitlines()[-1]
+        assert "specbranch: vLLM did not start: " in last and last.endswith("; lower --max-model-len")
+        assert "Traceback" in served.err.read_text()
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_draft_that_does_not_start_is_an_error_before_vllm_is_started(tmp_path: Path) -> None:
-    with started(tmp_path, TARGET, "--draft", "/nowhere/draft.gguf") as served:
-        assert served.process.wait(180) == 2
-        assert "the draft service for /nowhere/draft.gguf ended with code 2" in served.err.read_text()
-        assert "vllm" not in served.err.read_text()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with started(tmp_path, TARGET, "--draft", DRAFT, "--draft-arg", f"metrics-port={port}") as served:
+            assert served.process.wait(180) == 2
+            said = served.err.read_text()
+
+    assert f"the draft service for {DRAFT} ended with code 2" in said
+    assert "vLLM:" not in said

@@ -18,7 +18,7 @@ from specbranch.cli.remote import RemoteDraft
 from specbranch.engines.model_name import require_model
 from specbranch.engines.model_size import weight_bytes
 from specbranch.engines.registry import engine_for, require_device, require_engine
-from specbranch.engines.vocabulary import refuse_other_vocabulary
+from specbranch.engines.vocabulary import VocabSample, refuse_other_sample, refuse_other_vocabulary
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.compat.source import known_arguments
@@ -116,7 +116,9 @@ class Preflight:
 
     def _check_remote(self) -> None:
         assert self.remote is not None, "only checked with one"
-        self.remote.check()
+        welcome = self.remote.check()
+        if welcome is not None:
+            refuse_other_sample(self.target, welcome.model, VocabSample(welcome.vocab_len, welcome.vocab_sample))
 
     def _check_vocabulary(self) -> None:
         assert self.draft is not None, "only checked with a draft"

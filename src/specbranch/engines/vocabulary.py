@@ -72,6 +72,14 @@ def refuse_other_vocabulary(target: str, draft: str) -> None:
         raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
 
 
+def refuse_other_sample(target: str, draft: str, sample: VocabSample) -> None:
+    """The same for a draft of which a sample is known, from a service that runs already."""
+    ours = read_vocabulary(target)
+    flaw = sample_difference(VocabSample(ours.size, sampled(ours)), sample) if ours is not None else None
+    if flaw is not None:
+        raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
+
+
 def read_vocabulary(model: str) -> Vocabulary | None:
     """The vocabulary of a directory of Transformers, a GGUF file, or a name in the local cache of the hub.
 
