@@ -225,7 +225,7 @@ def test_a_model_is_loaded_on_one_gpu_only(monkeypatch: pytest.MonkeyPatch) -> N
     import llama_cpp
 
     monkeypatch.setattr("specbranch.engines.llamacpp.llama_cpp.llama_supports_gpu_offload", lambda: True)
-    monkeypatch.setattr("specbranch.engines.llamacpp.GgmlGpus", lambda: GgmlGpus(FakeGgml()))
+    monkeypatch.setattr("specbranch.engines.llamacpp._gpus", lambda: GgmlGpus(FakeGgml()))
     params = model_params("gpu:1")
 
     assert (params.split_mode, params.main_gpu) == (llama_cpp.LLAMA_SPLIT_MODE_NONE, 1)
@@ -249,7 +249,7 @@ def test_the_real_library_has_these_functions() -> None:
 
     library = llama_cpp.llama_cpp._lib
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    assert GgmlGpus().count == 0 or llama_cpp.llama_supports_gpu_offload()
+    assert GgmlGpus(library).count == 0 or llama_cpp.llama_supports_gpu_offload()
     first = ctypes.c_void_p(library.ggml_backend_dev_get(ctypes.c_size_t(0)))
     library.ggml_backend_dev_memory(first, ctypes.byref(free), ctypes.byref(total))
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from specbranch.engines.extras import extra
-
-with extra("llamacpp"):
-    import llama_cpp.llama_cpp
-
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
 class GgmlGpus:
-    """The devices of ggml that are GPUs, in llama.cpp's order; none if the library has no such functions."""
+    """The devices of ggml that are GPUs, in llama.cpp's order; none if the library has no such functions.
 
-    def __init__(self, library: Any = None) -> None:
-        self._library = llama_cpp.llama_cpp._lib if library is None else library
+    `library` is llama.cpp as ctypes has loaded it.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
         try:
             self._devices = self._find()
         except AttributeError:

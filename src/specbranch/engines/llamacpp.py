@@ -169,7 +169,7 @@ class LlamaCppEngine:
 
     def _cache_size(self, gpu: int) -> CacheSize:
         is_cpu = self._options.device == "cpu"
-        free_bytes = free_host_memory() if is_cpu else GgmlGpus().free_bytes(gpu)
+        free_bytes = free_host_memory() if is_cpu else _gpus().free_bytes(gpu)
         num_bytes = self._bytes_per_token(is_cpu)
         return cache_size(self._options.max_tokens, num_bytes, free_bytes, is_cpu=is_cpu, most=_MOST_TOKENS)
 
@@ -259,6 +259,10 @@ def model_params(device: str) -> Any:
     return params
 
 
+def _gpus() -> GgmlGpus:
+    return GgmlGpus(llama_cpp.llama_cpp._lib)
+
+
 def _require_gpu(device: str, index: int) -> None:
     if not supports_gpu():
         raise EngineError(
@@ -266,7 +270,7 @@ def _require_gpu(device: str, index: int) -> None:
             "CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python, "
             "use a Transformers model with the torch engine, or give cpu as the device"
         )
-    num_gpus = GgmlGpus().count
+    num_gpus = _gpus().count
     if num_gpus and index >= num_gpus:
         raise EngineError(f"there is no {device}: llama.cpp sees {num_gpus} GPUs, counted from 0")
 
