@@ -37,7 +37,7 @@ _BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several cal
 # Tokens computed at a time on a CPU. Without flash attention llama.cpp reserves scores of that many tokens with the
 # whole cache, which for 512 are more than the cache itself; the service prefills 32 tokens at a time there.
 _CPU_BATCH = 128
-# Tokens of a cache of no given size. A fork and its end look through all cells, which takes 0.3 ms for so many.
+# Tokens of a cache of no given size. A fork and its end look through all cells, which takes 0.5 ms for so many.
 _MOST_TOKENS = 1 << 17
 
 log = logging.getLogger(__name__)
