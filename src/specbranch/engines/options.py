@@ -50,15 +50,6 @@ def found_model(model: str) -> str:
     return str(local_model(model) or model)
 
 
-def local_weight_bytes(model: str) -> int | None:
-    """The size of a model's weights as they are stored on this machine; None if they are not here."""
-    path = local_model(model)
-    if path is None:
-        return None
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return sum(file.stat().st_size for file in files) or None
-
-
 def local_model(model: str) -> Path | None:
     """The path of a model on this machine: as given, or below $SPECBRANCH_MODELS; None if it is not here."""
     given = Path(model).expanduser()
