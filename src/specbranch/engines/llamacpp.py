@@ -66,7 +66,10 @@ class LlamaCppEngine:
         llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = model_params(options.device)
+        if local_model(options.model) is None:
+            options.tell(f"fetching {options.model} from the Hugging Face hub, or its cache")
         path = gguf_path(options.model)
+        options.tell("loading weights")
         self._model = _load_model(path, params)
         self._require_attention_only(path)
         self._options = options
