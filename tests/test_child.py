@@ -122,11 +122,28 @@ def test_a_listener_hears_every_line_and_may_outlive_the_pipe() -> None:
     assert sorted(heard) == ["one", "three", "two"]
 
 
+def test_a_listener_that_fails_goes_on_reading() -> None:
+    """Otherwise the child would stop when the pipe is full."""
+    child = Child(python("print('x' * 79 + chr(10), end='', flush=True)\n" * 2000 + "print('end')"), stdout=PIPE)
+    num_heard = 0
+
+    def fail(line: str) -> None:
+        nonlocal num_heard
+        num_heard += 1
+        raise OSError("the terminal is gone")
+
+    thread = child.listen(fail)
+    assert child.wait(30.0)
+    thread.join(30.0)
+    child.kill()
+    assert num_heard == 2001
+
+
 def test_a_child_that_waits_is_idle_and_one_that_works_is_not() -> None:
-    sleeper = Child([sys.executable, "-c", "import time; time.sleep(60)"])
-    worker = Child([sys.executable, "-c", "while True: pass"])
+    sleeper = Child(python("import time; print('here', flush=True); time.sleep(60)"), stdout=PIPE)
+    worker = Child(python("print('here', flush=True)\nwhile True: pass"), stdout=PIPE)
     try:
-        time.sleep(1.5)  # both have started
+        assert sleeper.output.readline() == worker.output.readline() == b"here\n"
         idle, busy = Idleness(sleeper), Idleness(worker)
         busiest_s = 0.0
         for _ in range(15):

@@ -94,14 +94,18 @@ class Child:
         return self._process.stdout
 
     def listen(self, hear: Callable[[str], None]) -> threading.Thread:
-        """Let a thread hear every line of its standard output until it ends; also lines that replace each other."""
+        """Let a thread hear every line of its standard output until it ends; also lines that replace each other.
+
+        Whatever `hear` raises, reading goes on: a child that nobody reads from would come to a halt.
+        """
         # A file of its own: one that is closed here while a thread reads from it would block.
         copy = os.dup(self.output.fileno())
 
         def pass_on() -> None:
             with os.fdopen(copy, errors="replace") as lines:
                 for line in lines:
-                    hear(line.rstrip("\n"))
+                    with contextlib.suppress(Exception):  # such as a terminal that is gone
+                        hear(line.rstrip("\n"))
 
         thread = threading.Thread(target=pass_on, name=f"output-{self.pid}", daemon=True)
         thread.start()
@@ -129,14 +133,16 @@ class Child:
         return None
 
     def work(self) -> tuple[float, int] | None:
-        """Processor seconds used and bytes read so far; None where the system does not tell."""
+        """Processor seconds used and bytes read or written so far; None where the system does not tell."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
         except OSError:
             return None
         ticks = int(fields[11]) + int(fields[12])  # in user and in system mode
-        return ticks / os.sysconf("SC_CLK_TCK"), int(lines[0].split()[1])
+        # Bytes from the network are seen when they are written to a file, weights mapped into memory as they are read.
+        counts = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+        return ticks / os.sysconf("SC_CLK_TCK"), counts["rchar"] + counts["wchar"] + counts["read_bytes"]
 
     def last_words(self) -> str:
         """The end of its log; empty if it has none."""
@@ -165,7 +171,7 @@ class Child:
 
 
 class Idleness:
-    """For how long a child has done next to nothing: no computing, no reading. It may take hours if it works."""
+    """For how long a child has done next to nothing: no computing, no reading, no writing."""
 
     def __init__(self, child: Child) -> None:
         self._child = child

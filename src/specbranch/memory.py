@@ -33,4 +33,9 @@ def _left_in_container(root: Path) -> int | None:
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(int(limit) - used + int(stats.get("inactive_file", 0)), 0)
+    return None if limit == "max" else max(int(limit) - used + _reclaimable(stats), 0)
+
+
+def _reclaimable(stats: dict[str, str]) -> int:
+    """What the kernel gives back when memory is needed."""
+    return sum(int(stats.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))

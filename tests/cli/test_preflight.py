@@ -17,9 +17,10 @@ from specbranch import memory
 from specbranch.cli import app
 from specbranch.cli.preflight import Preflight
 from specbranch.engines import model_name
-from specbranch.plugins.vllm.compat import launch, source
+from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.compat.source import KnownArguments
 from specbranch.service.process import DraftOptions
+from tests.service.harness import free_port
 
 COMMANDS = ("serve", "generate", "plan", "check", "bench")
 LIMIT_S = 5.0
@@ -63,7 +64,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "is_installed", lambda: True)
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: KNOWN)
-    monkeypatch.setattr(model_name, "_hub_refusal", lambda repository, file: "not on the Hugging Face hub either")
+    monkeypatch.setattr(model_name, "_hub_refusal", lambda repository: "not on the Hugging Face hub either")
     installed = importlib.util.find_spec
     ours = ("torch", "transformers", "llama_cpp")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: name if name in ours else installed(name))
@@ -89,6 +90,7 @@ def run(tmp_path: Path) -> Run:
             words = ["bench", "run", str(tmp_path / "s.toml"), *where]
         else:
             words = [command, target, "--draft", draft]
+            words += ["--port", str(free_port())] if command == "serve" and "port" not in flags else []
             words += ["--prompt", "x"] if command == "generate" else []
             words += [word for key, value in pairs for word in ("--draft-arg", f"{key}={value}")]
             for key, value in flags.items():
@@ -196,5 +198,4 @@ def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypa
 
 def test_a_vllm_whose_source_is_unknown_is_left_to_its_own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: None)
-    assert source is not None
     Preflight(target="big", draft=DraftOptions("small"), arguments={"whatever": 1}).run()

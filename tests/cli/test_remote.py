@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.cli.console import UsageError
 from specbranch.cli.preflight import Preflight
-from specbranch.cli.remote import RemoteDraft
+from specbranch.cli.remote import RemoteDraft, _ask
 from specbranch.engines.vocabulary import VocabularyError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.service.endpoint import EndpointError, ServiceKeys, make_keys
@@ -32,7 +33,18 @@ def test_a_service_that_runs_says_what_it_serves(tmp_path: Path) -> None:
 
     assert welcome is not None
     assert welcome.model
+    _ask.cache_clear()
     assert RemoteDraft(service.address).check() is None  # it has ended: no reason not to start the target
+
+
+def test_a_proxy_without_a_service_behind_it_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    make_keys(tmp_path / "ours")
+    with socket.socket() as proxy:
+        proxy.bind(("127.0.0.1", 0))
+        proxy.listen()
+        address = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
+
+        assert RemoteDraft(address, tmp_path / "ours").check() is None
 
 
 def test_the_right_keys_are_let_in(tmp_path: Path) -> None:
@@ -76,7 +88,7 @@ def test_the_commands_refuse_keys_that_do_not_fit(
     (tmp_path / "big" / "config.json").write_text("{}")
     make_keys(tmp_path / "theirs")
     words = [command, str(tmp_path / "big"), "--draft-keys", str(tmp_path / "theirs")]
-    words += ["--prompt", "x"] if command == "generate" else []
+    words += ["--prompt", "x"] if command == "generate" else ["--port", str(free_port())]
     with tcp_service(keys_in(tmp_path / "ours")) as address:
         begin_s = time.monotonic()
         done = CliRunner().invoke(app, [*words, "--draft-address", address])

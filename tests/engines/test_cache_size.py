@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from specbranch.engines.cache_size import MOST, USUAL, cache_size, cache_tokens
-from specbranch.engines.protocol import EngineError
 from specbranch.memory import free_host_memory
 
 GB = 10**9
@@ -32,9 +31,9 @@ def test_a_cache_is_no_larger_than_what_is_of_use() -> None:
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_too_little_memory_is_refused_with_the_way_out(is_cpu: bool) -> None:
-    with pytest.raises(EngineError, match=r"1\.0 GB .* room for \d+ tokens only; .* --cache-tokens"):
-        cache_size(None, 400_000, GB, is_cpu=is_cpu)
+def test_with_too_little_memory_a_cache_has_the_fewest_tokens_that_are_of_use(is_cpu: bool) -> None:
+    """A draft that is started again beside its target finds little memory, and must come back all the same."""
+    assert cache_size(None, 400_000, GB, is_cpu=is_cpu).tokens == 4096
 
 
 def test_what_was_asked_for_stands_whatever_is_free() -> None:

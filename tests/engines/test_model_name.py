@@ -27,7 +27,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def no_hub(answer: str | None) -> object:
-    return lambda repository, file: answer
+    return lambda repository: answer
 
 
 @pytest.mark.parametrize("model", ["good", "whole.gguf", "s3://bucket/model"])
@@ -66,6 +66,7 @@ def test_a_name_on_the_hub_is_left_to_the_libraries(store: Path, monkeypatch: py
     monkeypatch.setattr(model_name, "_hub_refusal", no_hub(None))
     require_model("TARGET", "owner/name")
     require_model("--draft", "owner/name:file.gguf")
+    require_model("--draft", "owner/name:folder/file.gguf")
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +77,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: 
     monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: time.sleep(3))
     begin_s = time.monotonic()
 
-    with pytest.raises(EngineError, match=r"did not answer within 0\.2 s"):
-        require_model("TARGET", "owner/name")
+    require_model("TARGET", "owner/name")  # left to the libraries, which try again
     assert time.monotonic() - begin_s < 2
 
 
@@ -85,8 +85,12 @@ def test_without_the_network_it_is_not_read_either(store: Path, monkeypatch: pyt
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(store))
+
     with pytest.raises(EngineError, match="HF_HUB_OFFLINE"):
         require_model("TARGET", "owner/name")
+    (store / "models--owner--name" / "snapshots" / "abc").mkdir(parents=True)
+    require_model("TARGET", "owner/name")
 
 
 def test_weights_grow_with_the_data_type(store: Path) -> None:
@@ -94,3 +98,5 @@ def test_weights_grow_with_the_data_type(store: Path) -> None:
     assert weight_bytes("good", "float32") == 2000
     assert weight_bytes("whole.gguf", "float32") == 64
     assert weight_bytes("owner/name") == 0
+    (store / "good" / "consolidated.safetensors").write_bytes(bytes(1000))  # the same weights in another layout
+    assert weight_bytes("good") == 1000

@@ -40,6 +40,7 @@ def test_the_cause_is_the_root_not_its_echo_and_the_way_out_follows() -> None:
             1,
             "its engine ended without a word",
         ),
+        ("ValueError: a request of long ago", -9, "killed by SIGKILL"),
         ("INFO all is well", 3, "it ended with code 3 and named no cause"),
         ("INFO request failed with HTTPError: none", 0, "HTTPError: none"),
     ],

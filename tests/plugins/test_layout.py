@@ -54,3 +54,18 @@ def test_the_arguments_of_the_python_class_are_read() -> None:
     assert Layout.of_arguments(arguments) == Layout(tensor=2, executor="external_launcher")
     assert Layout.of_arguments({"pipeline_parallel_size": None}) == Layout()
     assert Layout(tensor=2, pipeline=3, data=4).num_devices == 24
+    for wrong in ("two", 0, 1.5):
+        with pytest.raises(LayoutError, match="give a whole number"):
+            Layout.of_arguments({"tensor_parallel_size": wrong})
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        (["-tp", "2", "-dp", "3"], 6),
+        (["-dp", "16", "--data-parallel-size-local", "7"], 7),
+        (["-tp", "16", "--nnodes", "2"], 8),
+    ],
+)
+def test_only_devices_of_this_machine_count(words: list[str], devices: int) -> None:
+    assert Layout.of_flags(Flags(words)).num_devices == devices

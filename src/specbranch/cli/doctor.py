@@ -18,12 +18,12 @@ from specbranch import memory
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDraft
-from specbranch.cli.placement import usable_cores
+from specbranch.cli.placement import Choice, choose_device, usable_cores
 from specbranch.cli.preflight import Finding, Preflight
 from specbranch.cli.topology import num_gpus, read_topology
 from specbranch.engines.cache_size import cache_size
 from specbranch.engines.protocol import EngineError
-from specbranch.engines.registry import ENGINES, engine_for, require_engine, runs_on_gpu
+from specbranch.engines.registry import ENGINES, require_engine, runs_on_gpu
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.layout import Layout
@@ -104,7 +104,7 @@ def software() -> Section:
 
 def choices(draft: str | None, engine: str | None, device: str) -> Section:
     """What would be chosen for a draft on this machine, and why."""
-    place = place_draft(device, draft or "", engine or (engine_for(draft) if draft else "torch"), Layout())
+    place = place_draft(device, draft, engine, Layout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
     free = memory.free_host_memory()
     return {
@@ -124,14 +124,22 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
         return []
     place = place_draft(device, draft, engine, Layout())
     options = DraftOptions(draft, engine=engine, device=place.device) if draft else None
-    return Preflight(target=target, draft=options).findings()
+    return Preflight(target=target, draft=options, is_server=True).findings()
+
+
+def _place_any(device: str) -> Choice:
+    """Where a draft of the torch engine would run beside a target on one device."""
+    return choose_device(
+        device,
+        num_gpus=num_gpus(),
+        target_on_cpu=launch.runs_on_cpu(),
+        num_target_devices=1,
+        engine_runs_on_gpu=True,
+    )
 
 
 def _cache(free: int | None) -> str:
-    try:
-        return str(cache_size(None, _TOKEN_BYTES, free, is_cpu=True))
-    except EngineError as error:
-        return str(error)
+    return str(cache_size(None, _TOKEN_BYTES, free, is_cpu=True))
 
 
 def _engine_state(name: str) -> str:

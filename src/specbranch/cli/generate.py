@@ -45,10 +45,10 @@ from specbranch.cli.options import (
     VllmArg,
     check_directory,
     draft_words,
+    remote_draft,
 )
 from specbranch.cli.painter import Painter
 from specbranch.cli.pair import Pair, PairOptions
-from specbranch.cli.remote import RemoteDraft
 from specbranch.cli.screen import Screen
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
@@ -123,7 +123,7 @@ def generate(
             draft_device=device.device,
             draft_dtype=draft_dtype,
             draft_arguments=draft_words(draft_arg),
-            remote=RemoteDraft(draft_address, draft_keys) if draft_address and not bare else None,
+            remote=None if bare else remote_draft(draft_address, draft_keys),
             target_cores=target_cores,
             draft_cores=draft_cores,
             timeline=timeline,

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from specbranch.cli.console import UsageError
+from specbranch.cli.remote import RemoteDraft
 from specbranch.core.planners import PLANNERS
 from specbranch.engines.options import DTYPES
 from specbranch.engines.registry import ENGINES
@@ -240,6 +241,13 @@ def draft_words(given: list[str] | None) -> list[str]:
             raise UsageError(f"--draft-arg sets {name}, which this command sets itself; run `specbranch draft` instead")
         words += [f"--{name}", value]
     return words
+
+
+def remote_draft(address: str | None, keys: Path | None) -> RemoteDraft | None:
+    """What `--draft-address` and `--draft-keys` name together."""
+    if keys is not None and address is None:
+        raise UsageError("--draft-keys belongs to --draft-address, which is missing")
+    return RemoteDraft(address, keys) if address is not None else None
 
 
 def check_directory(option: str, path: Path | None) -> None:

@@ -103,7 +103,7 @@ class Preflight:
             Layout.of_arguments(self.arguments).refuse()
 
     def _check_port(self) -> None:
-        if self.is_server:
+        if self.is_server and not self.flags.has("--headless"):
             Endpoint.of(self.flags).refuse_if_taken()
 
     def _check_draft(self) -> None:
@@ -130,11 +130,11 @@ class Preflight:
         if not launch.runs_on_cpu() or free is None:
             return
         dtype = self.flags.value("--dtype") or self.arguments.get("dtype")
-        sizes = {self.target: weight_bytes(self.target, dtype if isinstance(dtype, str) else None)}
+        sizes = [(self.target, weight_bytes(self.target, dtype if isinstance(dtype, str) else None))]
         if self.draft is not None and self.draft.device == "cpu":
-            sizes[self.draft.model] = weight_bytes(self.draft.model)
-        if sum(sizes.values()) > free:
-            parts = " and ".join(f"{size / _GB:.1f} GB for {model}" for model, size in sizes.items())
+            sizes.append((self.draft.model, weight_bytes(self.draft.model)))
+        if sum(size for _, size in sizes) > free:
+            parts = " and ".join(f"{size / _GB:.1f} GB for {model}" for model, size in sizes)
             raise UsageError(
                 f"the weights need {parts}, and {free / _GB:.1f} GB of memory are free; use smaller models, or a "
                 "data type with fewer bytes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from specbranch.service.wire import Welcome
 
 _ANSWER_S = 2.0
 _CONNECT_S = 1.0
+_GREETING = b"\xff"  # the first byte that ZeroMQ sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +35,34 @@ class RemoteDraft:
 
     def check(self) -> Welcome | None:
         """What the service says of itself; None if it does not run now. Raises if it does not let us in."""
-        keys = client_keys(str(self.keys) if self.keys else None)
-        check_reachable(self.address, keys)
-        with contextlib.closing(DraftClient(ClientOptions(self.address, keys=keys))) as client:
-            welcome = client.hello(_ANSWER_S)
-        if welcome is None and self._is_somebody_there():
-            cause = "or it does not know these keys" if self.keys else "or it is none"
-            raise UsageError(
-                f"--draft-address is {self.address}: somebody listens there and does not answer us. Either it is a "
-                f"draft service of another version, {cause}; `specbranch keys` says which file goes where"
-            )
-        return welcome
+        return _ask(self.address, self.keys)
 
-    def _is_somebody_there(self) -> bool:
-        parts = urlsplit(self.address)
-        try:
-            if parts.scheme == "tcp":
-                socket.create_connection((parts.hostname, parts.port), _CONNECT_S).close()
-            else:
-                with socket.socket(socket.AF_UNIX) as probe:
-                    probe.settimeout(_CONNECT_S)
-                    probe.connect(self.address.removeprefix("ipc://"))
-        except (OSError, ValueError):
-            return False
-        return True
+
+@cache
+def _ask(address: str, directory: Path | None) -> Welcome | None:
+    keys = client_keys(str(directory) if directory else None)
+    check_reachable(address, keys)
+    with contextlib.closing(DraftClient(ClientOptions(address, keys=keys))) as client:
+        welcome = client.hello(_ANSWER_S)
+    if welcome is None and _speaks(address):
+        cause = "or it does not know these keys" if directory else "or it is none"
+        raise UsageError(
+            f"--draft-address is {address}: somebody listens there and does not answer us. Either it is a draft "
+            f"service of another version, {cause}; `specbranch keys` says which file goes where"
+        )
+    return welcome
+
+
+def _speaks(address: str) -> bool:
+    """Whether a live service of ZeroMQ is there: it greets whoever connects. A proxy without a service does not."""
+    parts = urlsplit(address)
+    try:
+        if parts.scheme == "tcp":
+            with socket.create_connection((parts.hostname, parts.port), _CONNECT_S) as probe:
+                return probe.recv(1) == _GREETING
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_CONNECT_S)
+            probe.connect(address.removeprefix("ipc://"))
+            return probe.recv(1) == _GREETING
+    except (OSError, ValueError):
+        return False

@@ -36,6 +36,7 @@ from specbranch.cli.options import (
     check_directory,
     draft_words,
     refuse_misspelt,
+    remote_draft,
 )
 from specbranch.cli.placement import Cores
 from specbranch.cli.preflight import Preflight
@@ -167,7 +168,7 @@ def serve(
         plan = _Plan(
             target=target,
             draft=options,
-            remote=RemoteDraft(draft_address, draft_keys) if draft_address else None,
+            remote=remote_draft(draft_address, draft_keys),
             engine=engine,
             cores=cores,
             gamma=gamma,
@@ -238,8 +239,9 @@ class _Voice:
 
     def show(self, line: str) -> None:
         """One line of vLLM's log."""
-        if self._progress is not None:
-            self._progress.print(line)
+        progress = self._progress  # another thread sets it
+        if progress is not None:
+            progress.print(line)
         else:
             typer.echo(line, err=True)
 
@@ -279,8 +281,9 @@ def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:
 def _await_ready(server: VllmServer, endpoint: Endpoint, voice: _Voice) -> int | None:
     """Wait until vLLM answers; its exit code if it ends before."""
     while (code := server.returncode) is None:
-        if endpoint.is_healthy():
+        if endpoint.is_healthy() or server.is_up:
             server.free_frontend()
+            server.forget_failures()
             return None
         voice.tell(server.stage)
         time.sleep(_POLL_S)

@@ -7,6 +7,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 _GPU_VENDORS = ("0x10de", "0x1002", "0x8086")  # Nvidia, AMD, Intel: not the graphics of a server's own board
@@ -48,7 +49,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def num_gpus() -> int:
-    """How many GPUs CUDA programs see here, by Nvidia's own tool and CUDA_VISIBLE_DEVICES."""
+    """How many GPUs programs see here, by Nvidia's own tool or else by the bus, and by CUDA_VISIBLE_DEVICES."""
     return visible_gpus(_list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -64,11 +65,12 @@ def visible_gpus(num_installed: int, visible: str | None) -> int:
     return count
 
 
+@cache
 def _list_gpus() -> int:
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIST_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return 0
+        return sum(read_topology().gpus.values())
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specbranch.engines.protocol import EngineError
-
 MOST = 1 << 20  # tokens, by memory: 64 texts of 16,384
 USUAL = 1 << 15  # tokens: one long text and some short ones; what is taken where nobody tells how much memory is free
-_FEWEST = 4096  # tokens; less is of no use
+_FEWEST = 4096  # tokens; a smaller cache would be of no use
 _GPU_SHARE = 0.75  # of the free memory; a step needs some beside the cache
 # A target on the same CPU takes nearly all of the rest: `serve` leaves a tenth of the memory to the draft's cache.
 _CPU_SHARE = 0.1
@@ -30,10 +28,7 @@ class CacheSize:
 def cache_size(
     asked: int | None, bytes_per_token: int, free_bytes: int | None, *, is_cpu: bool, most: int = MOST
 ) -> CacheSize:
-    """The size that was asked for, or else one by memory. `most` is what the engine or the model can make use of.
-
-    Raises `EngineError` if there is no memory for a cache that is of any use.
-    """
+    """The size that was asked for, or else one by memory. `most` is what the engine or the model can make use of."""
     if asked is not None:
         return CacheSize(asked, bytes_per_token, "as asked for")
     if free_bytes is None:
@@ -41,18 +36,16 @@ def cache_size(
     fitting = cache_tokens(bytes_per_token, free_bytes, is_cpu=is_cpu)
     if fitting >= most:
         return CacheSize(most, bytes_per_token, "the most that this engine takes by itself")
-    return CacheSize(fitting, bytes_per_token, f"by the {free_bytes / 1e9:.1f} GB of memory that are free")
+    return CacheSize(min(fitting, most), bytes_per_token, f"by the {free_bytes / 1e9:.1f} GB of memory that are free")
 
 
 def cache_tokens(bytes_per_token: int, free_bytes: int, *, is_cpu: bool) -> int:
-    """How many tokens fit into the cache's share of the free memory, a multiple of 256."""
+    """How many tokens fit into the cache's share of the free memory, a multiple of 256; never less than is of use.
+
+    A cache that grows as it is needed may still find its memory when others have freed theirs.
+    """
     if is_cpu:
         tokens = max(_CPU_SHARE * free_bytes, min(_CPU_LIMIT * free_bytes, USUAL * bytes_per_token)) / bytes_per_token
     else:
         tokens = _GPU_SHARE * free_bytes / bytes_per_token
-    if tokens < _FEWEST:
-        raise EngineError(
-            f"{free_bytes / 1e9:.1f} GB of memory are free, and the share of the draft's KV cache has room for "
-            f"{int(tokens)} tokens only; free some memory, use a smaller draft, or give --cache-tokens yourself"
-        )
-    return int(tokens) // 256 * 256
+    return max(int(tokens) // 256 * 256, _FEWEST)

@@ -14,7 +14,7 @@ def extra(name: str) -> Iterator[None]:
     """Imports of an engine's libraries; one that fails becomes an error that says what to install."""
     try:
         yield
-    except ImportError as missing:
+    except (ImportError, OSError, RuntimeError) as missing:  # also a library that lacks another, such as CUDA's
         raise _missing(name, str(missing)) from missing
 
 

@@ -42,14 +42,14 @@ def _require_files(what: str, path: Path) -> None:
 
 def _require_elsewhere(what: str, model: str) -> None:
     """A name that is not on this machine must be one on the hub."""
-    repository, _, file = model.partition(":")
+    repository = model.partition(":")[0]
     if _is_path(model):
         path = Path(model).expanduser()
         raise EngineError(f"{what}: there is no {path}{_near(path.name, path.parent)}")
     store = os.environ.get("SPECBRANCH_MODELS")
     hint = _near(model, Path(store)) if store else ""
     places = "it is no path here, not in $SPECBRANCH_MODELS" if store else "it is no path here"
-    cause = _hub_refusal(repository, file or "config.json")
+    cause = _hub_refusal(repository)
     if cause is not None:
         raise EngineError(f"{what}: no model is called {model!r}: {places}, and {cause}{hint}")
 
@@ -57,7 +57,7 @@ def _require_elsewhere(what: str, model: str) -> None:
 def _is_path(model: str) -> bool:
     """Whether it cannot be a name on the hub, which is `name` or `owner/name`, with a file behind a colon."""
     is_file = model.endswith((".gguf", ".safetensors")) and ":" not in model
-    return is_file or model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model
+    return is_file or model.startswith(("/", ".", "~")) or model.partition(":")[0].count("/") > 1 or not model
 
 
 def _near(name: str, directory: Path) -> str:
@@ -67,10 +67,10 @@ def _near(name: str, directory: Path) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _hub_refusal(repository: str, file: str) -> str | None:
-    """Why the Hugging Face hub does not give this model; None if it does, or if nobody can tell."""
+def _hub_refusal(repository: str) -> str | None:
+    """Why the Hugging Face hub does not give this model; None if it does or may."""
     try:
-        from huggingface_hub import HfApi, constants, try_to_load_from_cache
+        from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
     except ImportError:
         return None
@@ -79,8 +79,6 @@ def _hub_refusal(repository: str, file: str) -> str | None:
 
     def ask() -> str | None:
         try:
-            if isinstance(try_to_load_from_cache(repository, file), str):
-                return None
             if constants.HF_HUB_OFFLINE:
                 return "HF_HUB_OFFLINE forbids to look on the Hugging Face hub"
             HfApi().model_info(repository, timeout=_HUB_S)
@@ -89,16 +87,23 @@ def _hub_refusal(repository: str, file: str) -> str | None:
         except (RepositoryNotFoundError, HFValidationError):
             return "not on the Hugging Face hub either"
         except Exception as error:  # of the network, in the words of whichever library
-            return f"the Hugging Face hub cannot be reached ({type(error).__name__})"
+            is_gone = "Connect" in type(error).__name__ or isinstance(error, ConnectionError)
+            return f"the Hugging Face hub cannot be reached ({type(error).__name__})" if is_gone else None
         return None
 
-    return _within(_HUB_S, ask, f"the Hugging Face hub did not answer within {_HUB_S:g} s")
+    return None if _is_cached(constants.HF_HUB_CACHE, repository) else _within(_HUB_S, ask)
 
 
-def _within(limit_s: float, ask: Callable[[], str | None], late: str) -> str | None:
-    """What `ask` answers, or `late`; libraries try again and again by themselves."""
+def _is_cached(cache: str, repository: str) -> bool:
+    """Whether any revision of a repository was downloaded before; if it is the right one, the libraries find out."""
+    snapshots = Path(cache) / f"models--{repository.replace('/', '--')}" / "snapshots"
+    return snapshots.is_dir() and any(snapshots.iterdir())
+
+
+def _within(limit_s: float, ask: Callable[[], str | None]) -> str | None:
+    """What `ask` answers; None if it takes longer: a slow network is left to the libraries, which try again."""
     answers: list[str | None] = []
     thread = Thread(target=lambda: answers.append(ask()), name="hub", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return answers[0] if answers else late
+    return answers[0] if answers else None

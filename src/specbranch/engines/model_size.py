@@ -18,8 +18,14 @@ def weight_bytes(model: str, dtype: str | None = None) -> int:
         return 0
     if path.is_file():
         return path.stat().st_size
-    files = next((found for kind in _KINDS if (found := list(path.glob(kind)))), [])
+    files = next((found for kind in _KINDS if (found := _files(path, kind))), [])
     return int(sum(file.stat().st_size for file in files) * _growth(path / "config.json", dtype))
+
+
+def _files(path: Path, kind: str) -> list[Path]:
+    """The files of one kind; some models keep a second copy of all weights in another layout."""
+    files = list(path.glob(kind))
+    return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def _growth(config: Path, dtype: str | None) -> float:

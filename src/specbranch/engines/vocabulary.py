@@ -7,6 +7,7 @@ loads. A sample of a vocabulary is small enough for the wire: a hash of every 25
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -217,10 +218,15 @@ def _read_json(path: Path | None, kind: type[J]) -> J | None:
     if path is None or not path.is_file():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except msgspec.ValidationError:
+            return None
+        except msgspec.DecodeError:  # Python also writes, and reads, numbers such as Infinity
+            return msgspec.convert(json.loads(path.read_bytes()), kind)
     except msgspec.ValidationError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise EngineError(f"{path} cannot be read: {error}; download the model again") from error
 
 

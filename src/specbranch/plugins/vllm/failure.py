@@ -48,9 +48,9 @@ class FailureLog:
 
     def cause(self, code: int | None) -> str:
         """What went wrong, and the way out. `code` is the exit code, negative for a signal."""
-        if self._cause is None:
+        if self._cause is None or code == _KILLED:
             if code == _KILLED or self._has_echo:
-                who = "its engine ended without a word" if self._has_echo else "it was killed by SIGKILL"
+                who = "it was killed by SIGKILL" if code == _KILLED else "its engine ended without a word"
                 return f"{who}, most likely because memory ran out; {_ADVICE[0][1]}"
             return f"it ended with code {code} and named no cause"
         advice = next((advice for words, advice in _ADVICE if words.lower() in self._cause.lower()), None)

@@ -19,11 +19,15 @@ class LayoutError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of vLLM's parallel groups, and the name of its executor; None means vLLM's own choice."""
+    """Sizes of vLLM's parallel groups, and the name of its executor; None means vLLM's own choice.
+
+    `data` is how many data-parallel engines run on this machine. A group of tensor and pipeline ranks may span nodes.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    num_nodes: int = 1
     executor: str | None = None
 
     @classmethod
@@ -32,7 +36,8 @@ class Layout:
         return cls(
             tensor=flags.number("--tensor-parallel-size", "-tp"),
             pipeline=flags.number("--pipeline-parallel-size", "-pp"),
-            data=flags.number("--data-parallel-size", "-dp"),
+            data=_local_data(flags),
+            num_nodes=flags.number("--nnodes", "-n"),
             executor=flags.value("--distributed-executor-backend"),
         )
 
@@ -40,16 +45,17 @@ class Layout:
     def of_arguments(cls, arguments: Mapping[str, Any]) -> Layout:
         """The layout that arguments of `vllm.LLM` ask for."""
         return cls(
-            tensor=int(arguments.get("tensor_parallel_size") or 1),
-            pipeline=int(arguments.get("pipeline_parallel_size") or 1),
-            data=int(arguments.get("data_parallel_size") or 1),
+            tensor=_size(arguments, "tensor_parallel_size"),
+            pipeline=_size(arguments, "pipeline_parallel_size"),
+            data=_size(arguments, "data_parallel_size"),
+            num_nodes=_size(arguments, "nnodes"),
             executor=arguments.get("distributed_executor_backend"),
         )
 
     @property
     def num_devices(self) -> int:
-        """How many devices the target uses, and how many workers vLLM starts."""
-        return self.tensor * self.pipeline * self.data
+        """How many devices of this machine the target uses, and how many workers vLLM starts on it."""
+        return max(1, self.tensor * self.pipeline // self.num_nodes) * self.data
 
     def refuse(self) -> None:
         """Raise if drafts cannot be used with this layout."""
@@ -69,3 +75,18 @@ class Layout:
                 f"{self.tensor} workers cannot run in one process (executor {_ONE_PROCESS}), as this command "
                 "runs vLLM; use `specbranch serve`, or one worker"
             )
+
+
+def _local_data(flags: Flags) -> int:
+    """How many data-parallel engines run on this machine."""
+    local = "--data-parallel-size-local", "-dpl"
+    return flags.number(*local) if flags.has(*local) else flags.number("--data-parallel-size", "-dp")
+
+
+def _size(arguments: Mapping[str, Any], name: str) -> int:
+    value = arguments.get(name)
+    if value is None:
+        return 1
+    if not isinstance(value, int) or value < 1:
+        raise LayoutError(f"{name} is {value!r}; give a whole number of at least 1")
+    return value

@@ -46,6 +46,15 @@ class VllmServer:
         """What it does until it is ready."""
         return self._stages.now
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it has said that it is ready."""
+        return self._stages.is_up
+
+    def forget_failures(self) -> None:
+        """It runs: errors of single requests do not say why it ends one day."""
+        self._failure = FailureLog()
+
     def cause(self) -> str:
         """Why it has ended, in one sentence."""
         if self._listener is not None:

@@ -16,11 +16,16 @@ _STAGES = (
 )
 
 
+# A server says the first, a node without one the second.
+_UP = ("Application startup complete", "Launching vLLM (headless)", "headless mode")
+
+
 class Stages:
-    """Listens to vLLM's log."""
+    """Listens to vLLM's log. `is_up`: it has said that it is ready, whether or not it can be asked."""
 
     def __init__(self) -> None:
         self._number = 0
+        self.is_up = False
 
     @property
     def now(self) -> str:
@@ -29,6 +34,7 @@ class Stages:
 
     def hear(self, line: str) -> None:
         """One more line of the log."""
+        self.is_up = self.is_up or any(words in line for words in _UP)
         for number in range(len(_STAGES) - 1, self._number, -1):
             if any(word in line for word in _STAGES[number][1]):
                 self._number = number
