@@ -17,7 +17,7 @@ _STAGES = (
 
 
 # A server says the first, a node without one the second.
-_UP = ("Application startup complete", "Launching vLLM (headless)", "headless mode")
+_UP = ("Application startup complete", "headless multiproc executor", "in headless mode")
 
 
 class Stages:
