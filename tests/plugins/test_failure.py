@@ -49,6 +49,20 @@ def test_other_ends_are_named_too(line: str, code: int, cause: str) -> None:
     assert cause in FailureLog(["some line", line]).cause(code)
 
 
+def test_the_line_below_a_validation_error_is_the_cause() -> None:
+    cause = FailureLog(
+        [
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+            "  Value error, User-specified max_model_len (9) is greater than the derived max_model_len (8). [type=value",
+            "    For further information visit https://errors.pydantic.dev",
+        ]
+    ).cause(1)
+
+    assert cause == (
+        "User-specified max_model_len (9) is greater than the derived max_model_len (8); lower --max-model-len"
+    )
+
+
 def test_endless_words_are_cut() -> None:
     assert len(FailureLog([f"ValueError: {'x' * 5000}"]).cause(1)) < 400
 

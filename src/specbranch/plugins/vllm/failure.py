@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable
 
 _ERROR = re.compile(r"(?:^|\s)((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)): (\S.*)$")
+_INVALID = re.compile(
+    r"^\s*(?:\([^)]*\) )?\s*Value error, (\S.*?)(?: \[type=.*)?$"
+)  # below "1 validation error for ..."
 _USAGE = re.compile(r"(?:^|\s)(\S+): error: (\S.*)$")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FOLLOWS = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
@@ -40,6 +43,10 @@ class FailureLog:
     def hear(self, line: str) -> None:
         """One more line."""
         plain = _ANSI.sub("", line).rstrip()
+        invalid = _INVALID.match(plain)
+        if invalid:
+            self._cause = invalid[1]
+            return
         found = _ERROR.search(plain) or _USAGE.search(plain)
         if found and any(words in plain for words in _FOLLOWS):
             self._has_echo = True
