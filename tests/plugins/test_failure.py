@@ -53,7 +53,7 @@ def test_the_line_below_a_validation_error_is_the_cause() -> None:
     cause = FailureLog(
         [
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
-            "  Value error, User-specified max_model_len (9) is greater than the derived max_model_len (8). [type=value",
+            "  Value error, User-specified max_model_len (9) is greater than the derived max_model_len (8). [type=x",
             "    For further information visit https://errors.pydantic.dev",
         ]
     ).cause(1)

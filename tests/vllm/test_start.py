@@ -68,6 +68,6 @@ def test_no_stretch_of_five_seconds_passes_without_a_sign_of_life(tmp_path: Path
     times = [begin_s, *(at_s for at_s, _ in written[: ready + 1])]
 
     assert "ready in" in text, text[-4000:]
-    for stage in ("draft: ", "vLLM: starting", "vLLM: setting up the engine"):
-        assert stage in text
+    for stage in ("draft: ", r"vLLM: starting \(", "vLLM: (setting|loading|warming|starting the)"):  # some are short
+        assert re.search(stage, text)
     assert max(later - sooner for sooner, later in pairwise(times)) < LONGEST_S
