@@ -19,6 +19,7 @@ from tests.engines.models import model_path
 pytest.importorskip("vllm", exc_type=ImportError)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_proposer_refuses_pipeline_parallelism(tmp_path: Path) -> None:
     cores = usable_cores()

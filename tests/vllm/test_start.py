@@ -50,10 +50,9 @@ def run_in_terminal(command: list[str], environment: dict[str, str], timeout_s: 
     return written
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "words", [["--enforce-eager"], pytest.param([], marks=pytest.mark.nightly)], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("words", [["--enforce-eager"], []], ids=["eager", "compiled"])
 def test_no_stretch_of_five_seconds_passes_without_a_sign_of_life(tmp_path: Path, words: list[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
