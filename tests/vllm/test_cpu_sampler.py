@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.results import record
+
 PROGRAM = """
 import json
 import torch
@@ -18,6 +20,8 @@ current_platform.register_triton_kernel_overrides()
 from vllm.v1.sample import rejection_sampler
 from specbranch.plugins.vllm.compat import patches
 
+NAMES = ("expand_batch_to_tokens", "apply_top_k_top_p")
+own = [getattr(rejection_sampler, name) for name in NAMES]
 patches.patch_cpu_sampler()
 ends = torch.tensor([2, 2, 5], dtype=torch.int32)
 top_k, temperature = torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0.5, 0.75, 0.0])
@@ -26,6 +30,7 @@ print(json.dumps([
     rejection_sampler.expand_batch_to_tokens(top_k, ends, 5).tolist(),
     rejection_sampler.expand_batch_to_tokens(temperature, ends, 5, replace_from=0, replace_to=1).tolist(),
     list(rejection_sampler.apply_top_k_top_p(torch.empty(0, 9), top_k[:0], None).shape),
+    [name for name, function in zip(NAMES, own) if getattr(rejection_sampler, name) is not function],
     rejection_sampler.apply_top_k_top_p(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2]), None).isinf().tolist(),
 ]))
 """
@@ -38,9 +43,10 @@ def test_every_draft_token_gets_the_parameters_of_its_request() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr[-4000:]
-    is_cpu, top_k, temperature, shape, is_cut = json.loads(done.stdout.splitlines()[-1])
+    is_cpu, top_k, temperature, shape, replaced, is_cut = json.loads(done.stdout.splitlines()[-1])
     if not is_cpu:
         pytest.skip("this vLLM does not run on the CPU")
+    record("sampler", replaced=", ".join(replaced))
     assert top_k == [5, 5, 7, 7, 7]
     assert temperature == [0.5, 0.5, 1.0, 1.0, 1.0]
     assert shape == [0, 9]  # a step without draft tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-TESTED = ("0.32",)  # release series that the tests have run with
+TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")  # release series that the matrix of tests has run with
 
 
 def warn_if_untested() -> None:
