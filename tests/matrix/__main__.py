@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from specbranch.provenance import provenance
-from tests.matrix import results
+from tests.matrix import RELEASES, results
 from tests.matrix.overlay import prepare
 from tests.matrix.runs import RUNS, carry_out
-
-RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 
 def main() -> int:
@@ -21,35 +20,35 @@ def main() -> int:
     parser.add_argument(
         "releases", nargs="*", default=RELEASES, help=f"releases of vLLM; default: {' '.join(RELEASES)}"
     )
-    parser.add_argument("--again", action="store_true", help="also those that the result file has")
+    parser.add_argument("--again", action="store_true", help="also what the result file has")
     parser.add_argument("--directory", type=Path, default=Path("build/matrix"), help="where releases are installed")
     parser.add_argument("--wheels", type=Path, help="a directory of wheels that need not be downloaded")
     parser.add_argument("--results", type=Path, default=results.FILE, help="the result file")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
     source = provenance()
-    has_failed = False
-    for release in args.releases:
-        found = results.read(args.results)
-        if release not in found or args.again:
-            found[release] = {**_on(release, args.directory.resolve(), args.wheels), "provenance": source}
-            results.write(found, args.results)
-        else:
-            _say(f"{release}: is in the result file")
-        has_failed |= not results.has_passed(found[release])
-    return int(has_failed)
+    overlays = {release: args.directory.resolve() / release for release in args.releases}
+    beside = {release: _installed(release, overlay, args.wheels) for release, overlay in overlays.items()}
+    # Run by run, not release by release: what is found early on one release is worth knowing before the rest.
+    for run, (release, overlay) in itertools.product(RUNS, overlays.items()):
+        known = results.read(args.results)
+        line = known.setdefault(release, {"release": release, "runs": {}})
+        if line["runs"].get(run.name, {}).get("passed") and not args.again:
+            continue
+        found = carry_out(run, overlay, overlay.with_name(f"{release}-{run.name}.log"))
+        _say(f"{release}: {run.name}: {found}")
+        line["runs"][run.name] = {**found, "commit": source["commit"]}
+        line |= {"beside": beside[release], "provenance": source}
+        results.write(known, args.results)
+    known = results.read(args.results)
+    return int(not all(results.has_passed(known[release]) for release in args.releases))
 
 
-def _on(release: str, directory: Path, wheels: Path | None) -> dict[str, Any]:
-    overlay = directory / release
+def _installed(release: str, overlay: Path, wheels: Path | None) -> list[str]:
     overlay.mkdir(parents=True, exist_ok=True)
-    _say(f"{release}: is installed")
     beside = prepare(overlay, release, wheels)
-    _say(f"{release}: with {', '.join(beside) or 'nothing else'}")
-    runs = {}
-    for run in RUNS:
-        runs[run.name] = carry_out(run, overlay, directory / f"{release}-{run.name}.log")
-        _say(f"{release}: {run.name}: {runs[run.name]}")
-    return {"release": release, "beside": beside, "runs": runs}
+    _say(f"{release}: installed with {', '.join(beside) or 'nothing else'}")
+    return beside
 
 
 def _say(text: str) -> None:

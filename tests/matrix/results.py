@@ -1,4 +1,4 @@
-"""The result file: one line for each release, with its provenance, in the order of the releases."""
+"""The result file: one line for each release, the oldest first, with its provenance and what was run on it."""
 
 from __future__ import annotations
 
