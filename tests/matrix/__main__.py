@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from specbranch.provenance import provenance
-from tests.matrix import RELEASES, results
+from tests.matrix import RELEASES, page, results
 from tests.matrix.overlay import prepare
 from tests.matrix.runs import RUNS, carry_out
 
@@ -24,7 +24,11 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path("build/matrix"), help="where releases are installed")
     parser.add_argument("--wheels", type=Path, help="a directory of wheels that need not be downloaded")
     parser.add_argument("--results", type=Path, default=results.FILE, help="the result file")
+    parser.add_argument("--page", action="store_true", help="only make the page of the result file")
     args = parser.parse_args()
+    if args.page:
+        page.write()
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
     source = provenance()
     overlays = {release: args.directory.resolve() / release for release in args.releases}
@@ -41,6 +45,8 @@ def main() -> int:
         line |= {"beside": beside[release], "provenance": source}
         results.write(known, args.results)
     known = results.read(args.results)
+    if args.results == results.FILE:
+        page.write()
     return int(not all(results.has_passed(known[release]) for release in args.releases))
 
 
