@@ -24,6 +24,7 @@ CONTRACT: tuple[Term, ...] = (
             "self.input_batch.token_ids_cpu",
             "slot_mappings=slot_mappings",
         ),
+        branch="custom_class",
     ),
     Call(_RUNNER, "GPUModelRunner.load_model", "load_model", ("self.model",)),
     Call("vllm.v1.worker.cpu_model_runner", "CPUModelRunner.load_model", "load_model", ("self.model",)),

@@ -75,19 +75,31 @@ class Strings:
 
 @dataclass(frozen=True)
 class Call:
-    """A function calls a method with exactly these arguments."""
+    """A function calls a method with exactly these arguments; with `branch`, where a condition has this string."""
 
     module: str
     function: str
     method: str
     arguments: tuple[str, ...]
+    branch: str | None = None
 
     def missing(self, source: Source) -> Iterator[str]:
         definition = source.definition(self.module, self.function)
-        calls = [node for node in ast.walk(definition) if isinstance(node, ast.Call)] if definition else []
-        if not any(self._is_it(call) for call in calls):
+        places = [] if definition is None else [definition] if self.branch is None else self._branches(definition)
+        if not any(self._is_it(node) for place in places for node in ast.walk(place)):
             yield f"{self.module}.{self.function} calls .{self.method}({', '.join(self.arguments)})"
 
-    def _is_it(self, call: ast.Call) -> bool:
+    def _branches(self, definition: ast.AST) -> list[ast.AST]:
+        """What is run where a condition has the string; an `elif` after it is not."""
+        choices = [node for node in ast.walk(definition) if isinstance(node, ast.If)]
+        return [part for choice in choices if self.branch in _strings(choice.test) for part in choice.body]
+
+    def _is_it(self, call: ast.AST) -> bool:
+        if not isinstance(call, ast.Call):
+            return False
         words = (*(ast.unparse(word) for word in call.args), *(ast.unparse(word) for word in call.keywords))
         return isinstance(call.func, ast.Attribute) and call.func.attr == self.method and words == self.arguments
+
+
+def _strings(node: ast.AST) -> list[object]:
+    return [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]

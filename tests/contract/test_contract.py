@@ -15,8 +15,6 @@ from tests.contract.source import Source
 from tests.contract.terms import Arguments, Call, Members, Names, Strings, Term
 
 ROOT = Path(__file__).parents[2]
-# A directory with wheels of releases, if there is one; scripts/contract downloads them.
-WHEELS = sorted(Path(os.environ["SPECBRANCH_WHEELS"]).glob("vllm*.whl")) if "SPECBRANCH_WHEELS" in os.environ else []
 MODULE = '''
 import typing
 from elsewhere import borrowed as lent
@@ -42,6 +40,10 @@ class Owner:
 
     def act(self, tokens: list[int], *, slot: int = 0) -> None:
         self.made.propose(tokens, self.field, slot=slot)
+        if slot == "ours":
+            self.made.close(slot)
+        elif slot == "theirs":
+            self.made.close(tokens)
         print(f"server_{slot}")
 '''
 
@@ -64,6 +66,7 @@ KEPT = (
     Arguments("vllm.part", "Owner.act", ("tokens", "slot")),
     Strings("vllm.part", ("--flag", "server_")),
     Call("vllm.part", "Owner.act", "propose", ("tokens", "self.field", "slot=slot")),
+    Call("vllm.part", "Owner.act", "close", ("slot",), branch="ours"),
 )
 BROKEN = (
     Names("vllm.part", ("borrowed",)),
@@ -74,6 +77,7 @@ BROKEN = (
     Arguments("vllm.part", "act", ("tokens",)),
     Strings("vllm.part", ("--fla",)),
     Call("vllm.part", "Owner.act", "propose", ("tokens", "self.field")),
+    Call("vllm.part", "Owner.act", "close", ("tokens",), branch="ours"),
     Call("vllm.part", "Owner.seen", "propose", ("tokens", "self.field", "slot=slot")),
 )
 
@@ -103,9 +107,14 @@ def test_the_installed_vllm_has_all_names() -> None:
     assert missing(Source.of(installed())) == []
 
 
-@pytest.mark.parametrize("wheel", WHEELS, ids=lambda path: path.name)
-def test_a_given_wheel_has_all_names(wheel: Path) -> None:
-    assert missing(Source.of(wheel)) == []
+def test_given_wheels_have_all_names() -> None:
+    """scripts/contract does the same for releases that it downloads."""
+    directory = os.environ.get("SPECBRANCH_WHEELS")
+    if directory is None:
+        pytest.skip("SPECBRANCH_WHEELS names no directory of wheels")
+
+    for wheel in sorted(Path(directory).glob("vllm*.whl")):
+        assert missing(Source.of(wheel)) == [], wheel.name
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
 _INTRO = """# Which vLLM releases work
 
 vLLM {first} to {last}, each tested with the same code. All need torch {torch}, so one environment serves them all: each
-vLLM is installed into a directory of its own, and `PYTHONPATH` chooses. `scripts/matrix` runs it, and the figures are in
+vLLM is installed into a directory of its own, and `PYTHONPATH` chooses. `scripts/matrix` runs it; the figures are in
 `benchmarks/matrix.jsonl`.
 
 """
