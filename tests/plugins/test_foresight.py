@@ -91,6 +91,7 @@ class Runner:
     """The part of vLLM's runner that a step goes through."""
 
     device = "cpu"
+    is_new = True  # from vLLM 0.32 on
 
     def __init__(self, drafter: Any, model: Model) -> None:
         self.drafter = drafter
@@ -110,9 +111,8 @@ class Runner:
         drafts = [len(scheduler_output.scheduled_spec_decode_tokens.get(name, [])) for name in scheduler_output.texts]
         ends = np.cumsum([len(text) for text in texts])
         places = [place for end, num in zip(ends, drafts, strict=True) for place in range(end - num - 1, end)]
-        self.execute_model_state = SimpleNamespace(
-            sample_hidden_states=hidden[places], spec_decode_metadata=SimpleNamespace(num_draft_tokens=drafts)
-        )
+        metadata = SimpleNamespace(num_draft_tokens=drafts) if any(drafts) or self.is_new else None
+        self.execute_model_state = SimpleNamespace(sample_hidden_states=hidden[places], spec_decode_metadata=metadata)
 
     def sample_tokens(self, *sampled: list[int]) -> Any:
         self.execute_model_state = None
@@ -195,6 +195,21 @@ def test_each_row_is_judged_where_its_newest_token_was_predicted(
     assert_outlooks(proposer, tmp_path, asked, [model.features(*one, num_layers) for one in last_and_newest])
     assert proposer._foresight is not None
     assert (proposer._foresight.counts.outlooks, proposer._foresight.counts.outlook_faults) == (5, 0)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_step_without_drafts_is_judged_in_old_and_new_vllm(
+    is_new: bool, monkeypatch: pytest.MonkeyPatch, runner_class: type[Runner], tmp_path: Path, asked: list[Any]
+) -> None:
+    """Before 0.32 such a step has no metadata of drafts."""
+    monkeypatch.setattr(runner_class, "is_new", is_new)
+    proposer = foreseeing(monkeypatch, tmp_path, 2)
+    model = Model()
+    runner = runner_class(proposer, model)
+    runner.execute_model(scheduled(a=[5, 6, 7], b=[8]))
+    runner.sample_tokens([10], [11])
+
+    assert_outlooks(proposer, tmp_path, asked, [model.features(*one, 2) for one in [(7, 10), (8, 11)]])
 
 
 def test_the_target_says_the_same_with_and_without_a_tap(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import PLANNERS
+from specbranch.plugins.vllm.compat.engine import describe
 from specbranch.plugins.vllm.settings import read_settings
 from specbranch.service.client import ClientOptions, DraftClient
 from tests.service.rogue import rogue
@@ -77,7 +78,8 @@ def main() -> None:
         few = tokens_of(llm.generate(prompts[:FEW], greedy, use_tqdm=False))
     wrong = {"equal": num_equal(texts["bare"][:FEW], few), "foreign": proposer.counts()["foreign"]}
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
-    print(json.dumps({"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": accepted, "wrong": wrong}))
+    result = {"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": accepted, "wrong": wrong}
+    print(json.dumps({**result, "versions": describe(llm).versions}))
 
 
 def _proposer(llm: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -38,6 +39,11 @@ class Served:
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert values, f"no metric {name}"
         return sum(float(value) for value in values)
+
+    def version(self) -> str:
+        """The version that vLLM says it has."""
+        with urllib.request.urlopen(f"{self.url}/version", timeout=60) as answer:
+            return str(json.loads(answer.read())["version"])
 
     def descendants(self) -> dict[int, str]:
         """Every process below this one, by id, with its command line."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS
+from tests.results import record
 from tests.vllm.pair import require_pair
 
 
@@ -30,6 +33,16 @@ def test_a_right_pair_holds(tmp_path: Path) -> None:
     size = ["--num-prompts", "4", "--num-tokens", "16", "--num-samples", "16"]
     code, document = run_check("--alpha", "1e-4", *size, "--report", str(report))
 
+    results = Counter(finding["result"] for finding in document["findings"])
+    drafts = [finding["figures"] for finding in document["findings"] if finding["name"].startswith("distribution: ")]
+    record(
+        "check",
+        holds=results[HOLDS],
+        failed=results[FAILED],
+        submitted=sum(figures["submitted"] for figures in drafts),
+        accepted=sum(figures["accepted"] for figures in drafts),
+        vllm=document["versions"]["vllm"],
+    )
     assert code == 0, json.dumps([one for one in document["findings"] if one["result"] == "FAILED"], indent=1)
     assert document["holds"] is True
     names = [finding["name"] for finding in document["findings"]]

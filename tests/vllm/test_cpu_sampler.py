@@ -9,16 +9,22 @@ import sys
 
 import pytest
 
+from tests.results import record
+
 PROGRAM = """
 import json
 import torch
 from vllm.platforms import current_platform
 current_platform.import_kernels()
-current_platform.register_triton_kernel_overrides()
+if current_platform.register_triton_kernel_overrides:  # None if there is no such method
+    current_platform.register_triton_kernel_overrides()
+else:  # before 0.31 the runner does it
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    CPUModelRunner._postprocess_triton(None)
 from vllm.v1.sample import rejection_sampler
 from specbranch.plugins.vllm.compat import patches
 
-patches.patch_cpu_sampler()
+replaced = patches.patch_cpu_sampler()
 ends = torch.tensor([2, 2, 5], dtype=torch.int32)
 top_k, temperature = torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0.5, 0.75, 0.0])
 print(json.dumps([
@@ -26,6 +32,7 @@ print(json.dumps([
     rejection_sampler.expand_batch_to_tokens(top_k, ends, 5).tolist(),
     rejection_sampler.expand_batch_to_tokens(temperature, ends, 5, replace_from=0, replace_to=1).tolist(),
     list(rejection_sampler.apply_top_k_top_p(torch.empty(0, 9), top_k[:0], None).shape),
+    replaced,
     rejection_sampler.apply_top_k_top_p(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2]), None).isinf().tolist(),
 ]))
 """
@@ -38,9 +45,10 @@ def test_every_draft_token_gets_the_parameters_of_its_request() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr[-4000:]
-    is_cpu, top_k, temperature, shape, is_cut = json.loads(done.stdout.splitlines()[-1])
+    is_cpu, top_k, temperature, shape, replaced, is_cut = json.loads(done.stdout.splitlines()[-1])
     if not is_cpu:
         pytest.skip("this vLLM does not run on the CPU")
+    record("sampler", replaced=", ".join(replaced))
     assert top_k == [5, 5, 7, 7, 7]
     assert temperature == [0.5, 0.5, 1.0, 1.0, 1.0]
     assert shape == [0, 9]  # a step without draft tokens

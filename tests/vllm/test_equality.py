@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.core.planners import PLANNERS
+from tests.results import record
 from tests.vllm.pair import SHORT, require_pair
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,8 @@ def test_greedy_output_equals_bare_vllm_for_every_planner() -> None:
 
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
+    equal = {f"equal_{name}": num for name, num in result["equal"].items()}
+    record("equality", prompts=result["prompts"], accepted=result["accepted"], **equal, **result["versions"])
     assert result["prompts"] == 16
     assert result["equal"] == dict.fromkeys(["bare", *PLANNERS], 16)
     assert result["accepted"] > 150

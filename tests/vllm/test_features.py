@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.results import record
 from tests.vllm.programs import run_program
 
 
@@ -14,6 +15,8 @@ def test_features_are_those_of_transformers_and_the_output_is_bare_vllms() -> No
     result = run_program("features")
 
     runs = result["runs"]
+    num_faults = sum(run["outlook_faults"] for run in runs.values())
+    record("features", compared=result["compared"], largest_error=max(result["errors"]), outlook_faults=num_faults)
     assert {run["equal"] for run in runs.values()} == {result["prompts"]}
     assert {run["outlook_faults"] + run["faults"] for run in runs.values()} == {0}
     # Hidden states of four layers, and the embedding.

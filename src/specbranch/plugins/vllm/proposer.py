@@ -33,7 +33,6 @@ class SpecBranchProposer:
     def __init__(self, vllm_config: Any) -> None:
         config.layout(vllm_config).refuse()  # before any weights are loaded
         patches.warn_if_untested()
-        patches.patch_cpu_sampler()
         self._vllm_config = vllm_config
         self._most = config.num_speculative_tokens(vllm_config)
         self._max_model_len = config.max_model_len(vllm_config)
@@ -93,6 +92,7 @@ class SpecBranchProposer:
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The target is loaded; a trained predictor that does not fit it stops vLLM here."""
+        patches.patch_cpu_sampler()
         self._model = model
         if self._hrad is not None:
             self._foresight = self._foresight_on(self._hrad)

@@ -136,7 +136,8 @@ class FeatureHook:
                 self._step = None
                 return
             step.last = state.sample_hidden_states
-            step.num_drafts = list(state.spec_decode_metadata.num_draft_tokens)
+            metadata = state.spec_decode_metadata  # None in a step without drafts, before vLLM 0.32
+            step.num_drafts = list(metadata.num_draft_tokens) if metadata else [0] * len(runner.input_batch.req_ids)
         except Exception as error:
             step.fault = error
 

@@ -1,0 +1,137 @@
+"""All that we rely on in vLLM: what `compat` reads, what the rest of the plugin calls, and how vLLM calls us."""
+
+from __future__ import annotations
+
+from tests.contract.source import Source
+from tests.contract.terms import Arguments, Call, Members, Names, Strings, Term
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SAMPLER = "vllm.v1.sample.rejection_sampler"
+
+CONTRACT: tuple[Term, ...] = (
+    # How vLLM makes our proposer and calls it.
+    Strings("vllm.config.speculative", ("custom_class",)),
+    Strings("vllm.plugins", ("vllm.general_plugins",)),
+    Names("vllm.v1.spec_decode.custom_class_proposer", ("create_custom_proposer",)),
+    Arguments("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", ("vllm_config",)),
+    Call(
+        _RUNNER,
+        "GPUModelRunner.propose_draft_token_ids",
+        "propose",
+        (
+            "sampled_token_ids",
+            "self.input_batch.num_tokens_no_spec",
+            "self.input_batch.token_ids_cpu",
+            "slot_mappings=slot_mappings",
+        ),
+        branch="custom_class",
+    ),
+    Call(_RUNNER, "GPUModelRunner.load_model", "load_model", ("self.model",)),
+    Call("vllm.v1.worker.cpu_model_runner", "CPUModelRunner.load_model", "load_model", ("self.model",)),
+    # The runner: the method that is wrapped, and what is read from it.
+    Arguments(_RUNNER, "GPUModelRunner.execute_model", ("scheduler_output",)),
+    Members(_RUNNER, "GPUModelRunner", ("drafter", "input_batch", "requests", "execute_model_state", "device")),
+    Members(_RUNNER, "ExecuteModelState", ("sample_hidden_states", "spec_decode_metadata")),
+    Members("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", ("num_draft_tokens",)),
+    Members("vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids", "request_lora_mapping")),
+    Members("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mm_features",)),
+    Members(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("scheduled_new_reqs", "scheduled_spec_decode_tokens", "num_scheduled_tokens"),
+    ),
+    Members("vllm.v1.core.sched.output", "NewRequestData", ("prompt_token_ids", "lora_request", "mm_features")),
+    Names("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
+    Members("vllm.distributed.parallel_state", "GroupCoordinator", ("is_first_rank", "is_last_rank")),
+    # The target as a model.
+    Members("vllm.model_executor.models.interfaces", "EagleModelMixin", ("aux_hidden_state_layers",)),
+    Members("vllm.model_executor.models.llama", "LlamaModel", ("layers", "start_layer")),
+    Members("vllm.model_executor.models.llama", "LlamaForCausalLM", ("embed_input_ids",)),
+    # Configuration.
+    Members(
+        "vllm.config.vllm",
+        "VllmConfig",
+        ("model_config", "parallel_config", "speculative_config", "device_config", "additional_config"),
+    ),
+    Members("vllm.config.speculative", "SpeculativeConfig", ("num_speculative_tokens",)),
+    Members(
+        "vllm.config.model",
+        "ModelConfig",
+        (
+            "model",
+            "dtype",
+            "max_model_len",
+            "enforce_eager",
+            "served_model_name",
+            "get_vocab_size",
+            "get_hidden_size",
+            "get_total_num_hidden_layers",
+        ),
+    ),
+    Members("vllm.config.parallel", "ParallelConfig", ("data_parallel_index", "tensor_parallel_size", "use_ubatching")),
+    Members("vllm.config.device", "DeviceConfig", ("device_type",)),
+    # The sampler on the CPU, for the workarounds.
+    Names("vllm.platforms", ("current_platform",)),
+    Members("vllm.platforms.interface", "Platform", ("is_cpu",)),
+    Names(_SAMPLER, ("apply_top_k_top_p",)),
+    Arguments(_SAMPLER, "expand_batch_to_tokens", ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")),
+    # An engine in our process.
+    Strings("vllm", ("LLM", "SamplingParams")),
+    Names("vllm", ("__version__",)),
+    Members("vllm.entrypoints.llm", "LLM", ("llm_engine", "get_metrics", "get_tokenizer")),
+    Members(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine",
+        ("vllm_config", "engine_core", "has_unfinished_requests", "step", "abort_request"),
+    ),
+    Arguments("vllm.v1.engine.llm_engine", "LLMEngine.add_request", ("request_id", "prompt", "params")),
+    Members("vllm.v1.engine.core_client", "InprocClient", ("engine_core",)),
+    Members("vllm.v1.engine.core", "EngineCore", ("model_executor",)),
+    Members("vllm.v1.executor.uniproc_executor", "UniProcExecutor", ("driver_worker",)),
+    Members("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("worker",)),
+    Members("vllm.v1.worker.cpu_worker", "CPUWorker", ("model_runner",)),
+    Members("vllm.sampling_params", "StructuredOutputsParams", ("json",)),
+    Members("vllm.sampling_params", "RequestOutputKind", ("DELTA",)),
+    Members("vllm.sampling_params", "SamplingParams", ("output_kind", "structured_outputs")),
+    Members("vllm.outputs", "CompletionOutput", ("token_ids", "text", "finish_reason", "logprobs")),
+    Members("vllm.outputs", "RequestOutput", ("request_id", "outputs", "finished")),
+    Members("vllm.logprobs", "Logprob", ("logprob",)),
+    Members("vllm.v1.metrics.reader", "Metric", ("name",)),
+    Members("vllm.v1.metrics.reader", "Counter", ("value",)),
+    Strings(
+        "vllm.v1.spec_decode.metrics",
+        ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"),
+    ),
+    # The server: its command line, flags, variables and processes.
+    Names("vllm.entrypoints.cli.main", ("main",)),
+    Strings(
+        "vllm.engine.arg_utils",
+        (
+            "--additional-config",
+            "--data-parallel-size",
+            "--distributed-executor-backend",
+            "--gpu-memory-utilization",
+            "--kv-cache-memory-bytes",
+            "--pipeline-parallel-size",
+            "--served-model-name",
+            "--speculative-config",
+            "--tensor-parallel-size",
+        ),
+    ),
+    Strings(
+        "vllm.envs",
+        (
+            "VLLM_CPU_KVCACHE_SPACE",
+            "VLLM_CPU_OMP_THREADS_BIND",
+            "VLLM_ENABLE_V1_MULTIPROCESSING",
+            "VLLM_LOGGING_LEVEL",
+            "VLLM_TARGET_DEVICE",
+        ),
+    ),
+    Strings("vllm.v1.utils", ("ApiServer_",)),
+)
+
+
+def missing(source: Source) -> list[str]:
+    """What this vLLM does not have; empty if it keeps the contract."""
+    return [name for term in CONTRACT for name in term.missing(source)]

@@ -1,0 +1,66 @@
+"""What is run on a release: tests of `tests/vllm`, each in a process of its own that finds this release first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tests, and the name under which they keep their figures (see `tests.results`)."""
+
+    name: str
+    tests: Sequence[str]
+    timeout_s: float
+
+
+# What a release must pass comes first; the others are about what differs between releases.
+REQUIRED = ("equality", "server", "check")
+RUNS = (
+    Run("equality", ["tests/vllm/test_equality.py"], 1800),
+    Run("server", ["tests/vllm/test_serve.py", "-k", "sixteen or json or sigterm"], 1800),
+    Run("check", ["tests/vllm/test_check.py::test_a_right_pair_holds"], 1800),
+    Run("sampler", ["tests/vllm/test_cpu_sampler.py"], 600),
+    Run("features", ["tests/vllm/test_features.py"], 1800),
+)
+
+
+def carry_out(run: Run, overlay: Path, log: Path) -> dict[str, Any]:
+    """The figures of a run, whether it passed and how long it took. A test that was skipped has not passed."""
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as results:
+        paths = os.pathsep.join(map(str, (overlay, ROOT / "src")))
+        environment = {**os.environ, "PYTHONPATH": paths, "SPECBRANCH_RESULTS": results}
+        code = _run_tests(run, environment, log)
+        file = Path(results) / f"{run.name}.jsonl"
+        figures = json.loads(file.read_text().splitlines()[-1]) if file.exists() else {}
+    return {"passed": code == 0 and bool(figures), "took_s": round(time.monotonic() - begin_s, 1), **figures}
+
+
+def _run_tests(run: Run, environment: dict[str, str], log: Path) -> int:
+    """The exit code of pytest; whatever it has started ends with it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run.tests]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(run.timeout_s)
+        except subprocess.TimeoutExpired:
+            return -1
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
