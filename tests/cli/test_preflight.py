@@ -131,6 +131,17 @@ def test_a_missing_extra(run: Run, command: str, monkeypatch: pytest.MonkeyPatch
     assert "pip install 'specbranch[vllm]'" in run(command)
 
 
+@pytest.mark.parametrize(
+    ("version", "is_old"), [("0.27.1+cpu", True), ("0.28.0", False), ("0.40.0rc1", False), ("", False)]
+)
+def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str, is_old: bool) -> None:
+    monkeypatch.setattr(launch, "version", lambda: version)
+    causes = {one.check: one.cause for one in Preflight(target="big", draft=DraftOptions("small")).findings()}
+
+    assert ("too old" in str(causes["vLLM"])) == is_old
+    assert Preflight(target="big").findings()[0].cause is None  # bare vLLM may have any age
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_draft_with_another_vocabulary(run: Run, command: str) -> None:
     line = run(command, draft="alien")

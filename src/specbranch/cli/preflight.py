@@ -5,6 +5,7 @@ Names, files, flags, extras, port, memory and vocabularies: each is one check, w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from specbranch.engines.model_size import weight_bytes
 from specbranch.engines.registry import engine_for, require_device, require_engine
 from specbranch.engines.vocabulary import VocabSample, refuse_other_sample, refuse_other_vocabulary
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.compat import launch, patches
 from specbranch.plugins.vllm.compat.source import known_arguments
 from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import Flags
@@ -92,6 +93,12 @@ class Preflight:
     def _check_vllm(self) -> None:
         if not launch.is_installed():
             raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+        if self.draft is None and self.remote is None:
+            return
+        version, oldest = launch.version(), patches.TESTED[0]
+        series = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        if len(series) == 2 and series < tuple(int(part) for part in oldest.split(".")):
+            raise UsageError(f"vLLM {version} is too old to draft for; update it: pip install 'vllm>={oldest}'")
 
     def _check_flags(self) -> None:
         known = known_arguments()
