@@ -16,7 +16,7 @@ from specbranch.cli import app
 from specbranch.engines.protocol import EngineError
 on_torch = ("attention", "cache", "dtype", "engine", "fused", "head", "int8", "load")
 extras = {{f"specbranch.engines.torch.{{name}}": "specbranch[torch]" for name in on_torch}}
-extras |= {{f"specbranch.engines.{{name}}": "specbranch[llamacpp]" for name in ("llamacpp", "ggml_gpus")}}
+extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"
 for module in pkgutil.walk_packages(specbranch.__path__, "specbranch."):
     try:
         importlib.import_module(module.name)
