@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
+from specbranch.plugins.vllm.compat import launch
 
 runner = CliRunner()
 
@@ -33,9 +35,11 @@ def test_wrong_options_name_their_advice(options: list[str], advice: str) -> Non
     assert advice in result.stderr
 
 
-def test_a_draft_that_does_not_start_is_named() -> None:
+def test_a_draft_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    (tmp_path / "config.json").write_text("{}")
     core = str(min(os.sched_getaffinity(0)))
-    result = runner.invoke(app, ["check", "target", "--draft", "no/such/draft.gguf", "--draft-cores", core])
+    result = runner.invoke(app, ["check", str(tmp_path), "--draft", "no/such/draft.gguf", "--draft-cores", core])
 
     assert result.exit_code == 2
-    assert "the draft service for no/such/draft.gguf ended with code 2" in result.stderr
+    assert "--draft: there is no no/such/draft.gguf" in result.stderr

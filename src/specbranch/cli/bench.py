@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -59,8 +60,10 @@ def run(
     """
     with friendly_errors(SpecBranchError, OSError):
         chosen = read_scenario(scenario)
-        preflight(chosen).run()
         num_done = _num_done(chosen, out) if resume else 0
+        if out.exists() and not resume:
+            raise FileExistsError(errno.EEXIST, "File exists", str(out))
+        preflight(chosen).run()
         with out.open("a" if resume else "x") as sink, Progress() as progress:
             progress.show("starting engines")
             measure = run_scenario if chosen.served is None else run_load

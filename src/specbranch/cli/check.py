@@ -101,7 +101,6 @@ def check(
         check_directory("--report", report)
         arguments = table("--vllm-arg", vllm_arg)
         device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(arguments))
-        warn(device.warning)
         cores = divide_cores(device.device, target_cores, draft_cores)
         options = CheckOptions(
             target=target,
@@ -126,6 +125,7 @@ def check(
             predictor=predictor,
         )
         preflight(options).run()
+        warn(device.warning)
         found = _run(options)
         console = console_for(as_json)
         _print_report(console, found, quick)

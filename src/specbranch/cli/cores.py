@@ -10,6 +10,7 @@ from specbranch.cli.placement import Choice, Cores, choose_device, split, usable
 from specbranch.cli.topology import num_gpus, read_topology
 from specbranch.cli.values import numbers
 from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.protocol import EngineError
 from specbranch.engines.registry import engine_for, runs_on_gpu
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.layout import Layout
@@ -39,9 +40,17 @@ def place_draft(asked: str, model: str | None, engine: str | None, layout: Layou
         num_gpus=num_gpus() if is_open else 0,
         target_on_cpu=on_cpu,
         num_target_devices=layout.num_devices,
-        engine_runs_on_gpu=is_open and runs_on_gpu(engine or engine_for(model)),
+        engine_runs_on_gpu=is_open and _runs_on_gpu(engine or engine_for(model)),
         weight_bytes=weight_bytes(model) or None,
     )
+
+
+def _runs_on_gpu(engine: str) -> bool:
+    """Whether an engine can use a GPU; one that is not installed cannot, and is refused elsewhere."""
+    try:
+        return runs_on_gpu(engine)
+    except EngineError:
+        return False
 
 
 def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:

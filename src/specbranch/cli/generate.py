@@ -113,7 +113,6 @@ def generate(
         section = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         given = table("--vllm-arg", vllm_arg)
         device = place_draft(draft_device, None if bare else draft, draft_engine, Layout.of_arguments(given))
-        warn(device.warning)
         options = PairOptions(
             target=target,
             draft=None if bare else draft,
@@ -133,6 +132,7 @@ def generate(
         if is_chat and (as_json or compare or raw or prompt is not None):
             raise UsageError("a chat takes none of --prompt, --raw, --json and --compare")
         _check(options, compare)
+        warn(device.warning)
         messages = [] if is_chat else _messages(system, sys.stdin.read() if prompt is None else prompt)
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         document: dict[str, Any] = {}

@@ -91,7 +91,6 @@ def plan(
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
         given = table("--vllm-arg", vllm_arg)
         device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(given))
-        warn(device.warning)
         cores = divide_cores(device.device, target_cores, draft_cores)
         options = PairOptions(
             target=target,
@@ -108,6 +107,7 @@ def plan(
         )
         how = DraftOptions(draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft)
         Preflight(target=target, draft=how, arguments=options.target_options().arguments).run()
+        warn(device.warning)
         with Progress() as progress:
             survey = survey_pair(options, progress.show)
             progress.show("simulating every planner")

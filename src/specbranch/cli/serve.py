@@ -148,7 +148,6 @@ def serve(
             section["deadline_ms"] = deadline_ms
         flags = Flags(context.args)
         device = place_draft(draft_device, draft, draft_engine, Layout.of_flags(flags))
-        warn(device.warning)
         cores = divide_cores(device.device, target_cores, draft_cores)
         engine, options = "", None
         if draft is not None:
@@ -177,6 +176,7 @@ def serve(
             on_cpu=launch.runs_on_cpu(),
         )
         plan.check()
+        warn(device.warning)
         code = _run(plan, console_for(False))
     raise typer.Exit(code)
 
