@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", default="256")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "readme.json")
     args = parser.parse_args()
-    words = command() + ["--dtype", args.dtype, "--max-tokens", args.max_tokens]
+    words = [*command(), "--dtype", args.dtype, "--max-tokens", args.max_tokens]
     words[2], words[words.index("--draft") + 1] = args.target, args.draft
     print(shlex.join(words), flush=True)
     where = provenance()
