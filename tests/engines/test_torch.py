@@ -355,8 +355,9 @@ def test_auto_takes_a_type_by_measuring_and_says_so(llama_path: str, caplog: pyt
         engine = TorchEngine(EngineOptions(llama_path))
 
     assert engine.info.dtype in DTYPES
-    (line,) = (record.getMessage() for record in caplog.records)
+    line, size = (record.getMessage() for record in caplog.records)
     assert line.startswith(f"draft on the CPU in {engine.info.dtype}, ") and "float32 " in line
+    assert size.startswith(f"the draft's KV cache: {engine.info.max_tokens:,} tokens")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
