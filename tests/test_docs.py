@@ -236,3 +236,11 @@ def test_a_script_can_be_started(script: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+def test_what_the_readme_says_that_a_command_prints_was_printed() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "readme.json").read_text())
+    quoted = [line.strip() for line in (ROOT / "README.md").read_text().splitlines() if "tokens/s, with drafts" in line]
+
+    assert len(quoted) == 1 and any(quoted[0] in line for line in kept["lines"])
+    assert not kept["provenance"]["commit"].endswith("+")
