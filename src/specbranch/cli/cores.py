@@ -41,7 +41,7 @@ def place_draft(asked: str, model: str | None, engine: str | None, layout: Layou
         target_on_cpu=on_cpu,
         num_target_devices=layout.num_devices,
         engine_runs_on_gpu=is_open and _runs_on_gpu(engine or engine_for(model)),
-        weight_bytes=weight_bytes(model) or None,
+        weight_bytes=(weight_bytes(model) or None) if is_open else None,
     )
 
 
@@ -61,7 +61,7 @@ def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores
         draft_on_cpu=draft_device == "cpu",
         target=_asked("--target-cores", target_cores),
         draft=_asked("--draft-cores", draft_cores),
-        topology=read_topology(),
+        topology=None if launch.runs_on_cpu() else read_topology(),
     )
 
 

@@ -43,7 +43,6 @@ from specbranch.cli.options import (
     TargetCores,
     TimelineFile,
     VllmArg,
-    check_directory,
     draft_words,
     remote_draft,
 )
@@ -196,7 +195,6 @@ class _Talk:
 
 
 def _check(options: PairOptions, compare: bool) -> None:
-    check_directory("--timeline", options.timeline)
     if not options.is_drafting and (compare or options.timeline):
         raise UsageError("--bare has no draft; --compare and --timeline need one")
     if options.remote is not None and options.timeline:

@@ -36,7 +36,7 @@ def cache_size(
     fitting = cache_tokens(bytes_per_token, free_bytes, is_cpu=is_cpu)
     if fitting >= most:
         return CacheSize(most, bytes_per_token, "the most that this engine takes by itself")
-    return CacheSize(min(fitting, most), bytes_per_token, f"by the {free_bytes / 1e9:.1f} GB of memory that are free")
+    return CacheSize(fitting, bytes_per_token, f"by the {free_bytes / 1e9:.1f} GB of memory that are free")
 
 
 def cache_tokens(bytes_per_token: int, free_bytes: int, *, is_cpu: bool) -> int:
