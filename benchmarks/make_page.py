@@ -39,6 +39,13 @@ class Run:
 
 RUNS = (
     Run(
+        "depth",
+        "Guesses, prices and heads, without AMX",
+        "The flagship pair in float32 on a CPU that only emulates bfloat16; a further token in the target's step is not free "
+        "there. Four prompts of each task. Our own methods take turns prompt by prompt; memory holds one engine at a time, so "
+        "vLLM's methods and bare vLLM are measured in turns of eight prompts.",
+    ),
+    Run(
         "planners",
         "Every planner, four tasks",
         "Three prompts of each task, methods interleaved prompt by prompt. This is the run of the headline.",
@@ -121,7 +128,7 @@ def make_page() -> str:
 
 def _section(run: Run) -> str:
     results = read_results(HERE / f"{run.name}.jsonl")
-    parts = [f"## {run.title}", run.text, _facts(results), *_notes(results)]
+    parts = [f"## {run.title}", textwrap.fill(run.text, 120), _facts(results), *_notes(results)]
     if results.scenario.served is not None:
         table = load_table(results)
         parts.append(_table(table.heads, table.rows))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.endpoint import check_reachable
@@ -37,8 +38,8 @@ class DraftAddress:
 
     def vllm_args(
         self,
-        planner: str = "specbranch",
-        max_draft_tokens: int = 8,
+        planner: str = DEFAULT_PLANNER,
+        max_draft_tokens: int | None = None,
         *,
         settings: Mapping[str, Any] | None = None,
         predictor: str = "confidence",
@@ -49,8 +50,9 @@ class DraftAddress:
         """Arguments for `vllm.LLM(model, **args)`: `speculative_config` and `additional_config`.
 
         `planner` decides what is drafted, `settings` are the planner's own. vLLM verifies at most `max_draft_tokens`
-        per sequence and step, and a step waits at most `deadline_ms` for them. Targets with one `namespace` share
-        drafts for equal prompts. `is_gated`: drafts are left out at loads where they were measured not to pay.
+        per sequence and step (None: what suits the planner), and a step waits at most `deadline_ms` for them. Targets
+        with one `namespace` share drafts for equal prompts. `is_gated`: drafts are left out at loads where they were
+        measured not to pay.
         """
         chosen = ProposerSettings(
             address=self.address,
@@ -62,10 +64,11 @@ class DraftAddress:
             keys=self.keys,
             is_gated=is_gated,
         )
+        longest = max_draft_tokens or longest_submission(planner)
         # Raise now what vLLM's worker would refuse much later.
-        options = chosen.client_options(max_draft_tokens)
+        options = chosen.client_options(longest)
         check_reachable(options.address, options.keys)
-        return proposer_arguments(chosen, max_draft_tokens)
+        return proposer_arguments(chosen, longest)
 
 
 class DraftServer(DraftAddress):

@@ -109,6 +109,11 @@ class Trace:
         """Tokens in all answers."""
         return sum(len(answer.tokens) for answer in self.answers)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the tokens before every answer are known."""
+        return all(answer.prompt for answer in self.answers)
+
     def match_share(self, rank: int = 1) -> float:
         """Share of tokens with a distribution that are among its `rank` most likely: greedy agreement for rank 1."""
         found = [

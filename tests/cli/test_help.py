@@ -66,7 +66,7 @@ def test_serve_says_where_other_flags_go_and_which_port_is_used() -> None:
 
     assert "All other flags go to `vllm serve`" in text
     assert "port 8000" in text
-    assert "[default: specbranch]" in text and "Default: 100." in text
+    assert "[default: budget]" in text and "Default: 100." in text
 
 
 def test_timeline_names_the_commands_that_write_its_file() -> None:

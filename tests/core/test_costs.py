@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specbranch.core.costs import Costs, StepCost, StepEstimate
+from specbranch.core.costs import Costs, StepCost, StepEstimate, TargetEstimate
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
@@ -56,7 +56,7 @@ def test_the_estimate_follows_a_change_and_forgets_the_past() -> None:
 
 def test_the_speed_ratio_follows_the_rows() -> None:
     costs = Costs()
-    costs.target.observe(1, 12.0)
+    costs.target.observe(1, 0, 12.0)
     for rows in (1, 5):
         costs.draft.observe(rows, StepCost(2.0, 1.0).at(rows))
 
@@ -66,7 +66,7 @@ def test_the_speed_ratio_follows_the_rows() -> None:
 
 def test_a_draft_that_takes_no_time_has_no_speed_ratio() -> None:
     costs = Costs()
-    costs.target.observe(1, 12.0)
+    costs.target.observe(1, 0, 12.0)
     costs.draft.observe(1, 0.0)
 
     assert costs.draft_steps_per_target_step(1) is None
@@ -84,3 +84,65 @@ def test_a_draft_that_takes_no_time_has_no_speed_ratio() -> None:
 )
 def test_rows_pay_as_long_as_they_raise_the_gain_per_time(cost: StepCost, gains: list[float], expected: int) -> None:
     assert cost.best_rows(gains) == expected
+
+
+def test_the_first_draft_token_of_a_step_may_cost_more_than_the_next_ones() -> None:
+    costs = Costs()
+    for num_submitted in (0, 1, 3, 11, 15) * 4:
+        costs.target.observe(1, num_submitted, 1.0 if not num_submitted else 2.8 + 0.3 * num_submitted)
+        costs.pace.observe(2, 1.0)
+
+    assert costs.target.more_s == pytest.approx(0.3, rel=0.01)
+    assert costs.target.entry_s == pytest.approx(1.8, rel=0.01)
+    assert costs.price == pytest.approx(0.6, rel=0.01)
+    assert costs.entry == pytest.approx(3.6, rel=0.01)
+
+
+def test_the_sequences_of_a_batch_share_what_the_first_draft_token_costs() -> None:
+    estimate = TargetEstimate()
+    for num_submitted in (0, 4, 8, 32) * 4:
+        estimate.observe(4, num_submitted, 1.0 if not num_submitted else 2.0 + 0.1 * num_submitted)
+
+    assert estimate.entry_s == pytest.approx(0.25, rel=0.01)
+
+
+def test_drafts_that_did_not_pay_are_tried_again_in_the_end() -> None:
+    estimate = TargetEstimate(half_life=10)
+    for num_submitted in (0, 4, 8):
+        estimate.observe(1, num_submitted, 1.0 if not num_submitted else 90.0 + num_submitted)
+    once = estimate.entry_s, estimate.more_s
+    for _ in range(20):
+        estimate.observe(1, 0, 1.0)
+
+    assert (estimate.entry_s, estimate.more_s) == pytest.approx([part / 4 for part in once], rel=0.01)
+
+
+@pytest.mark.parametrize("kinds", [[0], [4], [4, 0]])
+def test_a_step_with_drafts_has_no_price_of_its_own_before_it_was_seen_in_several_sizes(kinds: list[int]) -> None:
+    estimate = TargetEstimate()
+    for num_submitted in kinds * 4:
+        estimate.observe(1, num_submitted, 1.0 + 0.5 * num_submitted)
+
+    assert estimate.entry_s == 0.0
+    assert estimate.more_s == pytest.approx(0.5 if kinds == [4, 0] else 0.0, rel=0.01)
+
+
+def test_before_the_first_step_with_drafts_much_is_asked_of_them_and_less_the_longer_none_comes() -> None:
+    costs = Costs()
+    assert (costs.price, costs.entry) == (0.5, 1.0)
+    for _ in range(16):
+        costs.target.observe(1, 0, 1.0)
+    assert (costs.price, costs.entry) == (0.125, 0.25)
+    costs.target.observe(1, 3, 1.0)
+
+    assert (costs.price, costs.entry) == (0.0, 0.0)
+
+
+def test_time_is_worth_what_the_target_does_without_drafts_where_drafts_make_it_slower() -> None:
+    costs = Costs()
+    for num_submitted in (0, 4, 8) * 4:
+        costs.target.observe(2, num_submitted, 1.0 + 0.1 * num_submitted)
+        costs.pace.observe(1, 1.0)
+
+    assert costs.target.plain_rate == pytest.approx(2.0)
+    assert costs.price == pytest.approx(0.2, rel=0.01)

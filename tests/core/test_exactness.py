@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from specbranch.core import verify
 from specbranch.core.chance import Chance
+from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
 from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.protocol import Planner, Predictor
@@ -54,7 +56,7 @@ def _methods() -> Iterator[Any]:
         ("pearl", {"gamma": 2}),
         ("ssd", {"gamma": 1, "num_guesses": 2}),
         ("ssd", {"gamma": 2, "num_guesses": 2, "fallback": "fast"}),
-        ("budget", {"gamma": 2, "max_rows": 2, "uses_text": False}),
+        ("budget", {"gamma": 2, "max_rows": 2, "uses_text": False, "uses_memory": False, "uses_heads": False}),
     ]
     for name, chosen in plain_settings:
         yield pytest.param(lambda chance, n=name, s=chosen: planner_of(n, s), id=f"{name} {chosen.get('fallback', '')}")
@@ -103,24 +105,63 @@ def test_the_distribution_is_exact_for_rule_a_on_three_tokens_with_an_end_token(
     )
 
 
-def test_what_the_text_itself_proposes_leaves_the_distribution_exact() -> None:
-    """Two tokens repeat themselves at once: after the second most submissions hold some that no draft proposed."""
+def with_heads(pair: Pair) -> Pair:
+    """The same models; the draft has a head that always guesses token 1, more or less sure of it."""
+    target, draft = pair
+
+    def distribution(text: tuple[int, ...]) -> Distribution:
+        return replace(draft.distribution(text), guess=(1, len(text) / 8))
+
+    return target, TextScript(draft.vocab_len, distribution)
+
+
+@pytest.mark.parametrize(
+    ("pair", "chosen"),
+    [
+        (two_token_pair(), {}),
+        (with_heads(two_token_pair()), {}),
+        (with_heads(two_token_pair()), {"uses_text": False, "uses_memory": False}),
+    ],
+    ids=["text", "text and heads", "heads"],
+)
+def test_what_is_guessed_leaves_the_distribution_exact(pair: Pair, chosen: dict[str, Any]) -> None:
+    """Two tokens repeat themselves at once: after the second most submissions hold some that no draft proposed.
+
+    And many draft steps run guesses behind the node that they follow.
+    """
     ending = Ending(max_new_tokens=6)
     planted: list[int] = []
+    deepened: list[bool] = []
 
     class Noting(BudgetPlanner):
         def submit(self, round: Round) -> Sequence[Node]:
-            chain = super().submit(round)
+            chain = super().submit(round) or ()
             planted.append(sum(node.parent is not None and node.parent.distribution is None for node in chain))
             return chain
 
+        def prepare(self, round: Round) -> Sequence[Node]:
+            nodes = super().prepare(round)
+            deepened.append(any(node.parent in nodes for node in nodes))
+            return nodes
+
     def make(chance: Chance) -> Planner[Any]:
-        return Noting(BudgetSettings(gamma=3, max_rows=2), ConstantPredictor(Signal.SOME))
+        settings = BudgetSettings(gamma=3, max_rows=2, prices=False, **chosen)  # else few are submitted so early
+        return Noting(settings, ConstantPredictor(Signal.SOME))
+
+    assert emitted_distribution(pair, make, "match", ending) == target_distribution(pair, ending)
+    assert sum(planted) > len(planted) / 4
+    assert sum(deepened) > 20
+
+
+def test_what_double_looks_up_leaves_the_distribution_exact() -> None:
+    ending = Ending(max_new_tokens=6)
+
+    def make(chance: Chance) -> Planner[Any]:
+        return planner_of("double", {"gamma": 4})
 
     assert emitted_distribution(two_token_pair(), make, "match", ending) == target_distribution(
         two_token_pair(), ending
     )
-    assert sum(planted) > len(planted) / 4
 
 
 @pytest.mark.parametrize("make", [m for m in METHODS if "random" not in str(m.id) and "ssd" not in str(m.id)])
@@ -220,7 +261,7 @@ def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
-    name = draw(st.sampled_from(["none", "sps", "adaedl", "pearl", "ssd", "specbranch", "budget"]))
+    name = draw(st.sampled_from(["none", "sps", "adaedl", "pearl", "double", "ssd", "specbranch", "budget"]))
     chosen: dict[str, Any] = {} if name == "none" else {"gamma": draw(st.integers(1, 8))}
     if name == "ssd":
         chosen |= {"num_guesses": draw(st.integers(1, 8)), "fallback": draw(st.sampled_from(["jit", "fast"]))}
@@ -228,7 +269,13 @@ def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
         chosen |= {"max_branches": draw(st.integers(1, 6)), "confidence": draw(st.floats(0, 1))}
         chosen |= {"waits": draw(st.booleans()), "is_thrifty": draw(st.booleans())}
     if name == "budget":
-        chosen |= {"max_rows": draw(st.integers(1, 6)), "uses_text": draw(st.booleans())}
+        chosen |= {
+            "max_rows": draw(st.integers(1, 6)),
+            **{
+                name: draw(st.booleans())
+                for name in ("uses_text", "uses_memory", "uses_heads", "deepens", "prices", "waits")
+            },
+        }
     return name, chosen, draw(st.sampled_from(list(_PREDICTORS)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import TopDraw
+from specbranch.core.guesser import TEXT
 from specbranch.core.node import Node
-from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
+from specbranch.core.planners import PLANNERS, SettingError, longest_submission, make_planner, setting_names
 from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
 from specbranch.core.planners.ssd import fan_out
 from specbranch.core.round import Signal
@@ -31,6 +33,8 @@ def session_of(
     prompt: Sequence[int] = (0,),
     **settings: Any,
 ) -> Session:
+    if name == "budget":
+        settings.setdefault("prices", False)  # the first submissions of a target whose cost is unknown are short
     planner = make_planner(name, settings, ConstantPredictor(signal))
     return Session(prompt, planner, TopDraw(), costs or Costs())
 
@@ -239,7 +243,7 @@ def test_after_a_hit_specbranch_submits_what_is_there_without_a_wait() -> None:
 def test_branches_are_no_longer_than_the_targets_step_leaves_time_for() -> None:
     costs = Costs()
     costs.draft.observe(1, 1.0)
-    costs.target.observe(1, 2.5)
+    costs.target.observe(1, 0, 2.5)
     session = paper_specbranch(Signal.NONE, costs=costs, gamma=8)
     session.propose()
     run(session, SURE, 9)
@@ -276,6 +280,10 @@ def test_every_planner_is_made_by_name_with_its_defaults(name: str) -> None:
 def test_bad_names_and_values_raise_with_a_advice(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         make_planner(name, settings, SOME)
+
+
+def test_a_planner_has_its_own_longest_submission() -> None:
+    assert [longest_submission(name) for name in ("budget", "pearl", "none")] == [15, 5, 8]
 
 
 def test_settings_can_be_listed() -> None:
@@ -316,6 +324,30 @@ def test_a_thrifty_specbranch_runs_one_row_while_it_knows_no_cost_and_stops_at_i
     assert depths(session.rows()) == [1]  # the chain is full; the likeliest of what is left is another root
     run(session, SURE, 40)
     assert session.rows() == []
+
+
+def test_double_looks_up_what_follows_its_chain_in_every_step_and_what_follows_the_targets_token() -> None:
+    session = session_of("double", prompt=[5, 6, 7, 8, 9, 1, 2, 5, 6], gamma=4, lookup=2)
+
+    assert session.propose() == [7, 8]
+    assert [node.token for node in session.rows()] == [6, 7, 8], "what is under verification runs too, in one step"
+    session.grow(session.tree.root, Distribution((7, 1), (0.9, 0.1), 0.3))
+    session.grow(session.tree.root.children[0], SURE)
+    assert [node.token for node in session.rows()] == [1], "the draft has turned away from the text"
+    run(session, SURE, 9)
+    assert session.rows() == ()
+    session.commit([7, 8, 9], 2)
+    assert session.rows() == (), "the target waits"
+    assert session.propose() == [1, 2]
+
+
+def test_double_does_not_look_up_where_its_draft_is_not_at_the_tip() -> None:
+    session = session_of("double", prompt=[5, 6, 7, 5, 6], gamma=3)
+    session.stand_aside()
+    run(session, SURE, 5)
+    session.commit([1], 0)
+
+    assert session.propose() == [1, 1]
 
 
 def test_budget_submits_all_that_is_drafted_and_never_waits() -> None:
@@ -366,10 +398,27 @@ def test_budget_submits_what_the_text_said_before_where_the_draft_has_nothing() 
     assert session.propose() == [], "8 9 4 never stood there"
 
 
+def test_budget_lets_the_target_wait_if_it_is_told_to() -> None:
+    session = session_of("budget", gamma=3, waits=True)
+    proposals = []
+    for _ in range(4):
+        proposals.append(session.propose())
+        run(session)
+
+    assert proposals == [None, None, None, [1, 1, 1]]
+
+
+def test_budget_does_not_wait_for_what_will_hardly_come_true() -> None:
+    session = session_of("budget", gamma=9, waits=True)
+    run(session, DOUBTFUL, 30)
+
+    assert len(session.propose() or ()) in range(1, 9)
+
+
 def test_budget_learns_that_a_text_does_not_repeat_itself() -> None:
     costs = Costs()
     for _ in range(40):
-        costs.calibration.observe_repeat(3, is_right=False)
+        costs.calibration.observe_guess((TEXT, 3), is_right=False)
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], costs=costs, gamma=4)
 
     assert session.propose() == []
@@ -398,3 +447,71 @@ def test_a_distribution_that_agrees_with_the_text_makes_it_likelier() -> None:
 
     assert [child.token for child in session.tree.root.children] == [1]
     assert session.tree.chance(session.tree.root.children[0]) > before
+
+
+def test_budget_runs_what_the_text_says_behind_a_node_in_the_same_step() -> None:
+    costs = Costs()
+    for rows in (1, 2, 4, 8):
+        costs.draft.observe(rows, 1.0 + 0.01 * rows)
+    session = session_of("budget", prompt=[5, 6, 7, 8, 9, 1, 2, 5, 6, 7], costs=costs, gamma=3)
+    session.stand_aside()
+    chain = session.rows()
+
+    assert [node.token for node in chain] == [7, 8, 9, 1]
+    assert all(below.parent is above for above, below in itertools.pairwise(chain))
+    for node in chain:  # the draft has other plans
+        session.grow(node, SURE)
+    assert session.tree.root.children[0].token == 1
+    session.commit([1], 0)
+    assert session.submitted == [] and session.propose() != [8, 9, 1]
+
+
+def test_guesses_that_the_target_confirms_or_not_are_learned_by_their_grounds() -> None:
+    costs = Costs()
+    costs.draft.observe(1, 1.0)
+    session = session_of("budget", prompt=[5, 6, 7, 8, 9, 1, 2, 5, 6, 7], costs=costs, gamma=3)
+    calibration = costs.calibration
+    session.stand_aside()
+    session.rows()
+    session.commit([8, 4], 0)
+
+    assert calibration.guess_chance((TEXT, 3)) > 0.5 > calibration.guess_chance((TEXT, 4))
+    assert calibration.guess_chance((TEXT, 5)) == 0.5, "nobody saw whether it was right"
+
+
+@pytest.mark.parametrize(
+    ("distribution", "prices", "expected"),
+    [(SURE, True, [1, 1, 1]), (DOUBTFUL, True, []), (DOUBTFUL, False, [1, 1, 1])],
+)
+def test_where_verifying_costs_time_budget_submits_what_is_worth_it(
+    distribution: Distribution, prices: bool, expected: list[int]
+) -> None:
+    costs = Costs()
+    for num_tokens in (1, 3, 5) * 4:  # a further token takes half the time of the first, in which 0.67 are emitted
+        costs.target.observe(1, num_tokens - 1, 1.0 + 0.5 * (num_tokens - 1))
+        costs.pace.observe(2, 1.5)
+    session = session_of("budget", costs=costs, gamma=3, prices=prices)
+    node = session.tree.root
+    for _ in range(3):
+        session.grow(node, distribution)
+        (node,) = session.tree.children(node, 1)
+
+    assert costs.price == pytest.approx(0.67, abs=0.01)
+    assert session.propose() == expected
+
+
+@pytest.mark.parametrize(("gamma", "prices", "expected"), [(2, True, 0), (2, False, 2), (8, True, 8)])
+def test_where_the_first_draft_token_is_expensive_budget_submits_much_or_nothing(
+    gamma: int, prices: bool, expected: int
+) -> None:
+    costs = Costs()
+    for num_submitted in (0, 1, 3, 11) * 4:
+        costs.target.observe(1, num_submitted, 1.0 if not num_submitted else 3.5 + 0.1 * num_submitted)
+        costs.pace.observe(1, 1.0)
+    session = session_of("budget", costs=costs, gamma=gamma, prices=prices)
+    node = session.tree.root
+    for _ in range(gamma):
+        session.grow(node, SURE)
+        (node,) = session.tree.children(node, 1)
+
+    assert len(session.propose() or []) == expected

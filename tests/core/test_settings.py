@@ -23,7 +23,7 @@ DISTRIBUTIONS = [
     Distribution((), (), 0.0),
 ]
 ALL = [(planner, name) for planner in PLANNERS for name in setting_names(planner)]
-SWITCHES = {"waits", "is_thrifty", "uses_text"}
+SWITCHES = {"waits", "is_thrifty", "uses_text", "uses_memory", "uses_heads", "deepens", "prices"}
 COUNTS = {"gamma", "num_guesses", "max_rows", "max_branches"}
 
 NO_NUMBERS: list[Any] = ["", "x", "4", "0.5", b"4", None, [], [1], {}, (1,), 1j, math.nan, math.inf, -math.inf]
@@ -52,7 +52,7 @@ def session_with(planner: str, chosen: dict[str, Any]) -> Session:
     costs = Costs()
     for rows in (1, 2, 4):
         costs.draft.observe(rows, 1.0 + 0.1 * rows)
-    costs.target.observe(1, 5.0)
+    costs.target.observe(1, 0, 5.0)
     made = make_planner(planner, chosen, ConstantPredictor(Signal.SOME))
     return Session([1, 2, 3, 1, 2], made, TopDraw(), costs)
 

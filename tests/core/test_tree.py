@@ -68,6 +68,14 @@ def test_a_chain_whose_distribution_is_exhausted_has_nothing_to_run() -> None:
     assert tree.unrun(tree.root, 2) is None
 
 
+def test_the_distributions_before_given_tokens_are_those_that_are_known(tree: Tree) -> None:
+    one = tree.root.children[0]
+
+    assert tree.distributions([1, 7, 8, 4, 4]) == [
+        tree.root.distribution, one.distribution, one.children[1].distribution, None, None
+    ]  # fmt: skip
+
+
 def test_positions_count_from_the_start_of_the_sequence(tree: Tree) -> None:
     assert [node.position for node in tree.walk(tree.root, 3)] == [2, 3, 4]
 

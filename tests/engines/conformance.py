@@ -129,6 +129,29 @@ class EngineConformance:
             for distribution, sequence in zip(distributions, sequences, strict=True)
         )
 
+    def test_a_chain_in_one_step_equals_its_tokens_one_by_one(self, engine: DraftEngine, is_close: Close) -> None:
+        trunk = engine.open()
+        engine.run([Row(trunk, (1, 2))])
+        forks = [engine.fork(trunk, 2), engine.fork(trunk, 1)]
+        rows = [Row(trunk, (3, 4, 1), 3), Row(forks[0], (2,)), Row(forks[1], (4, 3, 3), 2)]
+        distributions = engine.run(rows)
+        (behind,) = engine.run([Row(trunk, (2,))])
+        for handle in (trunk, *forks):
+            engine.close(handle)
+
+        sequences = [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 1], [1, 2, 2], [1, 4, 3], [1, 4, 3, 3], [1, 2, 3, 4, 1, 2]]
+        assert all(
+            is_close(distribution, fresh_distribution(engine, sequence))
+            for distribution, sequence in zip([*distributions, behind], sequences, strict=True)
+        )
+
+    def test_a_row_with_more_outputs_than_tokens_or_none_is_refused(self, engine: DraftEngine) -> None:
+        handle = engine.open()
+        for num_outputs in (0, 3):
+            with pytest.raises(ValueError, match="one output"):
+                engine.run([Row(handle, (1, 2), num_outputs)])
+        engine.close(handle)
+
     def test_two_rows_for_one_handle_are_refused(self, engine: DraftEngine) -> None:
         handle = engine.open()
         with pytest.raises(ValueError, match="one row per handle"):

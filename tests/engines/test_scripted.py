@@ -79,7 +79,7 @@ def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_distribution()
         engine.run([feeds[-1].row])
 
     assert [feed.row.tokens for feed in feeds] == [(0, 1), (2, 3), (4,)]
-    assert [feed.node for feed in feeds] == [None, None, session.tree.root]
+    assert [feed.nodes for feed in feeds] == [(None,), (None,), (session.tree.root,)]
     binding.close()
     assert engine.num_handles == 0
 
@@ -96,7 +96,7 @@ def test_a_verdict_in_the_middle_of_the_text_goes_on_from_what_was_fed() -> None
     (second,) = binding.feeds(session.tokens, session.tree, session.rows(), 2)
 
     assert second.row.tokens == (2, 3)
-    assert second.node is None
+    assert second.nodes == (None,)
 
 
 class Crowded(ScriptedEngine):
@@ -115,8 +115,9 @@ def test_rows_that_find_no_handle_are_left_out() -> None:
         nodes = session.rows()
         feeds = binding.feeds(session.tokens, session.tree, nodes)
         for feed, distribution in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
-            assert feed.node is not None
-            session.grow(feed.node, distribution)
+            (node,) = feed.nodes
+            assert node is not None
+            session.grow(node, distribution)
 
     assert len(nodes) == 3
     assert len(feeds) == 1
@@ -150,13 +151,61 @@ def draft_step(engine: Legible, binding: Binding, session: Session, piece_len: i
     """Run what the planner wants, whether verdicts are settled or not, and look at what every handle then holds."""
     nodes = session._planner.prepare(session.round)
     feeds = binding.feeds(session.tokens, session.tree, nodes, piece_len)
-    for feed, distribution in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
+    distributions = iter(engine.run([feed.row for feed in feeds]))
+    for feed in feeds:
         text = engine.text(feed.row.handle)
-        if feed.node is None:
+        if feed.nodes == (None,):
             assert text == tuple(session.tokens[: len(text)])
-        else:
-            assert text == text_to(session, feed.node)
-            session.grow(feed.node, distribution)
+        elif feed.nodes[-1] is not None:
+            assert text == text_to(session, feed.nodes[-1])
+        for node in feed.nodes:
+            distribution = next(distributions)
+            if node is not None:
+                assert distribution == engine._script.distribution(text_to(session, node))
+                session.grow(node, distribution)
+
+
+def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> None:
+    engine = Legible(random_script(0, 5))
+    binding = Binding(engine)
+    session = Session([0, 1], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    session.propose()
+    tree = session.tree
+    first = tree.plant(tree.root, 3, ("test", 3))
+    second, other = tree.plant(first, 4, ("test", 3)), tree.plant(first, 2, ("test", 3))
+    feeds = binding.feeds(session.tokens, tree, (tree.root, first, second, other))
+    distributions = engine.run([feed.row for feed in feeds])
+
+    assert [(feed.row.tokens, feed.row.num_outputs) for feed in feeds] == [((0, 1, 3, 4), 3)]
+    assert feeds[0].nodes == (tree.root, first, second)
+    assert distributions == [engine._script.distribution(text) for text in ((0, 1), (0, 1, 3), (0, 1, 3, 4))]
+
+    for node, distribution in zip((tree.root, first, second), distributions, strict=True):
+        session.grow(node, distribution)
+    third, beside = tree.plant(second, 1, ("test", 3)), tree.plant(other, 1, ("test", 3))
+    feeds = binding.feeds(session.tokens, tree, (third, other, beside))
+    distributions = engine.run([feed.row for feed in feeds])
+
+    assert [(feed.row.tokens, feed.nodes) for feed in feeds] == [((1,), (third,)), ((2, 1), (other, beside))]
+    assert [engine.text(feed.row.handle) for feed in feeds] == [(0, 1, 3, 4, 1), (0, 1, 3, 2, 1)]
+    assert len(distributions) == 3
+
+
+def test_what_is_guessed_waits_while_a_long_text_is_read() -> None:
+    engine = Legible(random_script(0, 5))
+    binding = Binding(engine)
+    session = Session([0, 1, 2], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    session.propose()
+    guess = session.tree.plant(session.tree.root, 3, ("test", 3))
+    feeds = []
+    for _ in range(2):
+        feeds += binding.feeds(session.tokens, session.tree, (session.tree.root, guess), 2)
+        engine.run([feeds[-1].row])
+
+    assert [(feed.row.tokens, feed.nodes) for feed in feeds] == [
+        ((0, 1), (None,)),
+        ((2, 3), (session.tree.root, guess)),
+    ]
 
 
 @dataclass(frozen=True)

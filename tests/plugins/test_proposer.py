@@ -34,6 +34,7 @@ class FixedClient:
         self.told: list[tuple[list[int], int]] = []
         self.outlooks: list[Outlook | None] = []
         self.expected: list[list[int]] = []
+        self.is_whole = False
 
     def expect(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
@@ -41,7 +42,8 @@ class FixedClient:
     def close(self) -> None:
         pass
 
-    def propose(self, rows: list[Committed]) -> list[list[int]]:
+    def propose(self, rows: list[Committed], is_whole: bool = False) -> list[list[int]]:
+        self.is_whole = is_whole
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.outlooks = [row.outlook for row in rows]
         return [list(self._proposal) for _ in rows]
@@ -354,3 +356,20 @@ def test_a_layout_that_would_be_wrong_stops_vllm_before_weights_are_loaded(
     with pytest.raises(LayoutError, match=cause):
         proposer_with(monkeypatch, target={"parallel": parallel})
     proposer_with(monkeypatch, target={"parallel": {"tensor_parallel_size": 2, "distributed_executor_backend": object}})
+
+
+def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch)
+    client: Any = proposer._client
+    seen = []
+    for sampled, rows in (
+        ([[3]], ([1, 2, 3],)),  # the first step: nobody knows what else was in it
+        ([[4]], ([1, 2, 3, 4],)),
+        ([[5], [7]], ([1, 2, 3, 4, 5], [6, 7])),  # another row has come
+        ([[6], [8]], ([1, 2, 3, 4, 5, 6], [6, 7, 8])),
+        ([[7], []], ([1, 2, 3, 4, 5, 6, 7], [6, 7, 8])),  # one is in prefill
+    ):
+        proposer.propose(sampled, *tokens(*rows))
+        seen.append(client.is_whole)
+
+    assert seen == [False, True, False, True, False]

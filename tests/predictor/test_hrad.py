@@ -12,8 +12,8 @@ import pytest
 
 from specbranch.core.costs import Costs
 from specbranch.core.draw import TopDraw
+from specbranch.core.guesser import Guesser
 from specbranch.core.round import Outlook, Round, Signal
-from specbranch.core.suffix import SuffixIndex
 from specbranch.core.tree import Tree
 from specbranch.predictor.hrad import Card, Hrad, HradError, read_hrad, survival, write_hrad
 from specbranch.predictor.told import ToldPredictor
@@ -162,7 +162,7 @@ def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
 
 
 def test_the_told_predictor_repeats_the_outlook_and_leaves_the_rest_to_confidence() -> None:
-    begun = Round(0, Tree([1], TopDraw(), Costs().calibration), Costs(), SuffixIndex([1]))
+    begun = Round(0, Tree([1], TopDraw(), Costs().calibration), Costs(), Guesser([1], Costs()))
     assert ToldPredictor().predict(begun) == Signal.SOME
 
     for signal in Signal:

@@ -131,3 +131,12 @@ def test_expensive_verification_and_a_shared_draft_make_slower() -> None:
     assert free > expensive > 1
     assert free > shared
     assert simulate(trace, Method("none"), Layout(8.0, 0.1, 4, 1.0)).speedup == pytest.approx(1.0)
+
+
+def test_where_steps_with_drafts_are_another_kind_prices_keep_from_a_loss() -> None:
+    trace = make_iid_trace(0.6, 8, 200, random.Random(0))
+    layout = Layout(4.0, 0.1, token_cost=1.0, entry_cost=8.0)
+    priced, unpriced = (simulate(trace, Method("budget", {"prices": prices}), layout) for prices in (True, False))
+
+    assert priced.speedup > 0.97 > 0.8 > unpriced.speedup
+    assert 0 < priced.stats.submitted < unpriced.stats.submitted / 10

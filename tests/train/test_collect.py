@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.trace import read_trace
-from specbranch.train.collect import _groups
+from specbranch.train.collect import groups_of
 from specbranch.train.examples import read_answers, read_examples
 from tests.engines.models import model_path
 
@@ -140,6 +140,6 @@ class _Words:
 def test_long_prompts_are_answered_few_at_a_time() -> None:
     """Hidden states of all prompts of a group are held in memory at once."""
     texts = ["a " * length for length in (10, 12_000, 11, 12_000, 13, 30_000, 12)]
-    groups = _groups(_Words(), {"chat": texts}, size=3)
+    groups = groups_of(_Words(), {"chat": texts}, size=3)
 
     assert [[len(one.tokens) for one in group] for group in groups] == [[10, 11, 12], [13, 12_000], [12_000], [30_000]]

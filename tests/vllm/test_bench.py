@@ -79,7 +79,7 @@ def test_methods_and_peers_are_measured_and_reported(directory: Path) -> None:
     assert (lines["specbranch"].step_ms or 0) > 0
     told = [record["draft_us"] for record in read_results(out).records if record["method"] == "specbranch"]
     assert all(first_us > 0 for first_us, _ in told)
-    said = specbranch("bench", "report", str(out), "--out", str(directory / "report"))
+    said = specbranch("bench", "report", str(out), "--out", str(directory / "report"), "--method", "specbranch")
     assert "where specbranch loses" in said
     assert "<svg" in (directory / "report" / "report.html").read_text()
 

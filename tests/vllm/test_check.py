@@ -47,7 +47,7 @@ def test_a_right_pair_holds(tmp_path: Path) -> None:
     assert document["holds"] is True
     names = [finding["name"] for finding in document["findings"]]
     assert sum(name.startswith("distribution: ") for name in names) == 9
-    assert {"greedy in float32: specbranch", "logprobs agree", "JSON parses", "stop string absent"} <= set(names)
+    assert {"greedy in float32: budget", "logprobs agree", "JSON parses", "stop string absent"} <= set(names)
     assert "all checks hold" in report.read_text()
 
 

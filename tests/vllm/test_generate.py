@@ -14,7 +14,14 @@ import pytest
 from tests.vllm.pair import require_pair
 
 QUESTION = ["--prompt", "Name three colours and say where they are found.", "--max-tokens", "40"]
-WAITING = ["--set", "waits=true", "--deadline-ms", "30000"]  # so that there are drafts on a machine that stands still
+WAITING = [
+    "--planner",
+    "specbranch",
+    "--set",
+    "waits=true",
+    "--deadline-ms",
+    "30000",
+]  # so that there are drafts on a machine that stands still
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -51,7 +51,8 @@ def bare(installed: None) -> list[str]:
 @pytest.fixture(scope="module")
 def served(bare: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # A draft as large as the target needs time, and with sixteen requests it is late unless it is waited for.
-    ours = ["--draft", DRAFT, "--gamma", "4", "--deadline-ms", "2000", "--set", "waits=true"]
+    ours = ["--draft", DRAFT, "--gamma", "4", "--deadline-ms", "2000", "--planner", "specbranch"]
+    ours += ["--set", "waits=true"]
     words = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     # So small a model would fill an object with line breaks for ever.
     words += ["--structured-outputs-config.disable_any_whitespace", "true"]

@@ -9,12 +9,13 @@ from typing import Any
 from specbranch.bench.profile import fit_line
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
+from specbranch.core.planners import longest_submission, setting_names
 from specbranch.simulation.presets import Pair
 from specbranch.simulation.simulate import Layout, Method, best_gamma, method_for, simulate
 from specbranch.trace import Trace
 
 _NONE = "none"
-_LONGEST = 8  # submission, as `specbranch serve` has it
+_LONGEST = 8  # window that is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +132,15 @@ def _best(trace: Trace, planner: str, terms: Terms, batch: int, sharing: float =
     layout = terms.layout(batch, sharing)
     acceptance = min(max(trace.match_share(), 0.01), 0.99)  # a short survey may show none or all
     pair = Pair("surveyed", layout.c, _LONGEST, acceptance, "", row_cost=layout.row_cost)
-    method = method_for(planner, pair, as_in_paper=False)
+    method = method_for(planner, pair, as_in_paper=False, has_text=trace.has_prompts)
     if planner == _NONE:
         return Forecast(batch, method, 1.0)
-    outcome = best_gamma(_at_least(trace, batch), method, layout, longest=_LONGEST)
+    answers = _at_least(trace, batch)
+    if "prices" in setting_names(planner):  # it finds the right length itself
+        longest = replace(method, settings={**method.settings, "gamma": longest_submission(planner)})
+        outcome = simulate(answers, longest, layout)
+    else:
+        outcome = best_gamma(answers, method, layout, longest=_LONGEST)
     return Forecast(batch, outcome.method, outcome.speedup / terms.slowdown)
 
 

@@ -114,7 +114,10 @@ def record_distributions(engine: DraftEngine, pairs: Sequence[_Pair], tell: Tell
                 distributions[index].append(distribution)
         for handle in handles:
             engine.close(handle)
-        answers += [Answer(tuple(answer), tuple(own)) for (_, answer), own in zip(group, distributions, strict=True)]
+        answers += [
+            Answer(tuple(answer), tuple(own), tuple(prompt))
+            for (prompt, answer), own in zip(group, distributions, strict=True)
+        ]
     return Trace(Header(draft=engine.info.model, task="survey"), tuple(answers))
 
 

@@ -52,7 +52,7 @@ def main(
 
 # The help lists panels and commands in this order; groups of commands come last in their panel.
 for command, panel, line in (
-    (serve, _USE, "specbranch serve TARGET --draft DRAFT --planner budget --port 8000"),
+    (serve, _USE, "specbranch serve TARGET --draft DRAFT --port 8000"),
     (generate, _USE, 'specbranch generate TARGET --draft DRAFT --prompt "Hello" --compare'),
     (plan, _JUDGE, "specbranch plan TARGET --draft DRAFT --prompts mine.jsonl"),
     (check, _JUDGE, "specbranch check TARGET --draft DRAFT --quick"),

@@ -22,6 +22,7 @@ from specbranch.cli.console import console_for, friendly_errors, print_help_alon
 from specbranch.cli.options import AsJson, Command, example
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
+from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.errors import SpecBranchError
 from specbranch.provenance import commit_note
 
@@ -88,7 +89,7 @@ def report(
         Path,
         typer.Option(metavar="DIR", help="Directory for report.html, report.md and the figures.", show_default=False),
     ],
-    method: Annotated[str, typer.Option(metavar="NAME", help="Method whose losses are listed.")] = "specbranch",
+    method: Annotated[str, typer.Option(metavar="NAME", help="Method whose losses are listed.")] = DEFAULT_PLANNER,
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the report.")] = "Benchmark",
 ) -> None:
     """Write a report with tables, figures, and where a method loses.

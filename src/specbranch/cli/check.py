@@ -22,7 +22,6 @@ from specbranch.cli.options import (
     DraftDtype,
     DraftEngine,
     Dtype,
-    Gamma,
     Planner,
     Predictor,
     Target,
@@ -34,7 +33,7 @@ from specbranch.cli.options import (
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.cli.values import table
-from specbranch.core.planners import planner_names, setting_names
+from specbranch.core.planners import DEFAULT_PLANNER, planner_names, setting_names
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
@@ -52,7 +51,7 @@ def _sizes(name: str) -> str:
 def check(
     target: Target,
     draft: Draft,
-    planner: Planner = "specbranch",
+    planner: Planner = DEFAULT_PLANNER,
     predictor: Predictor = "confidence",
     all_planners: Annotated[
         bool, typer.Option("--all-planners", help="Also check greedy equality with every other planner.")
@@ -76,7 +75,9 @@ def check(
     deadline_ms: Annotated[
         float, typer.Option(metavar="MS", help="Longest time that a target step waits for drafts.", min=1)
     ] = 2000.0,
-    gamma: Gamma = 4,
+    gamma: Annotated[
+        int, typer.Option("--gamma", metavar="N", help="Most draft tokens that the target verifies at once.", min=1)
+    ] = 4,
     draft_engine: DraftEngine = None,
     draft_device: DraftDevice = "auto",
     draft_dtype: DraftDtype = "auto",

@@ -51,6 +51,7 @@ from specbranch.cli.pair import Pair, PairOptions
 from specbranch.cli.screen import Screen
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
+from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.target import Request
@@ -75,8 +76,8 @@ def generate(
     max_tokens: MaxTokens = 256,
     temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.", min=0)] = 0.0,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Sampler seed; used if temperature > 0.")] = None,
-    planner: Planner = "specbranch",
-    gamma: Gamma = 8,
+    planner: Planner = DEFAULT_PLANNER,
+    gamma: Gamma = None,
     settings: Settings = None,
     predictor: Predictor = "confidence",
     deadline_ms: DeadlineMs = 1000.0,
@@ -116,7 +117,7 @@ def generate(
             target=target,
             draft=None if bare else draft,
             section={**section, "deadline_ms": deadline_ms, "is_gated": False},
-            gamma=gamma,
+            gamma=gamma or longest_submission(planner),
             draft_engine=draft_engine,
             draft_device=device.device,
             draft_dtype=draft_dtype,

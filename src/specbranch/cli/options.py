@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.remote import RemoteDraft
-from specbranch.core.planners import PLANNERS
+from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, longest_submission
 from specbranch.engines.options import DTYPES
 from specbranch.engines.registry import ENGINES
 
@@ -97,7 +97,14 @@ Planner = Annotated[
     typer.Option("--planner", metavar="NAME", help=f"Method that decides what to draft: {', '.join(PLANNERS)}."),
 ]
 Gamma = Annotated[
-    int, typer.Option("--gamma", metavar="N", help="Most draft tokens that the target verifies at once.", min=1)
+    int | None,
+    typer.Option(
+        "--gamma",
+        metavar="N",
+        help=f"Most draft tokens that the target verifies at once. Default: the planner's own, "
+        f"{longest_submission(DEFAULT_PLANNER)} for {DEFAULT_PLANNER}.",
+        min=1,
+    ),
 ]
 Settings = Annotated[
     list[str] | None,

@@ -43,6 +43,7 @@ from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.cli.remote import RemoteDraft
 from specbranch.cli.values import table
+from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.engines.options import found_model
 from specbranch.engines.registry import engine_for
 from specbranch.errors import SpecBranchError
@@ -117,8 +118,8 @@ def serve(
     draft_arg: DraftArg = None,
     draft_address: DraftAddress = None,
     draft_keys: DraftKeys = None,
-    planner: Planner = "specbranch",
-    gamma: Gamma = 8,
+    planner: Planner = DEFAULT_PLANNER,
+    gamma: Gamma = None,
     settings: Settings = None,
     predictor: Predictor = "confidence",
     deadline_ms: Annotated[
@@ -170,7 +171,7 @@ def serve(
             remote=remote_draft(draft_address, draft_keys),
             engine=engine,
             cores=cores,
-            gamma=gamma,
+            gamma=gamma or longest_submission(planner),
             section=section,
             flags=flags,
             on_cpu=launch.runs_on_cpu(),

@@ -119,7 +119,7 @@ def simulate(
         as_in_paper = form == "paper" or (form is None and trace is None and acceptance is None)
         case = _case(preset, trace, acceptance, c, gamma, row_cost, tokens, seed)
         layout = Layout(case.pair.c, case.pair.row_cost, batch)
-        method_of = partial(method_for, predictor=predictor, as_in_paper=as_in_paper)
+        method_of = partial(method_for, predictor=predictor, as_in_paper=as_in_paper, has_text=case.trace.has_prompts)
         outcomes = _run(case, [method_of(name, case.pair) for name in names], layout, seed, best)
         _print_table(console_for(as_json), case, layout, predictor, outcomes)
         if plot:

@@ -18,6 +18,9 @@ _PRIOR = 4.0  # so many observations is the draft's own word on ranks worth
 _LEAST = 1e-4  # no distribution is believed to be surer than this
 
 
+Grounds = tuple[str, int]  # of a guess: who made it, and how many tokens before it agreed
+
+
 class Calibration:
     """Learned from one target's verdicts; a number counts half after `half_life` later ones of its kind."""
 
@@ -27,7 +30,7 @@ class Calibration:
         self._slope_sq, self._shift_sq = 0.1, 0.1  # sums of squared gradients, which set the pace of learning
         self._found = [0.0] * _RANKS  # tokens of this rank, where the first choice was wrong
         self._expected = [0.0] * _RANKS  # and how many the distributions spoke of
-        self._repeats: dict[int, tuple[float, float]] = {}  # by tokens that agreed: how often seen, how often right
+        self._guesses: dict[Grounds, tuple[float, float]] = {}  # how often seen, how often right
 
     def first_chance(self, distribution: Distribution) -> float:
         """How likely the distribution's first choice is right."""
@@ -56,15 +59,15 @@ class Calibration:
             self._expected[rank] = self._expected[rank] * self._keep + _share(distribution, index)
             self._found[rank] = self._found[rank] * self._keep + (distribution.ids[index] == token)
 
-    def repeat_chance(self, num_agreed: int) -> float:
-        """How likely a sequence goes on as it did the last time, where so many tokens agree."""
-        seen, right = self._repeats.get(num_agreed, (0.0, 0.0))
+    def guess_chance(self, grounds: Grounds) -> float:
+        """How likely a token is right that was guessed on these grounds."""
+        seen, right = self._guesses.get(grounds, (0.0, 0.0))
         return (right + _PRIOR / 2) / (seen + _PRIOR)
 
-    def observe_repeat(self, num_agreed: int, is_right: bool) -> None:
-        """Take in whether it did."""
-        seen, right = self._repeats.get(num_agreed, (0.0, 0.0))
-        self._repeats[num_agreed] = (seen * self._keep + 1, right * self._keep + is_right)
+    def observe_guess(self, grounds: Grounds, is_right: bool) -> None:
+        """Take in whether it was."""
+        seen, right = self._guesses.get(grounds, (0.0, 0.0))
+        self._guesses[grounds] = (seen * self._keep + 1, right * self._keep + is_right)
 
     def _turn(self, log_odds: float, error: float) -> None:
         """Move the line against an error: a gradient step of logistic loss, shorter the more was learned already."""

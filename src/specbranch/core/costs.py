@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from specbranch.core.calibration import Calibration
+from specbranch.core.memory import AnswerMemory
+
+# Before the first step with drafts is seen, one is only sent where much of it will be accepted: its cost is unknown.
+_FEARED_PRICE, _FEARED_ENTRY = 0.5, 1.0
+_FEARFUL_STEPS = 8  # after so many half of that fear is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +67,113 @@ class StepEstimate:
         return StepCost(max(mean_y - slope * mean_x, 0.0), slope)
 
 
+class TargetEstimate:
+    """A target's step times: those of plain steps and, apart, those of steps with drafts.
+
+    The first draft token of a step may cost more than the next one: a product of one row reads weights another way
+    than one of several. So the two kinds have a line each. What was learned of drafts, or feared of them before the
+    first, fades while none are submitted, so that they are tried again in the end.
+    """
+
+    def __init__(self, half_life: float = 256.0) -> None:
+        self._keep = 0.5 ** (1 / half_life)
+        self._all, self._plain, self._drafted = StepEstimate(), StepEstimate(), StepEstimate()
+        self._num_rows = 1
+        self._belief = 0.0  # in what is known of steps with drafts
+        self._num_steps = 0
+
+    def observe(self, num_rows: int, num_submitted: int, step_s: float) -> None:
+        """Take in one step: its sequences, the draft tokens of all of them, its time."""
+        tokens = num_rows + num_submitted
+        self._num_rows = num_rows
+        self._num_steps += 1
+        self._belief = 1.0 if num_submitted else self._belief * self._keep
+        self._all.observe(tokens, step_s)
+        (self._drafted if num_submitted else self._plain).observe(tokens, step_s)
+
+    @property
+    def cost(self) -> StepCost | None:
+        """One line over all steps, by the tokens in them; None before the first."""
+        return self._all.cost
+
+    @property
+    def fear(self) -> float:
+        """How much to fear of steps with drafts, from 1 to 0, before the first was seen."""
+        return 0.0 if self._drafted.cost else 0.5 ** (self._num_steps / _FEARFUL_STEPS)
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens per second without drafts, as the batch is now; 0 if that is not known."""
+        plain = self._plain.cost
+        return self._num_rows / max(plain.at(self._num_rows), 1e-9) if plain else 0.0
+
+    @property
+    def more_s(self) -> float:
+        """Time of a further draft token."""
+        drafted, both = self._drafted.cost, self._all.cost
+        if drafted is None or both is None:
+            return 0.0
+        return self._belief * (drafted.more_s or both.more_s)
+
+    @property
+    def entry_s(self) -> float:
+        """Time that each sequence's first draft token takes beyond that of a further one, as the batch is now."""
+        drafted, plain = self._drafted.cost, self._plain.cost
+        if drafted is None or plain is None or not drafted.more_s:
+            return 0.0
+        without = drafted.at(self._num_rows)  # as if no drafts were in a step of that kind
+        return self._belief * max(without - plain.at(self._num_rows), 0.0) / self._num_rows
+
+
+class Pace:
+    """Tokens that a target emits per second of its steps; a step counts half after `half_life` later ones."""
+
+    def __init__(self, half_life: float = 32.0) -> None:
+        self._keep = 0.5 ** (1 / half_life)
+        self._tokens = self._time_s = 0.0
+
+    def observe(self, tokens: int, step_s: float) -> None:
+        """Take in one step: the tokens that it committed, and its time."""
+        self._tokens = self._tokens * self._keep + tokens
+        self._time_s = self._time_s * self._keep + step_s
+
+    @property
+    def per_s(self) -> float:
+        """Tokens per second; 0 before the first step."""
+        return self._tokens / self._time_s if self._time_s > 0 else 0.0
+
+
 @dataclass(slots=True)
 class Costs:
-    """What was learned of a pair: both devices' step times, and how often the draft is right."""
+    """What was learned of a pair: both devices' step times, how often the draft is right, and past answers.
+
+    The target's step time is by the tokens in it, of all sequences together: those to verify and one more for each.
+    """
 
     draft: StepEstimate = field(default_factory=StepEstimate)
-    target: StepEstimate = field(default_factory=StepEstimate)
+    target: TargetEstimate = field(default_factory=TargetEstimate)
     calibration: Calibration = field(default_factory=Calibration)
+    memory: AnswerMemory = field(default_factory=AnswerMemory)
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def price(self) -> float:
+        """The chance below which a further draft token is not worth verifying.
+
+        A token in the target's step takes time in which the whole batch would have emitted that many tokens. Where
+        verifying is free, everything is worth it.
+        """
+        return _FEARED_PRICE * self.target.fear + min(1.0, self.target.more_s * self._rate)
+
+    @property
+    def entry(self) -> float:
+        """What a submission must bring beyond the prices of its tokens, in tokens: the first costs more."""
+        return _FEARED_ENTRY * self.target.fear + self.target.entry_s * self._rate
+
+    @property
+    def _rate(self) -> float:
+        """Tokens per second that time is worth: what the target does now, or would do without drafts."""
+        return max(self.pace.per_s, self.target.plain_rate)
 
     def draft_steps_per_target_step(self, rows: int) -> float | None:
         """The speed ratio c for draft steps of that many rows; None until both devices have been seen."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from specbranch.core.calibration import Grounds
 from specbranch.core.distribution import Distribution
 
 
@@ -29,6 +30,8 @@ class Node:
     distribution: Distribution | None = None  # of the next token, once the node was run
     is_submitted: bool = False
     fate: Fate | None = None
+    grounds: Grounds | None = None  # of a token that was guessed, not drawn from a distribution
+    guess: tuple[int, float] | None = None  # by the draft's head: the token that follows, and how sure it is
     has_served: bool = False  # a token drawn after this one was committed
     log_chance: float = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
 

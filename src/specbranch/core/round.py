@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from specbranch.core.costs import Costs
-from specbranch.core.suffix import SuffixIndex
+from specbranch.core.guesser import Guesser
 from specbranch.core.tree import Tree
 
 
@@ -35,7 +35,7 @@ class Round:
     index: int
     tree: Tree
     costs: Costs
-    suffixes: SuffixIndex
+    guesser: Guesser
     is_hit: bool = False
     signal: Signal | None = None
     outlook: Outlook | None = None  # told by the target with the verdict that opened the round

@@ -13,11 +13,11 @@ from typing import Any
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import Draw
+from specbranch.core.guesser import Guesser
 from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner
 from specbranch.core.round import Outlook, Round
 from specbranch.core.stats import Stats
-from specbranch.core.suffix import SuffixIndex
 from specbranch.core.tree import Tree
 from specbranch.core.verdict import Verdict
 
@@ -50,7 +50,9 @@ class Session:
         self.is_finished = False
         self._planner = planner
         self._ending = ending or Ending()
-        self.round = Round(0, Tree(prompt, draw, costs.calibration), costs, SuffixIndex(self.tokens))
+        self._answer = costs.memory.begin()
+        tree = Tree(prompt, draw, costs.calibration)
+        self.round = Round(0, tree, costs, Guesser(self.tokens, costs, self._answer))
 
     @property
     def tree(self) -> Tree:
@@ -92,8 +94,12 @@ class Session:
         self.stats.rows += 1
 
     def settle(self) -> None:
-        """Count what verdicts have rolled back. Done before drafting goes on, not before the target is answered."""
+        """Count what verdicts have rolled back, and remember what was said.
+
+        Done before drafting goes on, not before the target is answered.
+        """
         self.stats.settle(self.tree.settle())
+        self.round.costs.memory.add(self._answer, self.tokens[self.prompt_len + len(self._answer.tokens) :])
 
     def commit(
         self, tokens: Sequence[int], num_submitted: int | None = None, outlook: Outlook | None = None
@@ -125,7 +131,7 @@ class Session:
         tree.learn(committed)
         tree.commit(committed)
         is_hit = tree.root.distribution is not None
-        self.round = Round(old.index + 1, tree, old.costs, old.suffixes, is_hit=is_hit, outlook=outlook)
+        self.round = Round(old.index + 1, tree, old.costs, old.guesser, is_hit=is_hit, outlook=outlook)
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:
         stats = self.stats

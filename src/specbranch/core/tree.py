@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from specbranch.core.calibration import Calibration
+from specbranch.core.calibration import Calibration, Grounds
 from specbranch.core.distribution import Distribution
 from specbranch.core.draw import Draw
 from specbranch.core.node import Fate, Node
@@ -61,6 +61,15 @@ class Tree:
             chain.append(node)
         return chain
 
+    def walk_run(self, start: Node, length: int) -> list[Node]:
+        """The principal chain below `start` as far as the draft itself proposes it: behind nodes that were run."""
+        chain: list[Node] = []
+        node = start
+        while len(chain) < length and node.distribution is not None and (node.children or self._grow(node)):
+            node = node.children[0]
+            chain.append(node)
+        return chain
+
     def unrun(self, start: Node, length: int) -> Node | None:
         """The node to run so that the chain below `start` grows to `length` tokens; None if it is that long already.
 
@@ -70,9 +79,13 @@ class Tree:
         tip = chain[-1] if chain else start
         return tip if len(chain) < length and tip.distribution is None else None
 
-    def frontier(self, start: Node, depth: int, count: int, least: float) -> list[tuple[Node, float]]:
+    def frontier(
+        self, start: Node, depth: int, count: int, least: float, guess: Callable[[Node], object] | None = None
+    ) -> list[tuple[Node, float]]:
         """The likeliest nodes at or below `start` that were not run yet, each with its chance seen from there.
 
+        A node comes before its children, which were planted: they can run in the same step. `guess` may plant some
+        below a node that is found.
         At most `count`, none deeper than `depth` tokens or with a chance below `least`. No child is drawn that could
         not have that chance.
         """
@@ -82,10 +95,12 @@ class Tree:
         while heap and len(found) < count:
             weight, _, node = heapq.heappop(heap)
             nexts = []
-            if node.distribution is None:  # its children, if planted, wait for it
+            if node.distribution is None:
                 found.append((node, math.exp(-weight)))
-            elif node.position < start.position + depth:
-                nexts.append((node, 1))
+                if guess is not None and not node.children:
+                    guess(node)
+            if node.position < start.position + depth:
+                nexts.append((node, 1))  # of a node that was not run: a child that was planted
             if node is not start and node.parent is not None:
                 nexts.append((node.parent, node.parent.children.index(node) + 2))
             for parent, rank in nexts:
@@ -106,12 +121,16 @@ class Tree:
             return None
         return children[-1]
 
-    def plant(self, parent: Node, token: int, chance: float) -> Node:
-        """A child that no distribution proposed, below a node that was not run; `chance` is how likely it is right.
+    def plant(self, parent: Node, token: int, grounds: Grounds) -> Node:
+        """A child that is guessed, below a node that was not run; how likely it is right was learned by its grounds.
 
         Only for verification by match (rule A), which takes any proposal.
         """
-        return parent.child_with(token) or self._add(parent, token, chance)
+        child = parent.child_with(token)
+        if child is None:
+            child = self._add(parent, token, self._calibration.guess_chance(grounds))
+            child.grounds = grounds
+        return child
 
     def set_distribution(self, node: Node, distribution: Distribution) -> None:
         """Take in a node's distribution. Children that were planted before get their chances and their ranks by it."""
@@ -122,6 +141,7 @@ class Tree:
         if distribution.ids and distribution.ids[0] not in [child.token for child in planted]:
             self._grow(node)
         for child in planted:
+            _tell_first(child, distribution)
             if child.token in distribution.ids:
                 chance = self._calibration.chance(distribution, child.token)
             else:
@@ -180,10 +200,17 @@ class Tree:
         return total
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Let the calibration see where the draft's distributions were right, before these tokens are committed."""
-        for distribution, token in zip(self.distributions(tokens), tokens, strict=True):
-            if distribution is not None:
-                self._calibration.observe(distribution, token)
+        """Let the calibration see where distributions and guesses were right, before these tokens are committed."""
+        node: Node | None = self.root
+        for token in tokens:
+            if node is None:
+                return
+            if node.distribution is not None:
+                self._calibration.observe(node.distribution, token)
+            for child in node.children:
+                if child.grounds is not None:
+                    self._calibration.observe_guess(child.grounds, child.token == token)
+            node = node.child_with(token)
 
     def distributions(self, tokens: Sequence[int]) -> list[Distribution | None]:
         """The draft's distribution before each of these tokens after the root; None where it is not known."""
@@ -201,7 +228,8 @@ class Tree:
         token = self._draw.draw(node.distribution, [child.token for child in node.children])
         if token is None:
             return False
-        self._add(node, token, self._calibration.chance(node.distribution, token))
+        child = self._add(node, token, self._calibration.chance(node.distribution, token))
+        _tell_first(child, node.distribution)
         return True
 
     def _add(self, node: Node, token: int, chance: float) -> Node:
@@ -233,3 +261,9 @@ class Tree:
             path.append(child)
             node = child
         return path
+
+
+def _tell_first(child: Node, distribution: Distribution) -> None:
+    """The first choice of a distribution hears what is guessed behind it. It outlives its parent."""
+    if distribution.ids[:1] == (child.token,):
+        child.guess = distribution.guess

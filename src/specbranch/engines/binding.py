@@ -18,14 +18,20 @@ from specbranch.engines.protocol import DraftEngine, EngineFull, Row
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A row for the engine, and how many tokens its handle holds before.
+    """A row for the engine, the nodes that its outputs belong to, and how many tokens its handle holds before.
 
-    Without a node it only reads a part of the sequence, and its distribution is not needed.
+    A node of None only reads a part of the sequence, and its distribution is not needed.
     """
 
     row: Row
-    node: Node | None
+    nodes: tuple[Node | None, ...]
     held: int
+
+    def with_child(self, node: Node) -> Feed:
+        """The same with a child of the last node, which is guessed and runs in the same step."""
+        row = self.row
+        longer = Row(row.handle, (*row.tokens, node.token), row.num_outputs + 1)
+        return Feed(longer, (*self.nodes, node), self.held)
 
 
 class Binding:
@@ -50,23 +56,36 @@ class Binding:
     def feeds(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], piece_len: int = 1 << 30) -> list[Feed]:
         """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed.
 
-        Of a sequence that is still to be read at most `piece_len` tokens are fed.
+        A node may follow its parent: both then run in this step, in one row. Of a sequence that is still to be read at
+        most `piece_len` tokens are fed.
         """
         self._reattach(tokens, tree)
         if nodes and not self._tips:
-            nodes = (tree.root,)  # without it nothing below can be reached
+            # Without the root nothing below can be reached; what is guessed behind it may go with it.
+            nodes = (tree.root, *_chain_below(tree.root, nodes))
         covered = self._covered()
         free = set(self._tips)
-        feeds = []
+        feeds: list[Feed] = []
+        fed: dict[Node, int] = {}  # the feed whose last node this is
         for node in nodes:
+            number = fed.pop(node.parent, None) if node.parent is not None else None
+            if number is not None:
+                feeds[number] = feeds[number].with_child(node)
+                self._tips[feeds[number].row.handle] = node
+                fed[node] = number
+                continue
             try:
-                feeds.append(
+                feed = (
                     self._feed_root(tokens, node, piece_len)
                     if node is tree.root
                     else self._feed_below(node, covered, free)
                 )
             except EngineFull:
                 break
+            feeds.append(feed)
+            if self._trunk is not None:  # only a part of the sequence was read; the root itself was not reached
+                break
+            fed[node] = len(feeds) - 1
         return feeds
 
     def lend(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
@@ -98,10 +117,10 @@ class Binding:
         row = Row(handle, tuple(tokens[start:end]))
         if end <= root.position:
             self._trunk = (handle, end)
-            return Feed(row, None, start)
+            return Feed(row, (None,), start)
         self._trunk = None
         self._tips[handle] = root
-        return Feed(row, root if root.distribution is None else None, start)
+        return Feed(row, (root if root.distribution is None else None,), start)
 
     def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> Feed:
         path, parent = [node.token], node.parent
@@ -115,7 +134,7 @@ class Binding:
         else:
             handle = self._engine.fork(handle, parent.position + 1)
         self._tips[handle] = node
-        return Feed(Row(handle, tuple(reversed(path))), node, parent.position + 1)
+        return Feed(Row(handle, tuple(reversed(path))), (node,), parent.position + 1)
 
     def _reattach(self, tokens: Sequence[int], tree: Tree) -> None:
         """Bring the handles to the tree's present root. A tip is alive if the way up from it ends there."""
@@ -142,6 +161,15 @@ class Binding:
                 covered[node] = handle
                 node = node.parent
         return covered
+
+
+def _chain_below(root: Node, nodes: Sequence[Node]) -> list[Node]:
+    """Of these nodes those that follow each other from the root on."""
+    chain: list[Node] = []
+    for node in nodes:
+        if node.parent is (chain[-1] if chain else root):
+            chain.append(node)
+    return chain
 
 
 def _path(tip: Node) -> list[Node]:

@@ -56,13 +56,15 @@ class _Fed:
     token: int
     position: int
     handle: int
-    row: int | None  # the row that this token is the last of, whose distribution is read here
+    is_output: bool  # its distribution is asked for
 
 
 class LlamaCppEngine:
     """A GGUF model in llama.cpp."""
 
     def __init__(self, options: EngineOptions) -> None:
+        if options.heads is not None:
+            raise EngineError("the llamacpp engine has no heads; leave --heads out, or take the torch engine")
         llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = model_params(options.device)
@@ -116,7 +118,7 @@ class LlamaCppEngine:
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
         lengths = [len(self._cells.path(row.handle)) for row in rows]
         self._cells.extend(rows)
-        distributions: list[Distribution | None] = [None] * len(rows)
+        distributions: list[Distribution] = []
         fed = list(_fed(rows, lengths))
         for start in range(0, len(fed), _BATCH):
             chunk = fed[start : start + _BATCH]
@@ -124,9 +126,9 @@ class LlamaCppEngine:
                 self._undo(rows, lengths)
                 raise EngineFull("llama.cpp has no room in its cache for this step; close handles or truncate them")
             for index, item in enumerate(chunk):
-                if item.row is not None:
-                    distributions[item.row] = self._distribution(index)
-        return [distribution for distribution in distributions if distribution is not None]
+                if item.is_output:
+                    distributions.append(self._distribution(index))
+        return distributions
 
     def shutdown(self) -> None:
         if self._context is not None:
@@ -143,7 +145,7 @@ class LlamaCppEngine:
             batch.pos[index] = item.position
             batch.n_seq_id[index] = 1
             batch.seq_id[index][0] = item.handle
-            batch.logits[index] = item.row is not None
+            batch.logits[index] = item.is_output
         code = llama_cpp.llama_decode(self._context, batch)
         if code < 0 or code > 1:
             cause = "invalid input, such as a token outside the vocabulary" if code == -1 else "see llama.h"
@@ -300,7 +302,7 @@ def _meta_number(model: Any, name: str) -> int | None:
 
 
 def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:
-    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        last = len(row.tokens) - 1
+    for row, length in zip(rows, lengths, strict=True):
+        first = len(row.tokens) - row.num_outputs
         for offset, token in enumerate(row.tokens):
-            yield _Fed(token, length + offset, row.handle, number if offset == last else None)
+            yield _Fed(token, length + offset, row.handle, offset >= first)

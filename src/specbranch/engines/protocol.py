@@ -43,18 +43,27 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens to append to one handle, at least one. The distribution behind the last of them is returned."""
+    """Tokens to append to one handle, at least one. Distributions behind the last `num_outputs` of them are returned.
+
+    More than one output is a chain that is guessed: each token's distribution confirms the next one or not.
+    """
 
     handle: int
     tokens: tuple[int, ...]
+    num_outputs: int = 1
 
 
 def require_rows(rows: Sequence[Row]) -> None:
-    """Raise `ValueError` unless the rows have different handles and a token each. Every engine's `run` must check."""
+    """Raise `ValueError` unless the rows have different handles, a token and an output each.
+
+    Every engine's `run` must check.
+    """
     if len({row.handle for row in rows}) < len(rows):
         raise ValueError("one step takes at most one row per handle")
     if not all(row.tokens for row in rows):
         raise ValueError("a row needs at least one token")
+    if not all(1 <= row.num_outputs <= len(row.tokens) for row in rows):
+        raise ValueError("a row has from one output to as many as it has tokens")
 
 
 def require_length(handle: int, held: int, length: int) -> None:
@@ -116,6 +125,8 @@ class DraftEngine(Protocol):
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
         """Append every row's tokens to its handle, in one batch; the distributions behind the rows, in their order.
+
+        A row with several outputs gives several distributions, in the order of its tokens.
 
         Rows may differ in length: most have one token, a prefill has thousands. A distribution must depend on the
         handle's tokens only, up to rounding: not on other rows, their order, or how the tokens came into the cache. It

@@ -18,7 +18,7 @@ from specbranch.core.node import Node
 from specbranch.core.session import Session
 from specbranch.core.verdict import Verdict
 from specbranch.core.verify import Offer, match, reject
-from specbranch.engines.binding import Binding
+from specbranch.engines.binding import Binding, Feed
 from specbranch.engines.protocol import DraftEngine, EngineInfo, Row, require_length, require_rows
 
 State = Hashable
@@ -114,17 +114,19 @@ class ScriptedEngine:
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
         require_rows(rows)
-        return [self._run(row) for row in rows]
+        return [distribution for row in rows for distribution in self._run(row)]
 
     def shutdown(self) -> None:
         self._cells.clear()
 
-    def _run(self, row: Row) -> Distribution:
+    def _run(self, row: Row) -> list[Distribution]:
         cell = self._cells[row.handle]
+        passed = []
         for token in row.tokens:
             cell = _Cell(self._script.advance(cell.state, token), cell.length + 1, cell)
+            passed.append(cell)
         self._cells[row.handle] = cell
-        return self._script.distribution(cell.state)
+        return [self._script.distribution(cell.state) for cell in passed[-row.num_outputs :]]
 
     def _hold(self, cell: _Cell) -> int:
         handle = next(self._handles)
@@ -154,12 +156,13 @@ class EngineLane:
         by_session: dict[Session, list[Node]] = {}
         for session, node in rows:
             by_session.setdefault(session, []).append(node)
-        fed: dict[Node, Row] = {}
+        feeds: list[Feed] = []
         for session, nodes in by_session.items():
             binding = self._bindings.setdefault(session, Binding(self._engine))
-            feeds = binding.feeds(session.tokens, session.tree, nodes)
-            fed.update(zip(nodes, (feed.row for feed in feeds), strict=True))
-        return self._engine.run([fed[node] for _, node in rows]), self._cost.at(len(rows))
+            feeds += binding.feeds(session.tokens, session.tree, nodes)
+        run = [node for feed in feeds for node in feed.nodes]
+        found = dict(zip(run, self._engine.run([feed.row for feed in feeds]), strict=True))
+        return [found[node] for _, node in rows], self._cost.at(len(rows))
 
     def close(self) -> None:
         """Give all handles back."""
@@ -173,18 +176,25 @@ class EngineLane:
 
 
 class ScriptedTarget:
-    """A target lane whose model is a script, verifying by rule A (`match`) or rule B (`reject`)."""
+    """A target lane whose model is a script, verifying by rule A (`match`) or rule B (`reject`).
 
-    def __init__(self, script: Script, cost: StepCost, chance: Chance, rule: Rule = "match") -> None:
+    `entry_s` is what a step with drafts takes beyond the cost of its tokens.
+    """
+
+    def __init__(
+        self, script: Script, cost: StepCost, chance: Chance, rule: Rule = "match", entry_s: float = 0.0
+    ) -> None:
         self._script = script
         self._cost = cost
+        self._entry_s = entry_s
         self._chance = chance
         self._rule = rule
         self._states: WeakKeyDictionary[Session, tuple[int, State]] = WeakKeyDictionary()
 
     def step_s(self, sessions: Sequence[Session]) -> float:
         # What costs is a token of the batch, submitted or to be made.
-        return self._cost.at(sum(1 + len(session.submitted) for session in sessions))
+        num_submitted = sum(len(session.submitted) for session in sessions)
+        return self._cost.at(len(sessions) + num_submitted) + (self._entry_s if num_submitted else 0.0)
 
     def verify(self, session: Session) -> Verdict:
         states = [self._state(session)]

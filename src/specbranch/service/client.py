@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import VocabSample
 from specbranch.service.connection import Connection
@@ -30,6 +31,7 @@ from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
     MAX_SEQUENCE,
+    MAX_STEP_US,
     VERSION,
     Hello,
     Open,
@@ -76,7 +78,7 @@ class ClientOptions:
     """
 
     address: str
-    planner: str = "specbranch"
+    planner: str = DEFAULT_PLANNER
     settings: Mapping[str, Any] = field(default_factory=dict)
     predictor: str = "confidence"
     deadline_s: float = 0.05
@@ -113,6 +115,7 @@ class DraftClient:
         self._namespace = options.namespace or os.urandom(16)
         self._connection = Connection(options.address, options.keys)
         self._round = 0
+        self._returned_s: float | None = None  # when the last call of `propose` ended
         self._is_lagging = False
         self._proposed: dict[bytes, int] = {}  # by digest of the sequence, of the last step only
         self._sent: dict[bytes, float] = {}  # when whole sequences went out, by the names that they have now
@@ -136,21 +139,27 @@ class DraftClient:
         """Whether the service's draft has another vocabulary than the target, so that nothing is drafted."""
         return self._fit.is_other
 
-    def propose(self, rows: Sequence[Committed]) -> list[list[int]]:
-        """Tokens to submit for every row; empty lists where there are none in time. Never raises."""
+    def propose(self, rows: Sequence[Committed], is_whole: bool = False) -> list[list[int]]:
+        """Tokens to submit for every row; empty lists where there are none in time. Never raises.
+
+        `is_whole`: the engine's step since the last call has decoded these rows and nothing else, so that its time
+        tells what verifying costs.
+        """
         nothing: list[list[int]] = [[] for _ in rows]
         if not self._connection.is_ours():
             return nothing
         self.counts.calls += 1
         start_s = time.monotonic()
+        step_us = int(1e6 * (start_s - self._returned_s)) if is_whole and self._returned_s is not None else 0
         try:
-            return self._propose(rows, start_s + self._options.deadline_s) or nothing
+            return self._propose(rows, start_s + self._options.deadline_s, min(step_us, MAX_STEP_US)) or nothing
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed; this step goes without drafts")
             return nothing
         finally:
-            self.counts.wait_s += time.monotonic() - start_s
+            self._returned_s = time.monotonic()
+            self.counts.wait_s += self._returned_s - start_s
 
     def expect(self, prompts: Sequence[Tokens]) -> None:
         """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""
@@ -185,7 +194,7 @@ class DraftClient:
         """Let go of the connection; nothing that is still queued is waited for."""
         self._connection.close()
 
-    def _propose(self, rows: Sequence[Committed], end_s: float) -> list[list[int]] | None:
+    def _propose(self, rows: Sequence[Committed], end_s: float, step_us: int) -> list[list[int]] | None:
         self._drain(end_s)
         if self._fit.is_other:
             self.counts.other_vocab += 1
@@ -202,7 +211,8 @@ class DraftClient:
         step_rows = [self._step_row(rows[index]) for index in sent]
         self._proposed = {}
         self._sent = self._sent_before(step_rows)
-        if not self._send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows)):
+        step_us = step_us if len(sent) == len(rows) else 0  # rows that are left out were in the step too
+        if not self._send(Step(self._round, self._namespace, wait_s * 1000 * 0.9, step_rows, step_us)):
             self.counts.unreachable += 1
             self._sent = {}  # whoever comes will not know them
             return None

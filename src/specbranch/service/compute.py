@@ -211,8 +211,9 @@ class Compute:
         start_s = self._clock()
         try:
             distributions = self._engine.run([feed.row for _, feed in feeds])
-            if len(distributions) != len(feeds):
-                raise EngineError(f"the engine gave {len(distributions)} distributions for {len(feeds)} rows")
+            num_outputs = sum(len(feed.nodes) for _, feed in feeds)
+            if len(distributions) != num_outputs:
+                raise EngineError(f"the engine gave {len(distributions)} distributions for {num_outputs} outputs")
         except EngineFull:
             self.counts.failed_steps += 1
             self._recover(list(dict.fromkeys(session for session, _ in feeds)))
@@ -229,9 +230,10 @@ class Compute:
             self._notify()
 
     def _place(self, feeds: list[tuple[DraftSession, Feed]], distributions: list[Distribution]) -> None:
-        for (session, feed), distribution in zip(feeds, distributions, strict=True):
-            if feed.node is not None:
-                self.faults.contain(session, self._grow, session, feed.node, distribution)
+        asked = [(session, node) for session, feed in feeds for node in feed.nodes]
+        for (session, node), distribution in zip(asked, distributions, strict=True):
+            if node is not None:
+                self.faults.contain(session, self._grow, session, node, distribution)
 
     def _grow(self, session: DraftSession, node: Node, distribution: Distribution) -> None:
         with session.lock:
@@ -255,10 +257,11 @@ class Compute:
 
     def _count(self, feeds: list[tuple[DraftSession, Feed]], step_s: float) -> None:
         self.counts.steps += 1
-        self.counts.rows += len(feeds)
+        num_rows = sum(feed.row.num_outputs for _, feed in feeds)
+        self.counts.rows += num_rows
         self.counts.step_s += step_s
-        if all(len(feed.row.tokens) == 1 for _, feed in feeds):
-            self.cost.observe(len(feeds), step_s)
+        if all(len(feed.row.tokens) == feed.row.num_outputs for _, feed in feeds):
+            self.cost.observe(num_rows, step_s)
 
     def _recover(self, sessions: list[DraftSession]) -> None:
         """After a step without room the handles of its drafts are given back: they start from the sequence again."""

@@ -135,7 +135,7 @@ class Dispatch:
 
     def _serve_step(self, client: Client, step: Step) -> list[Answer]:
         now_s = self._clock()
-        self._tenants.step_ended(step.namespace, now_s)
+        self._tenants.step_ended(step, now_s)
         self._drop_pending(client)
         self.counts.steps += 1
         step_counter = self._tenants.step_counter(client)

@@ -77,7 +77,7 @@ class Observer:
         """A draft step is over; its distributions are not in the trees yet. A session without any is in prefill."""
         if self._timeline is not None:
             num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
-            is_prefill = any(feed.node is None or not session.core.stats.rows for session, feed in feeds)
+            is_prefill = any(feed.nodes[0] is None or not session.core.stats.rows for session, feed in feeds)
             numbers = {session.number for session, _ in feeds}
             self._timeline.draft(start_s, end_s, len(feeds), num_tokens, is_prefill, numbers)
 

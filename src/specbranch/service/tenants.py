@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from specbranch.core.costs import Costs, StepEstimate
+from specbranch.core.memory import AnswerMemory, Room
 from specbranch.service.sessions import StepCounter
+from specbranch.service.wire import Step
 
 T = TypeVar("T")
 _MOST = 1024
@@ -19,6 +21,7 @@ _LONGEST_STEP_S = 10.0  # a longer pause between two steps is a target at rest
 class _Tenant:
     costs: Costs
     answered_s: float | None = None
+    is_told: bool = False  # how long its steps take
 
 
 class Tenants:
@@ -26,6 +29,7 @@ class Tenants:
 
     def __init__(self, draft_cost: StepEstimate) -> None:
         self._draft_cost = draft_cost
+        self._room = Room()
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
         self._step_counters: OrderedDict[bytes, StepCounter] = OrderedDict()
 
@@ -37,18 +41,30 @@ class Tenants:
         """The steps of one client."""
         return _kept(self._step_counters, client, StepCounter)
 
-    def step_ended(self, namespace: bytes, now_s: float) -> None:
-        """A verdict came: the target's step began when the last answer left."""
-        tenant = self._tenant(namespace)
-        if tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
-            tenant.costs.target.observe(1, now_s - tenant.answered_s)
+    def step_ended(self, step: Step, now_s: float) -> None:
+        """A verdict came. A target tells how long its step took; of one that never does, the pause is known.
+
+        The step began when the last answer left.
+        """
+        tenant = self._tenant(step.namespace)
+        costs = tenant.costs
+        step_s = step.step_us / 1e6
+        tenant.is_told |= step_s > 0
+        if not tenant.is_told and tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
+            step_s = now_s - tenant.answered_s
+        if step_s > 0:
+            costs.target.observe(len(step.rows), sum(row.num_submitted for row in step.rows), step_s)
+            costs.pace.observe(sum(len(row.tokens) for row in step.rows), step_s)
 
     def answered(self, namespace: bytes, now_s: float) -> None:
         """An answer left."""
         self._tenant(namespace).answered_s = now_s
 
     def _tenant(self, namespace: bytes) -> _Tenant:
-        return _kept(self._tenants, namespace, lambda: _Tenant(Costs(draft=self._draft_cost)))
+        return _kept(self._tenants, namespace, self._new_tenant)
+
+    def _new_tenant(self) -> _Tenant:
+        return _Tenant(Costs(draft=self._draft_cost, memory=AnswerMemory(self._room)))
 
 
 def _kept(store: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 5
+VERSION = 6
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
 MAX_ROWS = 1024
@@ -69,6 +69,9 @@ class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
     signal: Annotated[int, Meta(ge=0, le=2)]
 
 
+MAX_STEP_US = 60_000_000  # a longer one teaches nothing
+
+
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One sequence of an engine step: the sequence before, the tokens just committed, and the sequence with them."""
 
@@ -80,12 +83,16 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One engine step, all its sequences in one message. The answer may take up to `wait_ms`."""
+    """One engine step, all its sequences in one message. The answer may take up to `wait_ms`.
+
+    `step_us` is how long the step took, if it only decoded these rows; 0 if nothing can be learned from it.
+    """
 
     round: Round
     namespace: Namespace
     wait_ms: Annotated[float, Meta(ge=0, le=60_000)]
     rows: Annotated[list[StepRow], Meta(min_length=1, max_length=MAX_ROWS)]
+    step_us: Annotated[int, Meta(ge=0, le=MAX_STEP_US)] = 0
 
 
 class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):

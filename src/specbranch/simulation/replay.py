@@ -1,8 +1,8 @@
 """Scripts that replay a trace: a target that says what it said, and a draft with the distributions that it had.
 
-The first token of a sequence names the answer; a session for answer i therefore has the prompt `(i,)`. A sequence that
-leaves the recorded answer can never come back to it; there, and where no distribution was recorded, the draft goes on
-with a recorded distribution from another place, picked by the sequence's hash, so that planners see distributions of
+The first token of a sequence names the answer, and the prompt follows, if it was recorded: see `prompt_of`. A sequence
+that leaves the recorded answer can never come back to it; there, and where no distribution was recorded, the draft goes
+on with a recorded distribution from another place, picked by the sequence's hash, so that planners see distributions of
 the usual kind also on branches that are bound to lose.
 """
 
@@ -14,9 +14,14 @@ from typing import Any
 from specbranch.core.distribution import Distribution
 from specbranch.trace import Answer, Trace
 
-_Place = tuple[int, int]  # answer, number of its tokens read
+_Place = tuple[int, int]  # answer, number of its tokens read; negative within the prompt
 _START = -1
 _MODULUS = (1 << 61) - 1  # a Mersenne prime
+
+
+def prompt_of(trace: Trace, index: int) -> tuple[int, ...]:
+    """What a session for an answer of a trace begins with."""
+    return (index, *trace.answers[index].prompt)
 
 
 class _ReplayScript:
@@ -35,12 +40,12 @@ class _ReplayScript:
 
     def advance(self, state: Any, token: int) -> _Place | int:
         if state == _START:
-            return (token, 0)
+            return (token, -len(self._answers[token].prompt))
         if not isinstance(state, tuple):
             return _mix(state, token)
         index, length = state
         answer = self._answers[index]
-        if length < len(answer.tokens) and answer.tokens[length] == token:
+        if length < 0 or (length < len(answer.tokens) and answer.tokens[length] == token):
             return (index, length + 1)
         return _mix(index * 1_000_003 + length, token)
 
@@ -49,7 +54,7 @@ class _ReplayScript:
             return None
         index, length = state
         answer = self._answers[index]
-        return (answer, length) if length < len(answer.tokens) else None
+        return (answer, length) if 0 <= length < len(answer.tokens) else None
 
 
 class ReplayDraft(_ReplayScript):

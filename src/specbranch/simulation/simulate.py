@@ -23,7 +23,7 @@ from specbranch.predictor.oracle import OraclePredictor
 from specbranch.predictor.recorded import RecordedPredictor
 from specbranch.simulation.loop import Loop, Step
 from specbranch.simulation.presets import Pair
-from specbranch.simulation.replay import ReplayDraft, ReplayTarget
+from specbranch.simulation.replay import ReplayDraft, ReplayTarget, prompt_of
 from specbranch.trace import Answer, Trace
 
 _ROW_LIMIT = 64  # as draft engines have it
@@ -34,8 +34,9 @@ PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 class Layout:
     """Two devices. Times are in draft steps of one row, so the target's is the speed ratio c.
 
-    `token_cost` is what each token of a target step beyond the first takes. `sharing` is how many such targets one
-    draft device serves in step with each other; below 1 a target has several draft devices, which divide its rows.
+    `token_cost` is what each token of a target step beyond the first takes, `entry_cost` what a step with drafts takes
+    beyond its tokens. `sharing` is how many such targets one draft device serves in step with each other; below 1 a
+    target has several draft devices, which divide its rows.
     """
 
     c: float
@@ -43,6 +44,7 @@ class Layout:
     batch: int = 1
     token_cost: float = 0.0
     sharing: float = 1.0
+    entry_cost: float = 0.0
 
     @property
     def draft(self) -> StepCost:
@@ -96,18 +98,22 @@ class Outcome:
         }
 
 
-def method_for(planner: str, pair: Pair, predictor: str = "confidence", as_in_paper: bool = True) -> Method:
+def method_for(
+    planner: str, pair: Pair, predictor: str = "confidence", as_in_paper: bool = True, has_text: bool = False
+) -> Method:
     """A planner set up for a pair as its paper sets it up: the pair's gamma, and for SSD the pair's acceptance.
 
-    Not `as_in_paper`, specbranch is what the service runs: no wait after a miss, and only rows that pay.
+    Not `as_in_paper`, specbranch is what the service runs: no wait after a miss, and only rows that pay. `has_text`:
+    the trace is of real sequences with their prompts, so that it makes sense to guess from them.
     """
     load_planners()
     names = setting_names(planner)
     settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
     if "acceptance" in names:
         settings["acceptance"] = pair.acceptance
-    if "uses_text" in names:
-        settings["uses_text"] = False  # the tokens of a made-up trace mean nothing
+    # The tokens of a made-up trace mean nothing, and past answers are known of none.
+    unused = ("uses_memory",) if has_text else ("uses_text", "uses_memory")
+    settings |= {name: False for name in unused if name in names}
     if planner == "specbranch" and as_in_paper:
         settings |= {"waits": True, "is_thrifty": False}
     return Method(planner, settings, predictor)
@@ -138,7 +144,8 @@ def simulate(
             raise SettingError("say how much slower a target step is than a draft step: c=6, or a Layout")
         layout = Layout(c, row_cost, batch)
     costs = costs or Costs()
-    target = ScriptedTarget(ReplayTarget(trace), layout.target, RandomChance(random.Random(seed)))
+    chance = RandomChance(random.Random(seed))
+    target = ScriptedTarget(ReplayTarget(trace), layout.target, chance, entry_s=layout.entry_cost)
     draft = EngineLane(ScriptedEngine(ReplayDraft(trace), row_limit=_ROW_LIMIT), layout.draft)
     chance = RandomChance(random.Random(seed + 1))
     elapsed_s, plain_s, stats = 0.0, 0.0, Stats()
@@ -147,7 +154,8 @@ def simulate(
         sessions = []
         for index, answer in enumerate(group, start=start):
             own = make_planner(method.planner, method.settings, _predictor(method, answer, chance))
-            sessions.append(Session((index,), own, TopDraw(), costs, Ending(max_new_tokens=len(answer.tokens))))
+            ending = Ending(max_new_tokens=len(answer.tokens))
+            sessions.append(Session(prompt_of(trace, index), own, TopDraw(), costs, ending))
         elapsed_s += Loop(sessions, target, draft, costs, observe=observe).run()
         plain_s += _plain_s(group, layout)
         for session in sessions:
@@ -174,8 +182,9 @@ def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predicto
         return RandomPredictor(chance)
     if method.predictor == "oracle":
         runs = answer.runs()
-        # Position 0 is the prompt, so answer token i is at position i + 1.
-        return OraclePredictor(lambda position: runs[position - 1], method.settings.get("gamma", 8))
+        # Position 0 names the answer and the prompt follows, so answer token i is at position i + 1 behind it.
+        before = 1 + len(answer.prompt)
+        return OraclePredictor(lambda position: runs[position - before], method.settings.get("gamma", 8))
     if method.predictor == "hrad":
         return RecordedPredictor([Signal(signal) for signal in answer.foreseen])
     return CONSTANTS[method.predictor]

@@ -15,6 +15,7 @@ import numpy as np
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.options import found_model
+from specbranch.provenance import provenance
 from specbranch.trace import Answer, Header, Trace, write_trace
 from specbranch.train.examples import Card, name_of, part_path, positions, trace_path, write_card, write_part
 
@@ -41,7 +42,9 @@ class CollectOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
+    """A prompt: the index of its task, its name, and its tokens as a chat."""
+
     task: int
     name: int
     tokens: list[int]
@@ -63,13 +66,14 @@ def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out:
     out.mkdir(parents=True, exist_ok=True)
     paths = [found_model(options.target), found_model(options.draft)]
     tokenizer = AutoTokenizer.from_pretrained(paths[0])
-    groups = _groups(tokenizer, messages, options.batch)
+    groups = groups_of(tokenizer, messages, options.batch)
     missing = [number for number in range(len(groups)) if not part_path(out, number).exists()]
     if missing:
+        dtype = _dtype(options.device)
         target, draft = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(options.device).eval() for path in paths
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(options.device).eval() for path in paths
         )
-        _share_keys(target)
+        share_keys(target)
         names = (Path(paths[0]).name, Path(paths[1]).name)
         hidden_len = int(target.config.hidden_size)
         write_card(out, Card(*names, options.num_layers, hidden_len, options.temperature, tuple(messages)))
@@ -84,7 +88,15 @@ def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out:
     tell(len(groups), len(groups))
 
 
-def _share_keys(model: Any) -> None:
+def _dtype(device: str) -> Any:
+    """Half precision, unless this CPU only emulates it. Not by time: a collection that goes on must not differ."""
+    import torch
+
+    is_native = device != "cpu" or {"avx512_bf16", "amx_bf16"} & set(provenance()["instruction_sets"])
+    return torch.bfloat16 if is_native else torch.float32
+
+
+def share_keys(model: Any) -> None:
     """Let the query heads of one key head go through attention together, as if they were positions of a sequence.
 
     Transformers copies the keys for each of them where there is padding, which takes most of a step.
@@ -108,16 +120,16 @@ def _share_keys(model: Any) -> None:
     model.set_attn_implementation(_ATTENTION)
 
 
-def _groups(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[_Asked]]:
+def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[Asked]]:
     """Prompts as chats, those of like length together, so that little is padded."""
     asked = []
     for task, texts in enumerate(messages.values()):
         for text in texts:
             chat = [{"role": "user", "content": text}]
             templated = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            asked.append(_Asked(task, name_of(text), tokenizer(templated, add_special_tokens=False).input_ids))
+            asked.append(Asked(task, name_of(text), tokenizer(templated, add_special_tokens=False).input_ids))
     asked.sort(key=lambda one: len(one.tokens))
-    groups: list[list[_Asked]] = [[]]
+    groups: list[list[Asked]] = [[]]
     for one in asked:
         if len(groups[-1]) >= max(1, min(size, _TOKENS_AT_ONCE // len(one.tokens))):
             groups.append([])
@@ -125,7 +137,7 @@ def _groups(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) ->
     return groups
 
 
-def _answer(target: Any, tokenizer: Any, group: Sequence[_Asked], options: CollectOptions) -> list[_Said]:
+def _answer(target: Any, tokenizer: Any, group: Sequence[Asked], options: CollectOptions) -> list[_Said]:
     """What the target says, token by token for the whole group, and the features of each token."""
     import torch
 
@@ -133,7 +145,7 @@ def _answer(target: Any, tokenizer: Any, group: Sequence[_Asked], options: Colle
     pad = tokenizer.pad_token_id or 0
     ids = torch.tensor([[pad] * (longest - len(one.tokens)) + one.tokens for one in group], device=options.device)
     mask = torch.tensor([[0] * (longest - len(one.tokens)) + [1] * len(one.tokens) for one in group]).to(ids.device)
-    ends = _end_ids(target, tokenizer)
+    ends = end_ids(target, tokenizer)
     lengths = [0] * len(group)  # of answers that have ended
     tokens, features, cache = [], [], None
     embed = target.get_input_embeddings()
@@ -173,12 +185,13 @@ def _choose(logits: Any, temperature: float) -> Any:
     return (logits.float() / temperature).softmax(-1).multinomial(1)[:, 0]
 
 
-def _end_ids(target: Any, tokenizer: Any) -> set[int]:
+def end_ids(target: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer."""
     ends = target.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
-def _read_over(draft: Any, group: Sequence[_Asked], said: Sequence[_Said], device: str) -> list[Answer]:
+def _read_over(draft: Any, group: Sequence[Asked], said: Sequence[_Said], device: str) -> list[Answer]:
     """The answers with the draft's distribution before every token."""
     import torch
 
@@ -210,7 +223,7 @@ def _distributions(logits: Any) -> tuple[Distribution, ...]:
     )
 
 
-def _arrays(group: Sequence[_Asked], said: Sequence[_Said], answers: Sequence[Answer]) -> dict[str, Any]:
+def _arrays(group: Sequence[Asked], said: Sequence[_Said], answers: Sequence[Answer]) -> dict[str, Any]:
     """The positions of a part; the last token of an answer is none, because nothing is known behind it."""
     looks = [positions(answer) for answer in answers]
     counts = [len(runs) for _, runs, _ in looks]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from specbranch.core.planners.adaedl import AdaedlPlanner
 from specbranch.core.planners.budget import BudgetPlanner
+from specbranch.core.planners.double import DoublePlanner
 from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.pearl import PearlPlanner
 from specbranch.core.planners.protocol import Planner, Predictor
@@ -20,8 +21,8 @@ from specbranch.core.planners.sps import SpsPlanner
 from specbranch.core.planners.ssd import SsdPlanner
 
 __all__ = [
-    "PLANNERS", "Planner", "Predictor", "SettingError", "Settings", "make_planner", "planner_names", "register_planner",
-    "setting_names", "suggest",
+    "DEFAULT_PLANNER", "PLANNERS", "Planner", "Predictor", "SettingError", "Settings", "longest_submission",
+    "make_planner", "planner_names", "register_planner", "setting_names", "suggest",
 ]  # fmt: skip
 
 P = TypeVar("P", bound=type[Planner[Any]])
@@ -32,12 +33,15 @@ _PLANNERS: dict[str, type[Planner[Any]]] = {
     "sps": SpsPlanner,
     "adaedl": AdaedlPlanner,
     "pearl": PearlPlanner,
+    "double": DoublePlanner,
     "ssd": SsdPlanner,
     "specbranch": SpecbranchPlanner,
     "budget": BudgetPlanner,
 }
 
 PLANNERS = tuple(_PLANNERS)  # our own
+DEFAULT_PLANNER = "budget"
+_LONGEST = 8  # submission of a planner that has no length of its own
 
 
 def planner_names() -> tuple[str, ...]:
@@ -67,6 +71,11 @@ def register_planner(name: str) -> Callable[[P], P]:
 def setting_names(name: str) -> tuple[str, ...]:
     """The settings that a planner takes."""
     return tuple(field.name for field in fields(_found(name).settings_type))
+
+
+def longest_submission(name: str) -> int:
+    """The most draft tokens that a planner lets the target verify at once, unless told otherwise."""
+    return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
 
 
 def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -> Planner[Any]:

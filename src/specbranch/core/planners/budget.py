@@ -4,21 +4,26 @@ Every drafted or drawable token has a chance to come true: the product, along it
 committed token, of how often the draft is right there (`core/calibration.py`). A row on it is worth that chance,
 whether it lies behind the whole submission, behind a refusal half-way, or deep on a branch. So one ranking answers
 which outcomes to prepare and how deep; the measured cost of rows answers how many. Concentrated on one position this is
-SpecBranch, with a fixed prior SSD, with expensive rows PEARL. Where the draft has nothing yet, the sequence itself may:
-what followed the same few tokens the last time is submitted behind the chain, and costs no row.
+SpecBranch, with a fixed prior SSD, with expensive rows PEARL.
+
+What followed the same few tokens before, in this sequence or in another answer, is guessed to follow again. Where the
+draft has nothing yet, a guess is submitted. Behind a node that is about to run it runs in the same step, so that one
+draft step gives several tokens of depth. Where verifying a token costs the target time, what will hardly be accepted
+is not submitted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
+from specbranch.core.guesser import HEADS, MEMORY, TEXT
 from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.rows import rows_that_pay
 from specbranch.core.planners.settings import Rows, Settings, Window
 from specbranch.core.round import Round
-from specbranch.core.verdict import Verdict
 
 _LEAST_CHANCE = 0.01
 _NEWEST = 64  # tokens of the sequence that are looked at before an answer
@@ -27,22 +32,23 @@ _LEAST_REPEAT = 0.1  # a token that is verified in vain costs the target a littl
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings(Settings):
-    """Longest submission, the most rows of one draft step, and whether the sequence's own repetitions are submitted.
+    """Longest submission, the most rows of one draft step, and where guesses come from that cost no model.
 
-    The last is for verification by match alone, as vLLM's is for what a draft service proposes.
+    `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target; `uses_heads`: the
+    draft's heads, if it has any. `deepens`: what is guessed also runs behind a node in its draft step. Guesses are for
+    verification by match alone, as vLLM's is for what a draft service proposes. `prices`: what is less likely to be
+    accepted than its verification is worth is not submitted. `waits`: the target waits for a submission
+    of full length, which only makes sense in tests.
     """
 
-    gamma: Window = 8
+    gamma: Window = 15  # with the target's own token a power of two, as kernels like it
     max_rows: Rows = 12
     uses_text: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    """The part of a submission that repeats the sequence: where it begins, and how many tokens before it agreed."""
-
-    start: int
-    num_agreed: int
+    uses_memory: bool = True
+    uses_heads: bool = True
+    deepens: bool = True
+    prices: bool = True
+    waits: bool = False
 
 
 class BudgetPlanner(Planner[BudgetSettings]):
@@ -52,41 +58,35 @@ class BudgetPlanner(Planner[BudgetSettings]):
 
     def __init__(self, settings: BudgetSettings, predictor: Predictor) -> None:
         super().__init__(settings, predictor)
-        self._repeat: _Repeat | None = None
+        used = {TEXT: settings.uses_text, MEMORY: settings.uses_memory, HEADS: settings.uses_heads}
+        self._sources = [source for source, is_used in used.items() if is_used]
 
-    def submit(self, round: Round) -> Sequence[Node]:
-        chain = round.tree.walk(round.tree.root, self.settings.gamma)
-        self._repeat = None
-        if self.settings.uses_text and len(chain) < self.settings.gamma:
-            self._go_on(round, chain)
-        return chain
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        tree, gamma = round.tree, self.settings.gamma
+        if self.settings.waits:
+            tip = tree.unrun(tree.root, gamma)
+            if tip is not None and tree.chance(tip) >= _LEAST_CHANCE:
+                return None
+        price = round.costs.price if self.settings.prices else 0.0
+        chain = list(takewhile(lambda node: tree.chance(node) >= price, tree.walk_run(tree.root, gamma)))
+        tip = chain[-1] if chain else tree.root
+        if self._sources and len(chain) < gamma and tip.distribution is None:
+            round.guesser.catch_up(most=_NEWEST)
+            least = max(_LEAST_REPEAT, price)
+            chain += round.guesser.plant(tree, tip, gamma - len(chain), least, self._sources)
+        gain = sum(tree.chance(node) - price for node in chain)
+        return chain if not self.settings.prices or gain >= round.costs.entry else []
 
     def prepare(self, round: Round) -> Sequence[Node]:
         tree, settings = round.tree, self.settings
-        if settings.uses_text:  # here, because an answer to the target must not wait for it
-            round.suffixes.catch_up()
         depth = len(tree.submitted or ()) + settings.gamma
-        return rows_that_pay(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE)
+        deepest = tree.root.position + depth
 
-    def learn(self, round: Round, verdict: Verdict) -> None:
-        """See whether the sequence repeated itself, as far as the verdict tells."""
-        submitted = round.tree.submitted or []
-        if self._repeat is None or verdict.accepted < self._repeat.start:
-            return
-        for position in range(self._repeat.start, min(verdict.accepted + 1, len(submitted))):
-            round.costs.calibration.observe_repeat(self._repeat.num_agreed, position < verdict.accepted)
+        def guess(node: Node, least: float) -> None:
+            """What is guessed behind a node runs in its step, so that one step gives several tokens of depth."""
+            round.guesser.plant(tree, node, deepest - node.position, least, self._sources)
 
-    def _go_on(self, round: Round, chain: list[Node]) -> None:
-        """Let the chain go on as the sequence did the last time, while that is likely enough."""
-        tree, start = round.tree, len(chain)
-        tip = chain[-1] if chain else tree.root
-        round.suffixes.catch_up(most=_NEWEST)
-        tokens, num_agreed = round.suffixes.after([node.token for node in chain], self.settings.gamma - start)
-        chance = round.costs.calibration.repeat_chance(num_agreed)
-        for token in tokens:
-            if tip.distribution is not None or tree.chance(tip) * chance < _LEAST_REPEAT:
-                break
-            tip = tree.plant(tip, token, chance)
-            chain.append(tip)
-        if len(chain) > start:
-            self._repeat = _Repeat(start, num_agreed)
+        if self._sources:  # here, because an answer to the target must not wait for it
+            round.guesser.catch_up()
+        deepens = settings.deepens and self._sources
+        return rows_that_pay(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE, guess if deepens else None)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from specbranch.core.node import Node
 from specbranch.core.round import Round
 
 
-def rows_that_pay(round: Round, start: Node, depth: int, most: int, least: float) -> list[Node]:
+def rows_that_pay(
+    round: Round, start: Node, depth: int, most: int, least: float, guess: Callable[[Node, float], object] | None = None
+) -> list[Node]:
     """The likeliest nodes to run at or below `start`, as many as give the most chance for the time of a draft step.
 
-    At most `most`, none deeper than `depth` tokens or with a chance below `least`; one while costs are unknown.
+    At most `most`, none deeper than `depth` tokens or with a chance below `least`; one while costs are unknown. `guess`
+    may plant guesses behind a node that is to run, none less likely than it is told.
     """
     tree, cost = round.tree, round.costs.draft.cost
     tips = tree.frontier(start, depth, 1, least)
@@ -17,6 +22,6 @@ def rows_that_pay(round: Round, start: Node, depth: int, most: int, least: float
         # A further row pays only if its chance is to the best one's as its time is to the first row's. The best one
         # itself must stay, however chances are rounded.
         needed = max(least, tips[0][1] * min(cost.share_of_more, 0.999))
-        tips = tree.frontier(start, depth, most, needed)
+        tips = tree.frontier(start, depth, most, needed, (lambda node: guess(node, needed)) if guess else None)
         tips = tips[: cost.best_rows([chance for _, chance in tips])]
     return [node for node, _ in tips]

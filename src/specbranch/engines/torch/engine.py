@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
 from specbranch.engines.top_k import top_k_of
 from specbranch.engines.torch.cache import KeyValueArena, Share, shares_of, tensor_of
+from specbranch.engines.torch.guess import Guess
 from specbranch.engines.torch.load import load, weight_bytes
 from specbranch.engines.torch.support import first_line, sliding_window, text_config, unsupported
 from specbranch.engines.vocabulary import read_sample
@@ -30,6 +32,7 @@ with extra("torch"):
 
 log = logging.getLogger(__name__)
 
+_Output = tuple[NDArray[np.float32], Guess | None]  # logits [vocab], and what a head guesses behind the first choice
 _PROBE = ((0, 0), (0,))  # tokens of the first steps: one without a mask, one with
 
 
@@ -40,7 +43,7 @@ class TorchEngine:
         if options.threads is not None and options.device == "cpu":
             torch.set_num_threads(options.threads)
         self._options = options
-        self._model, dtype = load(options)
+        self._model, dtype, self._guess_head = load(options)
         self._cells = Cells(sum(map(len, _PROBE)), 1, KeyValueArena)
         vocab_len, bytes_per_token = self._probe()
         size = self._cache_size(bytes_per_token)
@@ -86,7 +89,7 @@ class TorchEngine:
         lengths = [len(self._cells.path(row.handle)) for row in rows]
         try:
             self._cells.extend(rows)
-            logits = self._logits(rows)
+            outputs = self._outputs(rows)
         except BaseException as error:
             for row, length in zip(rows, lengths, strict=True):
                 self.truncate(row.handle, length)
@@ -94,38 +97,45 @@ class TorchEngine:
                 raise EngineFull(f"{self._options.device} has no memory for this step; close handles") from error
             raise
         top_k = min(self._options.top_k, self.info.vocab_len)
-        return [top_k_of(row, top_k) for row in logits]
+        return [replace(top_k_of(logits, top_k), guess=guess) for logits, guess in outputs]
 
     def shutdown(self) -> None:
         self._cells.clear()
-        del self._model
+        del self._model, self._guess_head
         if self._options.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def _logits(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        """Run the model on rows that have their cells; the logits behind each row."""
+    def _outputs(self, rows: Sequence[Row]) -> list[_Output]:
+        """Run the model on rows that have their cells; what each output gave."""
         shares = shares_of(self._cells, rows, self._options.device, self._model.dtype)
-        by_handle: dict[int, NDArray[np.float32]] = {}
         packed = [row for share in shares for row in share.rows]
-        for row, logits in zip(packed, self._forward(packed, shares), strict=True):
-            by_handle[row.handle] = logits
-        return [by_handle[row.handle] for row in rows]
+        outputs = iter(self._forward(packed, shares))
+        by_handle = {row.handle: [next(outputs) for _ in range(row.num_outputs)] for row in packed}
+        return [output for row in rows for output in by_handle[row.handle]]
 
-    def _forward(self, rows: Sequence[Row], shares: Sequence[Share]) -> NDArray[np.float32]:
+    def _forward(self, rows: Sequence[Row], shares: Sequence[Share]) -> list[_Output]:
         device = self._options.device
         tokens = np.array([token for row in rows for token in row.tokens])
         positions = [np.arange(len(self._cells.path(row.handle)))[-len(row.tokens) :] for row in rows]
-        ends = np.cumsum([len(row.tokens) for row in rows]) - 1
+        ends = np.cumsum([len(row.tokens) for row in rows])
+        outputs = np.concatenate([np.arange(end - row.num_outputs, end) for row, end in zip(rows, ends, strict=True)])
         with torch.inference_mode():
             output = self._model(
                 input_ids=tensor_of(tokens, device)[None],
                 position_ids=tensor_of(np.concatenate(positions), device)[None],
-                logits_to_keep=tensor_of(ends, device),
+                logits_to_keep=tensor_of(outputs, device),
                 use_cache=False,
                 specbranch_shares=shares,
             )
-        logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()  # [rows, vocab]
-        return logits
+        logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()  # [outputs, vocab]
+        guesses = self._guesses(logits)
+        return list(zip(logits, guesses, strict=True))
+
+    def _guesses(self, logits: NDArray[np.float32]) -> Sequence[Guess | None]:
+        """What follows the first choice of each output."""
+        if self._guess_head is None:
+            return [None] * len(logits)
+        return self._guess_head.guesses(tensor_of(logits.argmax(axis=-1), self._options.device))
 
     def _cache_size(self, bytes_per_token: int) -> CacheSize:
         device = self._options.device
@@ -149,7 +159,7 @@ class TorchEngine:
             for tokens in _PROBE:
                 row = Row(handle, tokens)
                 self._cells.extend([row])
-                (logits,) = self._logits([row])
+                ((logits, _),) = self._outputs([row])
         except EngineError:
             raise
         except Exception as error:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.engines.extras import extra
+from specbranch.engines.heads import read_heads
 from specbranch.engines.options import DTYPES, EngineOptions, local_model
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.torch import attention
 from specbranch.engines.torch.dtype import PLAIN, fastest_dtype
 from specbranch.engines.torch.fused import fuse
+from specbranch.engines.torch.guess import GuessHead, narrowed
 from specbranch.engines.torch.int8 import PACKED, can_int8, pack_linears, packed_bytes
 from specbranch.engines.torch.support import first_line, require_full_attention
 
@@ -21,15 +23,18 @@ with extra("torch"):
 log = logging.getLogger(__name__)
 
 
-def load(options: EngineOptions) -> tuple[Any, str]:
-    """The model, ready to be run with our attention, and the dtype of its weights."""
+def load(options: EngineOptions) -> tuple[Any, str, GuessHead | None]:
+    """The model, ready to be run with our attention, the dtype of its weights, and its heads, if it is to have any."""
     _require_dtype(options)
+    heads = read_heads(Path(options.heads)) if options.heads else None
     source, arguments = _source(options.model)
     is_here = local_model(options.model) is not None
     options.tell("loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
-        model, dtype = _converted(model.to(options.device).eval(), options)
+        model = model.to(options.device).eval()
+        narrow = narrowed(model, heads) if heads else None  # before the output layer is packed
+        model, dtype = _converted(model, options)
     except EngineError:
         raise
     except Exception as error:
@@ -40,7 +45,11 @@ def load(options: EngineOptions) -> tuple[Any, str]:
         ) from error
     require_full_attention(model, options.max_tokens)
     model.set_attn_implementation(attention.NAME)
-    return model, dtype
+    if heads is None or narrow is None:
+        return model, dtype, None
+    if heads.card.draft != Path(options.model).name:
+        log.warning("the heads were trained for %s, the draft is %s", heads.card.draft, options.model)
+    return model, dtype, GuessHead(heads, model, narrow, PACKED.get(dtype))
 
 
 def weight_bytes(model: Any) -> int:

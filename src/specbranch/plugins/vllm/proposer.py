@@ -113,7 +113,9 @@ class SpecBranchProposer:
         if self._client is None or not rows:
             return drafts
         lengths = {index: int(num_tokens_no_spec[index]) for index in rows}
-        if self._is_worthwhile([len(sampled) for sampled in sampled_token_ids], list(lengths.values())):
+        num_new = [len(sampled) for sampled in sampled_token_ids]
+        step_s = self._pace.step_s(num_new, list(lengths.values()))
+        if self._is_worthwhile(num_new, step_s):
             asked = self._without_aside(rows, len(drafts))
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             committed = {
@@ -122,7 +124,8 @@ class SpecBranchProposer:
                 )
                 for index in asked
             }
-            for index, draft in self._ask(committed).items():
+            is_whole = step_s is not None and len(committed) == len(drafts)
+            for index, draft in self._ask(committed, is_whole).items():
                 drafts[index] = draft
         self._had_drafts = any(drafts)
         self._show()
@@ -148,11 +151,10 @@ class SpecBranchProposer:
             return None
         return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, embed))
 
-    def _is_worthwhile(self, num_new: Sequence[int], lengths: Sequence[int]) -> bool:
+    def _is_worthwhile(self, num_new: Sequence[int], step_s: float | None) -> bool:
         """Report the last step to the gate, and ask it about the next one."""
         if self._gate is None:
             return True
-        step_s = self._pace.step_s(num_new, lengths)
         if step_s is not None:
             self._gate.observe(len(num_new), sum(num_new), step_s, self._had_drafts)
         return self._gate.is_open(len(num_new))
@@ -164,13 +166,17 @@ class SpecBranchProposer:
         self._asides.update(aside[index] for index in rows if index in aside)
         return [index for index in rows if index not in aside]
 
-    def _ask(self, rows: Mapping[int, Committed]) -> dict[int, list[int]]:
-        """The drafts of these rows, cut to the length that vLLM can take."""
+    def _ask(self, rows: Mapping[int, Committed], is_whole: bool) -> dict[int, list[int]]:
+        """The drafts of these rows, cut to the length that vLLM can take.
+
+        `is_whole`: the last step decoded just these.
+        """
         if not rows:
             return {}
         assert self._client is not None, "only called with a client"
         drafts: dict[int, list[int]] = {}
-        for (index, row), draft in zip(rows.items(), self._client.propose(list(rows.values())), strict=True):
+        proposals = self._client.propose(list(rows.values()), is_whole)
+        for (index, row), draft in zip(rows.items(), proposals, strict=True):
             # vLLM adds one token of its own after the draft; both must fit.
             room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from specbranch.core.planners import SettingError, make_planner, setting_names, suggest
+from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.engines.options import local_model
 from specbranch.extensions import load_planners
 from specbranch.predictor.fixed import CONSTANTS
@@ -25,7 +25,7 @@ class ProposerSettings:
     """
 
     address: str = field(default_factory=default_address)
-    planner: str = "specbranch"
+    planner: str = DEFAULT_PLANNER
     settings: dict[str, Any] = field(default_factory=dict)
     predictor: str = "confidence"
     deadline_ms: float = 100.0

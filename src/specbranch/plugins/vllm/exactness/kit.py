@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.planners import setting_names
+from specbranch.core.planners import DEFAULT_PLANNER, setting_names
 from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, Feature
 from specbranch.plugins.vllm.exactness.findings import (
@@ -64,7 +64,7 @@ class CheckOptions:
 
     target: str
     draft: DraftOptions
-    planners: Sequence[str] = ("specbranch",)
+    planners: Sequence[str] = (DEFAULT_PLANNER,)
     dtype: str = "auto"
     num_speculative_tokens: int = 4
     deadline_ms: float = 2000.0
@@ -227,7 +227,7 @@ def _run(asks: list[Ask], batch: int, settings: ProposerSettings | None, **plann
     if settings is None:
         return Run(asks, batch)
     names = setting_names(settings.planner)
-    wanted = {"waits": True, **planner_settings}
+    wanted = {"waits": True, "prices": False, **planner_settings}  # so that drafts are submitted, also in vain
     chosen = {name: value for name, value in wanted.items() if name in names}
     return Run(asks, batch, replace(settings, settings=chosen), _ATTEMPTS)
 

@@ -1,0 +1,87 @@
+"""Guesses of the next tokens that cost next to nothing: what followed the same tokens before, the draft's heads.
+
+A guess is planted in the draft tree below a node that was not run. The draft then runs the node and all that is guessed
+behind it in one step, and its distributions confirm the guess or not; or the target verifies it at once. Either way a
+guess can only be right or wasted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from specbranch.core.calibration import Grounds
+from specbranch.core.costs import Costs
+from specbranch.core.memory import Answer
+from specbranch.core.node import Node
+from specbranch.core.suffix import LENGTHS, SuffixIndex
+from specbranch.core.tree import Tree
+
+TEXT = "text"  # the sequence's own repetitions
+MEMORY = "memory"  # past answers of the same target
+HEADS = "heads"  # small networks beside the draft
+SOURCES = (TEXT, MEMORY, HEADS)
+_BUCKETS = 10  # of a head's confidence
+
+Guess = list[tuple[int, Grounds]]  # tokens in a row
+
+
+class Guesser:
+    """Guesses for one sequence. `answer` is its own part of the memory, which it does not guess from."""
+
+    def __init__(self, tokens: list[int], costs: Costs, answer: Answer | None = None) -> None:
+        self._tokens = tokens
+        self._suffixes = SuffixIndex(tokens)
+        self._costs = costs
+        self._answer = answer
+
+    def catch_up(self, most: int = 2048) -> None:
+        """Take in what the sequence has gained, at most so many tokens."""
+        self._suffixes.catch_up(most)
+
+    def plant(self, tree: Tree, tip: Node, count: int, least: float, sources: Collection[str] = SOURCES) -> list[Node]:
+        """Plant below a node that was not run what is guessed to follow it; the chain that is planted.
+
+        At most `count` tokens, and none that is less likely than `least` to come true.
+        """
+        chain: list[Node] = []
+        guess: Guess = []
+        while len(chain) < count and tip.distribution is None:
+            if not guess:
+                guess = self._best(tip, count - len(chain), sources)
+            if not guess:
+                break
+            token, grounds = guess.pop(0)
+            if tree.chance(tip) * self._costs.calibration.guess_chance(grounds) < least:
+                break
+            tip = tree.plant(tip, token, grounds)
+            chain.append(tip)
+        return chain
+
+    def _best(self, tip: Node, count: int, sources: Collection[str]) -> Guess:
+        """The guess of whoever was right most often on such grounds."""
+        tail = _tokens_to(tip)
+        found: list[Guess] = []
+        if TEXT in sources:
+            found.append(_repeated(TEXT, *self._suffixes.after(tail, count)))
+        if MEMORY in sources:
+            end = [*self._tokens[-LENGTHS[0] :], *tail][-LENGTHS[0] :]
+            found.append(_repeated(MEMORY, *self._costs.memory.after(end, count, other_than=self._answer)))
+        if HEADS in sources and tip.guess is not None:
+            token, confidence = tip.guess
+            found.append([(token, (HEADS, min(int(confidence * _BUCKETS), _BUCKETS - 1)))])
+        chance = self._costs.calibration.guess_chance
+        return max(filter(None, found), key=lambda guess: chance(guess[0][1]), default=[])
+
+
+def _repeated(source: str, tokens: Sequence[int], num_agreed: int) -> Guess:
+    """Each guessed token that comes true is one more that agrees."""
+    return [(token, (source, min(num_agreed + index, LENGTHS[0]))) for index, token in enumerate(tokens)]
+
+
+def _tokens_to(node: Node) -> Sequence[int]:
+    """The last drafted tokens up to a node, without the committed one that is the root; as many as may matter."""
+    tokens: list[int] = []
+    while node.parent is not None and len(tokens) < LENGTHS[0]:
+        tokens.append(node.token)
+        node = node.parent
+    return tokens[::-1]

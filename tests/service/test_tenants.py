@@ -1,0 +1,73 @@
+"""What a service learns of a target: what its steps cost by the tokens in them, and how fast it emits tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+
+from specbranch.core.costs import StepEstimate
+from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.tenants import Tenants
+from specbranch.service.wire import Step, StepRow
+
+NAME = bytes(16)
+
+
+def step(num_rows: int, num_submitted: int, num_new: int, step_us: int) -> Step:
+    rows = [StepRow(NAME, list(range(num_new)), NAME, num_submitted) for _ in range(num_rows)]
+    return Step(1, b"ours", 10.0, rows, step_us)
+
+
+def test_a_target_that_tells_its_step_times_teaches_what_verifying_costs() -> None:
+    tenants = Tenants(StepEstimate())
+    for _ in range(20):
+        for num_submitted in (0, 4, 8):
+            tokens = 2 * (1 + num_submitted)
+            tenants.step_ended(step(2, num_submitted, 1, 100_000 + 10_000 * (tokens - 1)), 0.0)
+    costs = tenants.costs(b"ours")
+
+    assert costs.target.cost is not None
+    assert costs.target.cost.at(1) == pytest.approx(0.1)
+    assert costs.target.cost.more_s == pytest.approx(0.01)
+    # Two tokens a step of 0.11 s without drafts, 18 a second: so much must a token of 0.01 s bring.
+    assert costs.price == pytest.approx(0.18, abs=0.01)
+
+
+def test_where_verifying_is_free_every_token_is_worth_it() -> None:
+    tenants = Tenants(StepEstimate())
+    for num_submitted in (0, 4, 8, 0, 4, 8):
+        tenants.step_ended(step(1, num_submitted, 3, 100_000), 0.0)
+
+    assert tenants.costs(b"ours").price == pytest.approx(0.0, abs=1e-9)
+    assert tenants.costs(b"others").price == 0.5, "of a target that nobody has seen verify, much is feared"
+
+
+def test_pauses_between_steps_count_only_while_the_target_tells_nothing() -> None:
+    tenants = Tenants(StepEstimate())
+    for now_s in (1.0, 2.0, 3.0):
+        tenants.step_ended(step(1, 0, 1, 0), now_s)
+        tenants.answered(b"ours", now_s + 0.5)
+    cost = tenants.costs(b"ours").target.cost
+    assert cost is not None and cost.at(1) == pytest.approx(0.5)
+    tenants.step_ended(step(1, 0, 1, 200_000), 10.0)
+    before = tenants.costs(b"ours").target.cost
+    tenants.answered(b"ours", 11.0)
+    tenants.step_ended(step(1, 0, 1, 0), 15.0)
+
+    assert tenants.costs(b"ours").target.cost == before
+
+
+def test_the_client_tells_the_time_of_whole_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Step] = []
+    with contextlib.closing(DraftClient(ClientOptions(f"ipc://{tmp_path}/nobody.sock"))) as client:
+        monkeypatch.setattr(client, "_send", sent.append)
+        for is_whole in (True, True, False):
+            time.sleep(0.02)
+            client.propose([Committed([1, 2, 3], 1)], is_whole)
+    times = [one.step_us for one in sent if isinstance(one, Step)]
+
+    assert times[0] == times[2] == 0, "before the first call nothing is known, and the last step was not whole"
+    assert 20_000 <= times[1] < 5_000_000
