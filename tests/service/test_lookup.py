@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -547,3 +549,23 @@ def test_a_session_that_falls_far_behind_while_it_is_awaited_goes_on_with_its_pr
 def row_of(sequence: list[int], *new: int) -> StepRow:
     before = Digest(sequence)
     return StepRow(before.name, list(new), before.extend(new).name, 0)
+
+
+def test_the_compute_thread_ends_when_its_last_turn_took_the_news_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Bench().compute
+    work = compute.work
+    stopper = threading.Thread(target=compute.stop, daemon=True)
+
+    def work_after_the_end() -> bool:
+        stopper.start()
+        while compute._news.empty():  # until `stop` has woken this thread, which did not wait yet
+            time.sleep(0.001)
+        return work()
+
+    monkeypatch.setattr(compute, "work", work_after_the_end)
+    compute.start()
+    deadline_s = time.monotonic() + 10.0
+    while compute.is_alive and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+
+    assert not compute.is_alive

@@ -103,7 +103,8 @@ class Compute:
                 self._forget_all()
 
     def _wait_for_news(self) -> None:
-        if not self._busy:
+        # The end is looked at again: the turn before may have taken the last news, with which `stop` wakes this thread.
+        if not self._busy and not self._is_stopping:
             session = self._news.get()
             if session is not None:
                 self._busy[session] = None
