@@ -24,9 +24,9 @@ from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import VocabSample
 from specbranch.service.connection import Connection
-from specbranch.service.digest import Digest
 from specbranch.service.endpoint import ClientKeys
 from specbranch.service.fit import Fit
+from specbranch.service.told import Told
 from specbranch.service.wire import (
     MAX_NEW,
     MAX_ROWS,
@@ -58,13 +58,16 @@ class Committed:
     """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
 
     An engine that does not know the last may leave it out: then it is what the client proposed for this sequence.
-    `outlook` is what the target foresees for the tokens that come next, if it has looked.
+    `outlook` is what the target foresees for the tokens that come next, if it has looked. `name` is the engine's own
+    name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
+    not of the whole sequence.
     """
 
     tokens: Tokens
     num_new: int
     num_submitted: int | None = None
     outlook: Outlook | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class DraftClient:
         self._is_lagging = False
         self._proposed: dict[bytes, int] = {}  # by digest of the sequence, of the last step only
         self._sent: dict[bytes, float] = {}  # when whole sequences went out, by the names that they have now
+        self._told = Told()
         self._is_vocab_told = False
         self._fit = Fit(VocabSample(options.vocab_len, options.vocab_sample))
         self._asked_s = 0.0
@@ -282,11 +286,11 @@ class DraftClient:
 
     def _step_row(self, row: Committed) -> StepRow:
         tokens = np.asarray(row.tokens, dtype="<i4")
-        border = len(tokens) - row.num_new
-        before = Digest(tokens[:border])
-        new = tokens[border:].tolist()
+        before, new = self._told.since(row.name, tokens, row.num_new)
+        after = before.extend(new)
+        self._told.note(row.name, tokens, after)
         submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
-        return StepRow(before.name, new, before.extend(new).name, min(submitted, MAX_NEW), _on_wire(row.outlook))
+        return StepRow(before.name, new, after.name, min(submitted, MAX_NEW), _on_wire(row.outlook))
 
     def _open(self, sequences: Collection[Tokens], end_s: float) -> int:
         """Send whole sequences that the service does not know, each in a message of its own, until the time is up.

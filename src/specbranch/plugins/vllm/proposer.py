@@ -118,9 +118,13 @@ class SpecBranchProposer:
         if self._is_worthwhile(num_new, step_s):
             asked = self._without_aside(rows, len(drafts))
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
+            names = runner.row_names(self._runner, len(drafts))
             committed = {
                 index: Committed(
-                    token_ids_cpu[index, : lengths[index]], len(sampled_token_ids[index]), outlook=outlooks.get(index)
+                    token_ids_cpu[index, : lengths[index]],
+                    num_new[index],
+                    outlook=outlooks.get(index),
+                    name=names[index],
                 )
                 for index in asked
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,12 @@ def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
     except (AttributeError, KeyError, TypeError) as error:
         _warn_of_runner(repr(error))
         return {}
+
+
+def row_names(runner: Any, num_rows: int) -> Sequence[str | None]:
+    """The requests of a batch's rows, by vLLM's ids; no names where the runner does not tell."""
+    names = getattr(getattr(runner, "input_batch", None), "req_ids", ())[:num_rows]
+    return names if len(names) == num_rows else [None] * num_rows
 
 
 @functools.cache

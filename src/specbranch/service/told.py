@@ -1,0 +1,54 @@
+"""What the service was told of each sequence, by the name that its engine has for it.
+
+A sequence of an engine only grows. Whoever remembers how far it was told, and its digest up to there, hashes and sends
+new tokens only; and where the engine went on without asking, the service still hears all of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from specbranch.service.digest import Digest
+from specbranch.service.wire import MAX_NEW
+
+_MOST = 4096  # sequences; an engine runs fewer at once, and never says that one has ended
+_TAIL = 8  # tokens that must still be the same, in case an engine uses a name twice
+
+TokenArray = np.ndarray[Any, np.dtype[Any]]
+
+
+class Told:
+    """Length, digest and last tokens of what was told, by name. The least recently used make way."""
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[str, tuple[int, Digest, bytes]] = OrderedDict()
+
+    def since(self, name: str | None, tokens: TokenArray, num_new: int) -> tuple[Digest, list[int]]:
+        """The digest of what was told of a sequence, and the tokens since.
+
+        Of a sequence that is not known by this name, or has gained more than a message may have, everything but the
+        `num_new` last tokens counts as told.
+        """
+        known = self._told.get(name) if name is not None else None
+        if known is not None:
+            length, digest, tail = known
+            if 0 < len(tokens) - length <= MAX_NEW and _tail(tokens[:length]) == tail:
+                return digest, tokens[length:].tolist()
+        border = len(tokens) - num_new
+        return Digest(tokens[:border]), tokens[border:].tolist()
+
+    def note(self, name: str | None, tokens: TokenArray, digest: Digest) -> None:
+        """All these tokens are told now; this is their digest."""
+        if name is None:
+            return
+        self._told[name] = (len(tokens), digest, _tail(tokens))
+        self._told.move_to_end(name)
+        if len(self._told) > _MOST:
+            self._told.popitem(last=False)
+
+
+def _tail(tokens: TokenArray) -> bytes:
+    return tokens[-_TAIL:].tobytes()
