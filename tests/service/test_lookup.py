@@ -66,9 +66,10 @@ class Bench:
         namespace: bytes = b"ours",
         sent: int = 0,
         outlook: WireOutlook | None = None,
+        taken: list[int] | None = None,
     ) -> list[Reply]:
         before = Digest(text)
-        row = StepRow(before.name, list(new), before.extend(new).name, sent, outlook)
+        row = StepRow(before.name, list(new), before.extend(new).name, sent, outlook, taken)
         return self.ask(Step(round, namespace, wait_ms, [row]))
 
     def work(self, turns: int = 20) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from specbranch.service import told as told_module
 from specbranch.service.digest import Digest
-from specbranch.service.told import Told, TokenArray
+from specbranch.service.told import TokenArray, Told
 from specbranch.service.wire import MAX_NEW
 
 
@@ -46,7 +46,9 @@ def test_steps_that_were_not_told_are_made_up_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "later", [array(1, 2, 3), array(1, 2), array(9, 9, 9, 9, 9), array(1, 2, 4, 5)], ids=["same", "shorter", "other", "changed"]
+    "later",
+    [array(1, 2, 3), array(1, 2), array(9, 9, 9, 9, 9), array(1, 2, 4, 5)],
+    ids=["same", "shorter", "other", "changed"],
 )
 def test_a_name_that_stands_for_another_sequence_now_is_not_believed(later: TokenArray) -> None:
     told = Told()

@@ -19,9 +19,12 @@ from specbranch.service.wire import (
     MAX_ROWS,
     MAX_SEQUENCE,
     VERSION,
+    Ahead,
+    AheadRow,
     FrameError,
     Hello,
     Open,
+    Outcome,
     Proposals,
     Refused,
     Reply,
@@ -52,6 +55,7 @@ REQUESTS: list[Request] = [
     Step(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
     Step(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
     Step(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(2)), StepRow(NAME, [4], NAME, 0)]),
+    Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, [5, 6]), StepRow(NAME, [4], NAME, 0, None, [])]),
     Open(
         b"ours",
         "specbranch",
@@ -66,6 +70,7 @@ REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152, bytes(range(8))),
     Welcome(VERSION, 7, "model", 49152, b"\xff" * MAX_SAMPLE),
     Proposals(8, [[1, 2, 3], None, []]),
+    Ahead([AheadRow(NAME, [Outcome([4, 5], [6]), Outcome([7], [])])]),
     Refused("because"),
     stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000, 3, 2, 1),
 ]
@@ -159,16 +164,16 @@ def test_a_row_without_an_outlook_costs_one_byte() -> None:
     told, untold = StepRow(NAME, [4], NAME, 0, WireOutlook(1)), StepRow(NAME, [4], NAME, 0)
     frames = [encode(Step(1, b"ours", 1.0, [row])) for row in (told, untold)]
 
-    assert frames[1].endswith(b"\xc0\x00")  # no outlook, and no time of the step
+    assert frames[1].endswith(b"\xc0\xc0\x00")  # no outlook, nothing taken, and no time of the step
     assert len(frames[0]) - len(frames[1]) == 1
 
 
 def test_a_row_of_the_first_version_is_still_understood() -> None:
     """It ended with the submission. Its sender is told to update by `Hello`, and is not misread meanwhile."""
     frame = encode(Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
-    place = frame.index(b"\x95\xc4")  # an array of five, a name of bytes
+    place = frame.index(b"\x96\xc4")  # an array of six, a name of bytes
 
-    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -2] + frame[-1:])
+    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -3] + frame[-1:])
 
     assert old == Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
 
@@ -242,7 +247,7 @@ def test_mutated_replies_are_taken_or_refused_and_nothing_else() -> None:
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Welcome | Proposals | Refused | StatsReply)
+            assert isinstance(message, Welcome | Proposals | Ahead | Refused | StatsReply)
 
     assert counts["taken"] > 1_000
     assert counts["refused"] > 10_000

@@ -21,6 +21,8 @@ from specbranch.core.stats import Stats
 from specbranch.core.tree import Tree
 from specbranch.core.verdict import Verdict
 
+_LEAST_CHANCE = 0.01  # of a verdict that is looked at before it comes
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -77,6 +79,24 @@ class Session:
                 return None
             self.tree.submit(nodes)
         return self.submitted
+
+    def foresee(self, count: int) -> list[tuple[list[int], list[int]]]:
+        """What `propose` will answer after the verdict that is awaited: committed tokens, and tokens to submit then.
+
+        For the likeliest verdicts, at most `count` of them. Nothing where the planner cannot say it before, or has
+        nothing to submit so far: the verdict itself may help.
+        """
+        foreseen: list[tuple[list[int], list[int]]] = []
+        for node in () if self.round.is_waiting else self.tree.outcomes(count, _LEAST_CHANCE):
+            nodes = self._planner.foresee(self.round, node)
+            if nodes:
+                foreseen.append((self.tree.path(node), [one.token for one in nodes]))
+        return foreseen
+
+    def adopt(self, tokens: Sequence[int]) -> None:
+        """The target verifies these tokens now, which were foreseen; those that the tree has lost do not count."""
+        if self.round.is_waiting:
+            self.tree.submit(self.tree.find(tokens))
 
     def stand_aside(self) -> None:
         """Let this round go without a draft: the deadline has passed, or nothing can be drafted."""

@@ -11,6 +11,7 @@ Each node is created once and settled once, so all book-keeping is linear in the
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -110,6 +111,34 @@ class Tree:
                     num_seen += 1
         return found
 
+    def outcomes(self, count: int, least: float) -> list[Node]:
+        """Where the sequence may be after the verdict on what was submitted, the likeliest first: at most `count`.
+
+        A verdict accepts some of the submission and adds a token of its own. None is named with a chance below `least`.
+        """
+        found: list[Node] = []
+        submitted = self.submitted or []
+        for parent, accepted in zip([self.root, *submitted], [*submitted, None], strict=True):
+            lowest = least * math.exp(self.root.log_chance - parent.log_chance)
+            for rank in itertools.count(1):
+                child = self._child_at(parent, rank, lowest)
+                if child is None:
+                    break
+                if child is not accepted:
+                    found.append(child)
+        return sorted(found, key=lambda node: -node.log_chance)[:count]
+
+    def find(self, tokens: Sequence[int]) -> list[Node]:
+        """The drafted nodes along these tokens below the root, as far as there are any."""
+        path: list[Node] = []
+        node: Node | None = self.root
+        for token in tokens:
+            node = node.child_with(token) if node else None
+            if node is None:
+                break
+            path.append(node)
+        return path
+
     def _child_at(self, node: Node, rank: int, least: float) -> Node | None:
         """A node's child of that rank, from 1; drawn only if the rest can give it the least chance."""
         if len(node.children) < rank:
@@ -168,9 +197,18 @@ class Tree:
                 node.is_submitted = False
             del self.submitted[length:]
 
-    def chance(self, node: Node) -> float:
-        """How likely it is that the sequence goes on to this node."""
-        return math.exp(node.log_chance - self.root.log_chance)
+    def chance(self, node: Node, start: Node | None = None) -> float:
+        """How likely it is that the sequence goes on to this node, seen from the root or from a node on the way."""
+        return math.exp(node.log_chance - (start or self.root).log_chance)
+
+    def path(self, node: Node) -> list[int]:
+        """The tokens from the root, which does not count, to a node below it."""
+        tokens: list[int] = []
+        while node is not self.root:
+            assert node.parent is not None, "a node of this tree"
+            tokens.append(node.token)
+            node = node.parent
+        return tokens[::-1]
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Re-root at the end of `tokens` and keep every branch below it. What is lost is left for `settle`."""
@@ -250,16 +288,11 @@ class Tree:
 
     def _walk_used(self, tokens: Sequence[int]) -> list[Node]:
         """The drafted nodes along a verdict's tokens, which are thereby used."""
-        path: list[Node] = []
-        node = self.root
-        for token in tokens:
-            child = node.child_with(token)
-            if child is None:
-                break
-            child.fate = Fate.USED
-            node.has_served = True
-            path.append(child)
-            node = child
+        path = self.find(tokens)
+        for node in path:
+            node.fate = Fate.USED
+            assert node.parent is not None, "below the root"
+            node.parent.has_served = True
         return path
 
 

@@ -4,6 +4,9 @@ No call raises into the engine, none takes longer than its deadline, and no toke
 While answers do not come in time the client still tells the service what was committed, but waits for nothing; the
 first answer that comes turns it back on. When there is no service at all, a call costs microseconds.
 
+Most answers are here before they are asked for: the service tells ahead what to submit after the likeliest verdicts.
+Then the verdict is posted, and nothing is waited for.
+
 Every service is asked what it is together with the first message, and answers in order: no draft is taken before its
 vocabulary has been compared with the target's, and nothing is waited for to do so.
 """
@@ -26,6 +29,7 @@ from specbranch.engines.vocabulary import VocabSample
 from specbranch.service.connection import Connection
 from specbranch.service.endpoint import ClientKeys
 from specbranch.service.fit import Fit
+from specbranch.service.outcomes import Outcomes
 from specbranch.service.told import Told
 from specbranch.service.wire import (
     MAX_NEW,
@@ -33,6 +37,7 @@ from specbranch.service.wire import (
     MAX_SEQUENCE,
     MAX_STEP_US,
     VERSION,
+    Ahead,
     Hello,
     Open,
     Proposals,
@@ -50,6 +55,8 @@ log = logging.getLogger(__name__)
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 _AGAIN_S = 1.0  # a sequence that was sent but is still unknown is not sent again sooner
+_PACE = 0.1  # of following the target's steps
+_SHORTEST_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of a millisecond on a quiet machine
 _ASK_S = 1.0  # a service whose draft does not fit is asked again what it is, but not sooner
 
 
@@ -75,6 +82,8 @@ class ClientOptions:
     """Where the service is, how long to wait for it, and which planner it shall use for us.
 
     Clients that were given the same `namespace` share drafts for equal sequences; without one a random one is made.
+    `step_share`: an answer may take this part of the target's step at most, as steps were told (`propose`, `is_whole`),
+    and never more than `deadline_s`; None for planners that let the target wait on purpose.
     `vocab_len` is how many tokens the target has. An engine fails at one beyond, so drafts are cut before it; without a
     number the caller has to see to that. `vocab_sample` is of the target's tokens (`vocabulary.read_sample`). A draft
     with another vocabulary is not used; without a sample on both sides, sizes are compared.
@@ -89,6 +98,7 @@ class ClientOptions:
     keys: ClientKeys | None = None
     vocab_len: int | None = None
     vocab_sample: bytes = b""
+    step_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -101,6 +111,7 @@ class ClientCounts:
     unreachable: int = 0
     unawaited: int = 0  # told the service, did not wait for it
     late: int = 0
+    foreseen: int = 0  # rows whose answer was here before they asked
     refused: int = 0
     foreign: int = 0  # drafts cut before a token that the target does not have
     other_vocab: int = 0  # calls without drafts, because the draft has another vocabulary
@@ -123,6 +134,8 @@ class DraftClient:
         self._proposed: dict[bytes, int] = {}  # by digest of the sequence, of the last step only
         self._sent: dict[bytes, float] = {}  # when whole sequences went out, by the names that they have now
         self._told = Told()
+        self._outcomes = Outcomes()
+        self._step_s: float | None = None  # of the target, smoothed
         self._is_vocab_told = False
         self._fit = Fit(VocabSample(options.vocab_len, options.vocab_sample))
         self._asked_s = 0.0
@@ -154,9 +167,11 @@ class DraftClient:
             return nothing
         self.counts.calls += 1
         start_s = time.monotonic()
-        step_us = int(1e6 * (start_s - self._returned_s)) if is_whole and self._returned_s is not None else 0
+        step_s = start_s - self._returned_s if is_whole and self._returned_s is not None else 0.0
+        self._learn_step(step_s)
         try:
-            return self._propose(rows, start_s + self._options.deadline_s, min(step_us, MAX_STEP_US)) or nothing
+            step_us = min(int(1e6 * step_s), MAX_STEP_US)
+            return self._propose(rows, start_s + self._patience_s(), step_us) or nothing
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed; this step goes without drafts")
@@ -198,6 +213,17 @@ class DraftClient:
         """Let go of the connection; nothing that is still queued is waited for."""
         self._connection.close()
 
+    def _learn_step(self, step_s: float) -> None:
+        if step_s > 0.0:
+            self._step_s = step_s if self._step_s is None else self._step_s + _PACE * (step_s - self._step_s)
+
+    def _patience_s(self) -> float:
+        """How long the target may wait for an answer."""
+        share, longest_s = self._options.step_share, self._options.deadline_s
+        if share is None or self._step_s is None:
+            return longest_s
+        return min(max(share * self._step_s, _SHORTEST_WAIT_S), longest_s)
+
     def _propose(self, rows: Sequence[Committed], end_s: float, step_us: int) -> list[list[int]] | None:
         self._drain(end_s)
         if self._fit.is_other:
@@ -220,24 +246,32 @@ class DraftClient:
             self.counts.unreachable += 1
             self._sent = {}  # whoever comes will not know them
             return None
-        if self._is_lagging:
-            self.counts.unawaited += 1
-            return None
-        reply = self._await(end_s)
-        self.counts.other_vocab += self._fit.is_other
-        if not self._fit.is_known or not isinstance(reply, Proposals) or len(reply.rows) != len(sent):
-            return None
-        self.counts.answered += 1
+        answers = self._answers(step_rows, end_s)
         found: list[list[int]] = [[] for _ in rows]
         unknown: dict[bytes, Tokens] = {}
-        for index, row, proposal in zip(sent, step_rows, reply.rows, strict=True):
-            found[index] = self._known_tokens(proposal or [])
+        for index, row, answer in zip(sent, step_rows, answers, strict=True):
+            found[index] = row.taken if row.taken is not None else self._known_tokens(answer or [])
             self._proposed[row.after] = len(found[index])
-            if proposal is None and row.after not in self._sent:
+            if answer is None and row.after not in self._sent:
                 unknown[row.after] = rows[index].tokens
         num_sent = self._open(unknown.values(), end_s)
         self._sent |= dict.fromkeys(itertools.islice(unknown, num_sent), time.monotonic())
         return found
+
+    def _answers(self, rows: Sequence[StepRow], end_s: float) -> Sequence[Sequence[int] | None]:
+        """What the service says to the rows of a step; None where it does not know a sequence."""
+        nothing: list[list[int]] = [[] for _ in rows]
+        if all(row.taken is not None for row in rows):
+            return nothing
+        if self._is_lagging:
+            self.counts.unawaited += 1
+            return nothing
+        reply = self._await(end_s)
+        self.counts.other_vocab += self._fit.is_other
+        if not self._fit.is_known or not isinstance(reply, Proposals) or len(reply.rows) != len(rows):
+            return nothing
+        self.counts.answered += 1
+        return reply.rows
 
     def _fits(self, row: Committed) -> bool:
         """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
@@ -269,11 +303,11 @@ class DraftClient:
                 sent[row.after] = at_s
         return sent
 
-    def _known_tokens(self, draft: list[int]) -> list[int]:
+    def _known_tokens(self, draft: Sequence[int]) -> list[int]:
         """A draft up to the first token that the target does not have."""
         vocab_len = self._options.vocab_len
         if vocab_len is None or all(token < vocab_len for token in draft):
-            return draft
+            return list(draft)
         position = next(position for position, token in enumerate(draft) if token >= vocab_len)
         if not self.counts.foreign:
             log.warning(
@@ -282,15 +316,19 @@ class DraftClient:
                 draft[position],
             )
         self.counts.foreign += 1
-        return draft[:position]
+        return list(draft[:position])
 
     def _step_row(self, row: Committed) -> StepRow:
         tokens = np.asarray(row.tokens, dtype="<i4")
         before, new = self._told.since(row.name, tokens, row.num_new)
         after = before.extend(new)
         self._told.note(row.name, tokens, after)
+        taken = self._outcomes.take(before.name, new) if self._fit.is_known else None
+        if taken is not None:
+            taken = self._known_tokens(taken)
+            self.counts.foreseen += 1
         submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
-        return StepRow(before.name, new, after.name, min(submitted, MAX_NEW), _on_wire(row.outlook))
+        return StepRow(before.name, new, after.name, min(submitted, MAX_NEW), _on_wire(row.outlook), taken)
 
     def _open(self, sequences: Collection[Tokens], end_s: float) -> int:
         """Send whole sequences that the service does not know, each in a message of its own, until the time is up.
@@ -317,6 +355,7 @@ class DraftClient:
         if self._connection.send(message):
             return True
         self._fit.forget()
+        self._outcomes.clear()
         return False
 
     def _ask_again(self) -> None:
@@ -330,6 +369,8 @@ class DraftClient:
         """The reply of this round, or one that ends the wait; None, and lagging from now on, if none comes in time."""
         for reply in self._connection.replies(end_s):
             self._take(reply)
+            if isinstance(reply, Ahead):
+                continue
             if isinstance(reply, Refused) or (reply is not None and reply.round == self._round):
                 return reply
             if isinstance(reply, Welcome) and self._fit.is_other:
@@ -343,13 +384,15 @@ class DraftClient:
         """Take in replies that came too late. The service is alive, so the next step waits for it again."""
         for reply in self._connection.replies(end_s, waits=False):
             self._take(reply)
-            if reply is not None:
+            if reply is not None and not isinstance(reply, Ahead):
                 self.counts.late += isinstance(reply, Proposals)
                 self._is_lagging = False
 
     def _take(self, reply: Reply | None) -> None:
         """What is to be done with a reply whenever it comes."""
         self.counts.refused += reply is None or isinstance(reply, Refused)
+        if isinstance(reply, Ahead):
+            self._outcomes.hear(reply)
         if isinstance(reply, Welcome):
             self._fit.take(reply)
             if not self._fit.is_other:

@@ -38,7 +38,7 @@ class ComputeCounts:
 
 
 class Compute:
-    """Runs on its own thread from `start` to `stop`. `notify` is called after every step that a target waits for."""
+    """Runs on its own thread from `start` to `stop`. `notify` is called after every step."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Compute:
         self._clock = clock
         self._news: queue.SimpleQueue[DraftSession | None] = queue.SimpleQueue()
         self._busy: dict[DraftSession, None] = {}
+        self._grown: queue.SimpleQueue[DraftSession] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self.faults = Faults(store)
@@ -82,6 +83,13 @@ class Compute:
     def tell(self, session: DraftSession) -> None:
         """There may be work for this draft. Called by the lookup thread."""
         self._news.put(session)
+
+    def take_grown(self) -> list[DraftSession]:
+        """Drafts that have grown since the last call. Called by the lookup thread."""
+        grown: dict[DraftSession, None] = {}
+        while not self._grown.empty():
+            grown[self._grown.get()] = None
+        return list(grown)
 
     def work(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
@@ -227,8 +235,9 @@ class Compute:
         self._observer.drafted(feeds, start_s, start_s + step_s)
         self._place(feeds, distributions)
         self._count(feeds, step_s)
-        if any(session.is_awaited for session, _ in feeds):
-            self._notify()
+        for session in dict.fromkeys(session for session, feed in feeds if any(feed.nodes)):
+            self._grown.put(session)
+        self._notify()
 
     def _place(self, feeds: list[tuple[DraftSession, Feed]], distributions: list[Distribution]) -> None:
         asked = [(session, node) for session, feed in feeds for node in feed.nodes]

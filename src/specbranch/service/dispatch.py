@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from specbranch.core.costs import StepCost
 from specbranch.core.planners import SettingError
 from specbranch.engines.protocol import DraftEngine
+from specbranch.service.ahead import tell_ahead
 from specbranch.service.compute import Compute
 from specbranch.service.faults import Faults
 from specbranch.service.lookup import Lookup, LookupCounts
 from specbranch.service.observer import Observer
-from specbranch.service.sessions import SessionStore
+from specbranch.service.sessions import DraftSession, SessionStore
 from specbranch.service.waiting import Pending, Waiting
 from specbranch.service.wire import (
     VERSION,
@@ -29,6 +30,7 @@ from specbranch.service.wire import (
     StatsReply,
     StatsRequest,
     Step,
+    StepRow,
     Welcome,
     decode_request,
 )
@@ -88,6 +90,10 @@ class Dispatch:
         """Answers whose time is up: rows that are not ready go without a draft."""
         return self._answers(self._is_overdue)
 
+    def tell_ahead(self) -> list[Answer]:
+        """Answers that nobody has asked for yet; asked after draft steps."""
+        return list(tell_ahead(self._compute.take_grown(), self.faults))
+
     def _serve(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
         if len(frames) != 1:
             raise FrameError(f"a message has one frame, this one has {len(frames)}")
@@ -140,19 +146,26 @@ class Dispatch:
         self.counts.steps += 1
         step_counter = self._tenants.step_counter(client)
         step_counter.steps += 1
+        step_counter.num_ahead = 0
         pending = Pending(client=client, step=step, since_s=now_s, deadline_s=now_s + step.wait_ms / 1000)
         self._waiting.add(pending)
         for row in step.rows:
             session = self.lookup.session_of(step.namespace, row)
-            proposal = self.faults.contain(session, session.propose) if session else None
-            pending.add(session, proposal)
+            pending.add(session, self._proposal(session, row) if session else None)
             if session:
                 session.hear(step_counter)
                 self._compute.tell(session)
         self._observer.arrived(client, step, pending.sessions, now_s)
         if not pending.waiting:
-            return [self._answer(pending)]
+            answer = self._answer(pending)
+            return [] if all(row.taken is not None for row in step.rows) else [answer]
         return self.answer_overdue() if pending.deadline_s <= now_s else []
+
+    def _proposal(self, session: DraftSession, row: StepRow) -> list[int] | None:
+        """What to answer for a row; nothing if the target was told ahead."""
+        if row.taken is not None:
+            return self.faults.contain(session, session.adopt, row.taken)
+        return self.faults.contain(session, session.propose)
 
     def _drop_pending(self, client: Client) -> None:
         """The client has gone on: nobody waits for its last step's drafts any more."""

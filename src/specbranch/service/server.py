@@ -105,6 +105,8 @@ class Server:
                 wake.recv()
                 self._send(router, self.dispatch.answer_ready())
             self._send(router, self.dispatch.answer_overdue())
+            if wake in events:  # after the answers that somebody waits for
+                self._send(router, self.dispatch.tell_ahead())
             self._observer.flush()
 
     def _timeout_ms(self) -> int:

@@ -19,6 +19,7 @@ from specbranch.engines.binding import Binding
 from specbranch.service.digest import Digest
 from specbranch.service.prefixes import Prefixes
 from specbranch.service.undrafted import Undrafted
+from specbranch.service.wire import MAX_OUTCOMES, Outcome
 
 Key = tuple[bytes, bytes]  # namespace, digest
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
@@ -29,10 +30,12 @@ _numbers = itertools.count(1)
 
 
 class StepCounter:
-    """How many steps one target has told of."""
+    """How many steps one target has told of, and how often it was told ahead since the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: bytes = b"") -> None:
+        self.client = client
         self.steps = 0
+        self.num_ahead = 0
 
 
 class State(Enum):
@@ -58,7 +61,7 @@ class DraftSession:
     | `core`: `rows`, `grow` | compute thread | `lock` |
     | `binding` | compute thread | `lock` |
     | `donor` | set by the store, taken by the compute thread | assignment |
-    | step counter, digest | lookup thread | |
+    | step counter, digest, `told` | lookup thread | |
     """
 
     def __init__(self, namespace: bytes, core: Session, binding: Binding, is_draftable: bool = True) -> None:
@@ -71,7 +74,8 @@ class DraftSession:
         self.is_draftable = is_draftable
         self.donor: tuple[DraftSession, int] | None = None  # who holds the same prefix, and how much of it
         self._state_lock = threading.Lock()
-        self._step_counter = StepCounter()
+        self.step_counter = StepCounter()
+        self.told: list[Outcome] = []  # ahead, of the verdict that is awaited
         self._heard = 0
         self._digest = Digest(core.tokens)
 
@@ -93,7 +97,7 @@ class DraftSession:
     @property
     def is_at_rest(self) -> bool:
         """Whether its target has gone on for long without it: the request has most likely ended."""
-        return self._step_counter.steps - self._heard > _REST_STEPS
+        return self.step_counter.steps - self._heard > _REST_STEPS
 
     @property
     def num_unread(self) -> int:
@@ -110,12 +114,28 @@ class DraftSession:
 
     def hear(self, step_counter: StepCounter) -> None:
         """The target with this step counter has just sent a verdict for the session."""
-        self._step_counter, self._heard = step_counter, step_counter.steps
+        self.step_counter, self._heard = step_counter, step_counter.steps
 
     def commit(self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None) -> None:
         """Take in a verdict; the caller holds the lock and moves the session in the store."""
         self.core.commit(tokens, num_submitted, outlook)
         self._digest = self._digest.extend(tokens)
+        self.told = []
+
+    def adopt(self, tokens: Sequence[int]) -> list[int]:
+        """The target verifies what it was told ahead."""
+        with self.lock:
+            self.core.adopt(tokens)
+        return []
+
+    def foresee(self) -> list[Outcome]:
+        """What to submit after the verdict that is awaited, where that has changed since it was told."""
+        with self.lock:
+            outcomes = [Outcome(*foreseen) for foreseen in self.core.foresee(MAX_OUTCOMES)]
+        if outcomes == self.told:
+            return []
+        self.told = outcomes
+        return outcomes
 
     def propose(self) -> list[int] | None:
         """What there is to submit; None if the target should wait for it, and then it is awaited.

@@ -39,7 +39,7 @@ class Tenants:
 
     def step_counter(self, client: bytes) -> StepCounter:
         """The steps of one client."""
-        return _kept(self._step_counters, client, StepCounter)
+        return _kept(self._step_counters, client, lambda: StepCounter(client))
 
     def step_ended(self, step: Step, now_s: float) -> None:
         """A verdict came. A target tells how long its step took; of one that never does, the pause is known.

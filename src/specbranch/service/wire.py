@@ -14,16 +14,19 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from specbranch.core.round import MAX_WINDOW
 from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
 MAX_ROWS = 1024
 MAX_SEQUENCE = 1 << 20  # tokens
 MAX_NEW = 4096  # tokens committed in one step
+MAX_OUTCOMES = 16  # verdicts that are answered ahead, for one sequence
+MAX_AHEAD = 64  # sequences in one message of such answers
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -34,6 +37,7 @@ Namespace = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Word = Annotated[str, Meta(min_length=1, max_length=64)]
 NewTokens = Annotated[list[Token], Meta(min_length=1, max_length=MAX_NEW)]
 PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]  # see `pack`
+Draft = Annotated[list[Token], Meta(max_length=MAX_WINDOW)]
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
 
 
@@ -73,18 +77,23 @@ MAX_STEP_US = 60_000_000  # a longer one teaches nothing
 
 
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One sequence of an engine step: the sequence before, the tokens just committed, and the sequence with them."""
+    """One sequence of an engine step: the sequence before, the tokens just committed, and the sequence with them.
+
+    `taken`: what was told ahead for this verdict, which the target verifies already; None asks for a proposal.
+    """
 
     before: Name
     tokens: NewTokens
     after: Name
     num_submitted: Annotated[int, Meta(ge=0, le=MAX_NEW)]
     outlook: WireOutlook | None = None
+    taken: Draft | None = None
 
 
 class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
     """One engine step, all its sequences in one message. The answer may take up to `wait_ms`.
 
+    Where every row has taken what was told ahead, there is no answer.
     `step_us` is how long the step took, if it only decoded these rows; 0 if nothing can be learned from it.
     """
 
@@ -100,6 +109,26 @@ class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_un
 
     round: Round
     rows: Annotated[list[Annotated[list[Token], Meta(max_length=MAX_NEW)] | None], Meta(max_length=MAX_ROWS)]
+
+
+class Outcome(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What to submit if the verdict that is awaited commits these tokens."""
+
+    committed: Annotated[list[Token], Meta(min_length=1, max_length=MAX_WINDOW + 1)]
+    proposal: Draft
+
+
+class AheadRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The likeliest verdicts on one sequence, by the name that it has before them."""
+
+    before: Name
+    outcomes: Annotated[list[Outcome], Meta(max_length=MAX_OUTCOMES)]
+
+
+class Ahead(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Answers to steps that were not sent yet. What was told before of the same sequences is no longer true."""
+
+    rows: Annotated[list[AheadRow], Meta(min_length=1, max_length=MAX_AHEAD)]
 
 
 class Open(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -156,7 +185,7 @@ class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True
 
 
 Request = Hello | Step | Open | StatsRequest
-Reply = Welcome | Proposals | Refused | StatsReply
+Reply = Welcome | Proposals | Ahead | Refused | StatsReply
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()

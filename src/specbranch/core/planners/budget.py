@@ -61,21 +61,20 @@ class BudgetPlanner(Planner[BudgetSettings]):
         used = {TEXT: settings.uses_text, MEMORY: settings.uses_memory, HEADS: settings.uses_heads}
         self._sources = [source for source, is_used in used.items() if is_used]
 
+    @property
+    def lets_wait(self) -> bool:
+        return self.settings.waits
+
     def submit(self, round: Round) -> Sequence[Node] | None:
-        tree, gamma = round.tree, self.settings.gamma
-        if self.settings.waits:
-            tip = tree.unrun(tree.root, gamma)
+        tree = round.tree
+        if self.lets_wait:
+            tip = tree.unrun(tree.root, self.settings.gamma)
             if tip is not None and tree.chance(tip) >= _LEAST_CHANCE:
                 return None
-        price = round.costs.price if self.settings.prices else 0.0
-        chain = list(takewhile(lambda node: tree.chance(node) >= price, tree.walk_run(tree.root, gamma)))
-        tip = chain[-1] if chain else tree.root
-        if self._sources and len(chain) < gamma and tip.distribution is None:
-            round.guesser.catch_up(most=_NEWEST)
-            least = max(_LEAST_REPEAT, price)
-            chain += round.guesser.plant(tree, tip, gamma - len(chain), least, self._sources)
-        gain = sum(tree.chance(node) - price for node in chain)
-        return chain if not self.settings.prices or gain >= round.costs.entry else []
+        return self._worth_submitting(round, tree.root)
+
+    def foresee(self, round: Round, start: Node) -> Sequence[Node] | None:
+        return None if self.lets_wait else self._worth_submitting(round, start)
 
     def prepare(self, round: Round) -> Sequence[Node]:
         tree, settings = round.tree, self.settings
@@ -90,3 +89,16 @@ class BudgetPlanner(Planner[BudgetSettings]):
             round.guesser.catch_up()
         deepens = settings.deepens and self._sources
         return rows_that_pay(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE, guess if deepens else None)
+
+    def _worth_submitting(self, round: Round, start: Node) -> list[Node]:
+        """What the target should verify behind a node, once the sequence has come there."""
+        tree, gamma = round.tree, self.settings.gamma
+        price = round.costs.price if self.settings.prices else 0.0
+        chain = list(takewhile(lambda node: tree.chance(node, start) >= price, tree.walk_run(start, gamma)))
+        tip = chain[-1] if chain else start
+        if self._sources and len(chain) < gamma and tip.distribution is None:
+            round.guesser.catch_up(most=_NEWEST)
+            least = max(_LEAST_REPEAT, price) * tree.chance(start)
+            chain += round.guesser.plant(tree, tip, gamma - len(chain), least, self._sources)
+        gain = sum(tree.chance(node, start) - price for node in chain)
+        return chain if not self.settings.prices or gain >= round.costs.entry else []

@@ -13,6 +13,10 @@ from specbranch.core.round import Round
 class NonePlanner(Planner[Settings]):
     """The target alone: the reference that every speed is measured against."""
 
+    @property
+    def lets_wait(self) -> bool:
+        return False
+
     def submit(self, round: Round) -> Sequence[Node]:
         return ()
 

@@ -1,4 +1,4 @@
-"""The planner. A method of speculative decoding is three answers over the same draft tree.
+"""The planner. A method of speculative decoding is a few answers over the same draft tree.
 
 A planner decides what is drafted and what is submitted, never what is accepted; no planner can change the output
 distribution. One planner object serves one sequence. It is asked on every verdict, so its answers must cost
@@ -40,6 +40,11 @@ class Planner(ABC, Generic[S]):
         self.settings = settings
         self.predictor = predictor
 
+    @property
+    def lets_wait(self) -> bool:
+        """Whether `submit` may let the target wait. Of one that never does, little time is given to the answer."""
+        return True
+
     @abstractmethod
     def submit(self, round: Round) -> Sequence[Node] | None:
         """The chain below the root to verify now (it may be empty), or None to let the target wait for more.
@@ -50,6 +55,13 @@ class Planner(ABC, Generic[S]):
     @abstractmethod
     def prepare(self, round: Round) -> Sequence[Node]:
         """The nodes worth running in the next draft step, most valuable first. Asked between draft steps."""
+
+    def foresee(self, round: Round, start: Node) -> Sequence[Node] | None:
+        """What `submit` would answer if the verdict that is awaited took the sequence to `start`.
+
+        None if that cannot be said before. A target that is told ahead need not ask.
+        """
+        return None
 
     def learn(self, round: Round, verdict: Verdict) -> None:  # most planners learn nothing
         """Take in the verdict on this round's submission, before the tree is re-rooted."""

@@ -14,6 +14,8 @@ from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 
+_STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings:
@@ -47,7 +49,7 @@ class ProposerSettings:
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)
-        make_planner(self.planner, settings, CONSTANTS["confidence"])  # raises for what the service would refuse
+        planner = make_planner(self.planner, settings, CONSTANTS["confidence"])  # raises for what would be refused
         trained = self.trained_predictor
         if trained is not None and not trained.is_dir():
             hint = suggest(self.predictor, list(CONSTANTS))
@@ -58,6 +60,7 @@ class ProposerSettings:
             settings=settings,
             predictor="hrad" if trained else self.predictor,
             deadline_s=self.deadline_ms / 1000,
+            step_share=None if planner.lets_wait else _STEP_SHARE,
             namespace=self.namespace.encode() if self.namespace else None,
             keys=client_keys(self.keys),
             vocab_len=vocab_len,

@@ -1,0 +1,151 @@
+"""Answers that are there before they are asked for: what the service tells, what the client makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+
+from specbranch.service import ahead as ahead_module
+from specbranch.service import outcomes as outcomes_module
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.digest import Digest
+from specbranch.service.outcomes import Outcomes
+from specbranch.service.wire import MAX_AHEAD, Ahead, AheadRow, Outcome, Proposals
+from tests.service.harness import PATIENCE_S, Walk, scripted_service
+from tests.service.test_lookup import Bench, likely
+
+TEXT = [1, 2, 3]
+
+
+def bench_with(*texts: list[int], planner: str = "budget") -> Bench:
+    """A service that has drafted for these texts; it never asks what its target's time is worth."""
+    bench = Bench(max_sessions=200)
+    if planner == "budget":
+        bench.open(*texts, planner=planner, prices=False)
+    else:
+        bench.open(*texts, planner=planner)
+    bench.work()
+    return bench
+
+
+def told(bench: Bench) -> list[Ahead]:
+    return [message for _, message in bench.dispatch.tell_ahead() if isinstance(message, Ahead)]
+
+
+def test_what_is_told_ahead_is_what_would_be_answered() -> None:
+    bench = bench_with(TEXT)
+    (message,) = told(bench)
+    (row,) = message.rows
+
+    assert row.before == Digest(TEXT).name
+    assert [likely(TEXT)] in [outcome.committed for outcome in row.outcomes]
+    for outcome in row.outcomes:
+        assert bench_with(TEXT).step(TEXT, *outcome.committed) == [Proposals(1, [outcome.proposal])]
+
+
+def test_a_row_that_was_told_ahead_is_not_answered_and_its_draft_goes_on() -> None:
+    bench = bench_with(TEXT)
+    (outcome, *_) = told(bench)[0].rows[0].outcomes
+    assert bench.step(TEXT, *outcome.committed, taken=outcome.proposal) == []
+
+    (session,) = bench.store.snapshot()
+    assert session.core.submitted == outcome.proposal
+    bench.work()
+    later = [*TEXT, *outcome.committed]
+    assert told(bench)[0].rows[0].before == Digest(later).name
+    accepted = [*outcome.proposal, likely([*later, *outcome.proposal])]
+    bench.step(later, *accepted, sent=len(outcome.proposal))
+    assert session.core.stats.accepted == len(outcome.proposal)
+
+
+def test_a_text_that_is_not_known_is_asked_for_all_the_same() -> None:
+    bench = bench_with(TEXT)
+
+    assert bench.step([7, 8], 9, taken=[1, 2]) == []
+    assert bench.step([7, 8], 9) == [Proposals(1, [None])]
+
+
+def test_nothing_is_told_twice_nor_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_with(TEXT)
+    assert len(told(bench)) == 1
+    bench.compute._grown.put(bench.store.snapshot()[0])
+    assert told(bench) == []
+
+    monkeypatch.setattr(ahead_module, "_MOST", 2)
+    bench.step(TEXT, likely(TEXT))
+    messages = []
+    for _ in range(10):
+        bench.work(1)
+        messages += told(bench)
+    assert len(messages) == 2
+
+
+def test_a_planner_that_lets_its_target_wait_and_a_forgotten_session_tell_nothing() -> None:
+    assert told(bench_with(TEXT, planner="pearl")) == []
+    bench = bench_with(TEXT)
+    bench.store.forget(bench.store.snapshot()[0])
+    assert told(bench) == []
+
+
+def test_a_message_has_no_more_sequences_than_it_may() -> None:
+    texts = [[number, number + 1, 3] for number in range(40)] + [[3, number, 3] for number in range(40)]
+    bench = bench_with(*texts)
+    bench.work(100)
+
+    first, second = (len(message.rows) for message in told(bench))
+    assert first == MAX_AHEAD and 0 < second <= len(texts) - MAX_AHEAD
+
+
+def test_an_answer_is_taken_once_and_the_oldest_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes_module, "_MOST", 2)
+    names = [Digest([number]).name for number in range(3)]
+    outcomes = Outcomes()
+    for name in names:
+        outcomes.hear(Ahead([AheadRow(name, [Outcome([4, 5], [6]), Outcome([7], [8])])]))
+
+    assert outcomes.take(names[0], [4, 5]) is None
+    assert outcomes.take(names[1], [4, 5]) == [6]
+    assert outcomes.take(names[1], [4, 5]) is None
+    assert outcomes.take(names[2], [4]) is None  # not foreseen; what was is no longer true
+    assert outcomes.take(names[2], [7]) is None
+    outcomes.hear(Ahead([AheadRow(names[2], [Outcome([7], [9])])]))
+    outcomes.clear()
+    assert outcomes.take(names[2], [7]) is None
+
+
+def test_a_target_goes_on_with_what_it_was_told_and_waits_for_nothing(tmp_path: Path) -> None:
+    """A real service in another process: the text is the target's, most rounds are answered ahead and accepted."""
+    options = {"planner": "budget", "settings": {"prices": False, "gamma": 4}, "deadline_s": PATIENCE_S}
+    with (
+        scripted_service(tmp_path) as service,
+        contextlib.closing(DraftClient(ClientOptions(service.address, **options))) as client,  # type: ignore[arg-type]
+    ):
+        assert client.hello(PATIENCE_S)
+        walk = Walk(client, [1, 2, 3])
+        for _ in range(40):
+            walk.step()
+            time.sleep(0.02)  # the target verifies
+
+        walk.assert_text_is_the_targets()
+        assert client.counts.foreseen > 10
+        assert client.counts.foreseen + client.counts.answered == client.counts.calls
+        assert walk.num_accepted > 40
+
+
+def test_patience_follows_the_targets_step() -> None:
+    options = ClientOptions("ipc:///nowhere", deadline_s=0.1, step_share=0.5)
+    with contextlib.closing(DraftClient(options)) as client:
+        waits = [client._patience_s()]
+        for step_s in (0.08, 0.0, 1.0, 1.0):
+            client._learn_step(step_s)
+            waits.append(client._patience_s())
+        client._step_s = 0.001
+        waits.append(client._patience_s())
+
+    assert waits == pytest.approx([0.1, 0.04, 0.04, 0.086, 0.1, 0.005])
+    with contextlib.closing(DraftClient(ClientOptions("ipc:///nowhere", deadline_s=0.1))) as client:
+        client._learn_step(0.01)
+        assert client._patience_s() == 0.1
