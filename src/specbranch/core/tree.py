@@ -11,7 +11,6 @@ Each node is created once and settled once, so all book-keeping is linear in the
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -120,12 +119,10 @@ class Tree:
         submitted = self.submitted or []
         for parent, accepted in zip([self.root, *submitted], [*submitted, None], strict=True):
             lowest = least * math.exp(self.root.log_chance - parent.log_chance)
-            for rank in itertools.count(1):
-                child = self._child_at(parent, rank, lowest)
-                if child is None:
-                    break
-                if child is not accepted:
-                    found.append(child)
+            rank = 1
+            while (child := self._child_at(parent, rank, lowest)) is not None:
+                found += [child] if child is not accepted else []
+                rank += 1
         return sorted(found, key=lambda node: -node.log_chance)[:count]
 
     def find(self, tokens: Sequence[int]) -> list[Node]:
