@@ -80,14 +80,20 @@ class Tree:
         return tip if len(chain) < length and tip.distribution is None else None
 
     def frontier(
-        self, start: Node, depth: int, count: int, least: float, guess: Callable[[Node], object] | None = None
+        self,
+        start: Node,
+        depth: int,
+        count: int,
+        least: float,
+        share: float = 0.0,
+        guess: Callable[[Node, float], object] | None = None,
     ) -> list[tuple[Node, float]]:
         """The likeliest nodes at or below `start` that were not run yet, each with its chance seen from there.
 
-        A node comes before its children, which were planted: they can run in the same step. `guess` may plant some
-        below a node that is found.
-        At most `count`, none deeper than `depth` tokens or with a chance below `least`. No child is drawn that could
-        not have that chance.
+        A node comes before its children, which were planted: they can run in the same step. At most `count`, none
+        deeper than `depth` tokens, with a chance below `least`, or below that `share` of the likeliest one's. No child
+        is drawn that could not have the least chance. `guess` may plant children below a node that is found, none less
+        likely than it is told.
         """
         found: list[tuple[Node, float]] = []
         heap = [(0.0, 0, start)]
@@ -96,9 +102,14 @@ class Tree:
             weight, _, node = heapq.heappop(heap)
             nexts = []
             if node.distribution is None:
-                found.append((node, math.exp(-weight)))
+                chance = math.exp(-weight)
+                if chance < least:
+                    break
+                if not found:
+                    least = max(least, chance * share)
+                found.append((node, chance))
                 if guess is not None and not node.children:
-                    guess(node)
+                    guess(node, least)
             if node.position < start.position + depth:
                 nexts.append((node, 1))  # of a node that was not run: a child that was planted
             if node is not start and node.parent is not None:

@@ -17,11 +17,9 @@ def rows_that_pay(
     may plant guesses behind a node that is to run, none less likely than it is told.
     """
     tree, cost = round.tree, round.costs.draft.cost
-    tips = tree.frontier(start, depth, 1, least)
-    if cost is not None and tips:
-        # A further row pays only if its chance is to the best one's as its time is to the first row's. The best one
-        # itself must stay, however chances are rounded.
-        needed = max(least, tips[0][1] * min(cost.share_of_more, 0.999))
-        tips = tree.frontier(start, depth, most, needed, (lambda node: guess(node, needed)) if guess else None)
-        tips = tips[: cost.best_rows([chance for _, chance in tips])]
-    return [node for node, _ in tips]
+    if cost is None:
+        return [node for node, _ in tree.frontier(start, depth, 1, least)]
+    # A further row pays only if its chance is to the best one's as its time is to the first row's. The best one itself
+    # must stay, however chances are rounded.
+    tips = tree.frontier(start, depth, most, least, min(cost.share_of_more, 0.999), guess)
+    return [node for node, _ in tips[: cost.best_rows([chance for _, chance in tips])]]
