@@ -72,24 +72,22 @@ CONTRACT: tuple[Term, ...] = (
     Members("vllm.config.device", "DeviceConfig", ("device_type",)),
     # The sampler on the CPU, for the workarounds.
     Names("vllm.platforms", ("current_platform",)),
-    Members("vllm.platforms.interface", "Platform", ("is_cpu",)),
+    Members("vllm.platforms.interface", "Platform", ("is_cpu", "is_cuda", "has_device_capability")),
     Names(_SAMPLER, ("apply_top_k_top_p",)),
     Arguments(_SAMPLER, "expand_batch_to_tokens", ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")),
-    # An engine in our process.
+    # An engine in our process, and its workers.
     Strings("vllm", ("LLM", "SamplingParams")),
     Names("vllm", ("__version__",)),
     Members("vllm.entrypoints.llm", "LLM", ("llm_engine", "get_metrics", "get_tokenizer")),
+    Arguments("vllm.entrypoints.llm", "LLM.collective_rpc", ("method", "args")),
+    Members("vllm.v1.worker.cpu_worker", "CPUWorker", ("model_runner",)),
+    Members("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
     Members(
         "vllm.v1.engine.llm_engine",
         "LLMEngine",
-        ("vllm_config", "engine_core", "has_unfinished_requests", "step", "abort_request"),
+        ("vllm_config", "has_unfinished_requests", "step", "abort_request"),
     ),
     Arguments("vllm.v1.engine.llm_engine", "LLMEngine.add_request", ("request_id", "prompt", "params")),
-    Members("vllm.v1.engine.core_client", "InprocClient", ("engine_core",)),
-    Members("vllm.v1.engine.core", "EngineCore", ("model_executor",)),
-    Members("vllm.v1.executor.uniproc_executor", "UniProcExecutor", ("driver_worker",)),
-    Members("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("worker",)),
-    Members("vllm.v1.worker.cpu_worker", "CPUWorker", ("model_runner",)),
     Members("vllm.sampling_params", "StructuredOutputsParams", ("json",)),
     Members("vllm.sampling_params", "RequestOutputKind", ("DELTA",)),
     Members("vllm.sampling_params", "SamplingParams", ("output_kind", "structured_outputs")),
@@ -121,6 +119,7 @@ CONTRACT: tuple[Term, ...] = (
     Strings(
         "vllm.envs",
         (
+            "VLLM_BATCH_INVARIANT",
             "VLLM_CPU_KVCACHE_SPACE",
             "VLLM_CPU_OMP_THREADS_BIND",
             "VLLM_ENABLE_V1_MULTIPROCESSING",

@@ -42,7 +42,6 @@ class PairOptions:
             "dtype": self.dtype,
             "max_model_len": 2048,
             "max_num_seqs": max(_TARGET_BATCHES),
-            "distributed_executor_backend": "uni",
             "enable_prefix_caching": False,
             **self.arguments,
         }

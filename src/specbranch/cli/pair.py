@@ -21,6 +21,7 @@ from specbranch.cli.remote import RemoteDraft
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.failure import FailureLog
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
@@ -54,6 +55,7 @@ class PairOptions:
     def check(self) -> None:
         """Raise now what would otherwise be raised after both models are loaded."""
         check_directory("--timeline", self.timeline)
+        self.cores()
         if self.is_drafting:
             read_settings(self.section).client_options(self.gamma)
         Preflight(
@@ -64,6 +66,13 @@ class PairOptions:
     def is_drafting(self) -> bool:
         """Whether there is a draft."""
         return self.draft is not None or self.remote is not None
+
+    def cores(self) -> Cores:
+        """The cores of both; a target alone is not pinned, unless somebody asks for it."""
+        if self.draft is None and self.target_cores is None:
+            return Cores(None, None)
+        layout = Layout.of_arguments(self.arguments)
+        return divide_cores(self.draft_device, self.target_cores, self.draft_cores, layout)
 
     def draft_options(self, cores: Sequence[int] | None) -> DraftOptions | None:
         """How the draft is started; None without one."""
@@ -80,8 +89,8 @@ class PairOptions:
         )
 
     def vllm_arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`: one executor in this process; on a CPU there are no CUDA graphs to capture."""
-        return {"distributed_executor_backend": "uni", "enforce_eager": launch.runs_on_cpu(), **self.arguments}
+        """Arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
+        return {"enforce_eager": launch.runs_on_cpu(), **self.arguments}
 
 
 class Pair:
@@ -125,7 +134,7 @@ class Pair:
 
     def _load(self, log_file: Path) -> None:
         options = self._options
-        cores = self._cores()
+        cores = options.cores()
         if cores.target:
             os.sched_setaffinity(0, cores.target)
         loading = f"loading {options.target}" + (f" and {options.draft}" if options.draft else "")
@@ -145,12 +154,6 @@ class Pair:
                 raise LoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
             if draft is not None:
                 draft.wait_until_up()
-
-    def _cores(self) -> Cores:
-        options = self._options
-        if options.draft is None and options.target_cores is None:
-            return Cores(None, None)
-        return divide_cores(options.draft_device, options.target_cores, options.draft_cores)
 
     def _settings(self, **changes: Any) -> ProposerSettings:
         remote = self._options.remote

@@ -24,7 +24,7 @@ from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch, patches
 from specbranch.plugins.vllm.compat.source import known_arguments
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import Flags
+from specbranch.plugins.vllm.flags import FlagError, Flags
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
 from specbranch.service.process import DraftOptions
@@ -106,6 +106,8 @@ class Preflight:
             refuse_unknown_flags(self.flags, known)
             refuse_unknown_arguments(self.arguments, known)
         if self.draft is not None or self.remote is not None:
+            if self.arguments.get("speculative_config") is not None:
+                raise FlagError("speculative_config is set by this command; use its own options, or --bare")
             Layout.of_flags(self.flags).refuse()
             Layout.of_arguments(self.arguments).refuse()
 

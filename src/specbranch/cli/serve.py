@@ -57,8 +57,6 @@ from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions
 
-FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 _POLL_S = 0.3
 _KILLED = 130
 
@@ -139,8 +137,6 @@ def serve(
     Ctrl-C stops target and draft.
     """
     with friendly_errors(SpecBranchError):
-        if target.startswith("-"):
-            raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
         refuse_misspelt(context)
         if [draft is not None, draft_address is not None, bare].count(True) != 1:
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to serve without a draft")

@@ -8,7 +8,7 @@ by their tokens, so none of this matters here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,6 +46,7 @@ class SpecBranchProposer:
         self._asides: Counter[str] = Counter()
         self._settings: ProposerSettings | None = None
         self._model: Any = None
+        self._embed: Callable[[Sequence[int]], Any] | None = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
@@ -59,7 +60,10 @@ class SpecBranchProposer:
         self._show()
 
     def use(self, settings: ProposerSettings) -> None:
-        """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
+        """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing.
+
+        The proposers of all workers must get them at the same time.
+        """
         options = settings.client_options(self._most, config.vocab_len(self._vllm_config), self._vocab_sample)
         if settings == self._settings:
             return
@@ -138,7 +142,6 @@ class SpecBranchProposer:
             hrad = read_hrad(settings.trained_predictor)
             features.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
             if self._model is not None:
-                features.refuse_late_embedder(self._vllm_config)
                 foresight = self._foresight_on(hrad)
         if self._foresight is not None:
             self._foresight.feature_hook.close()
@@ -146,10 +149,11 @@ class SpecBranchProposer:
 
     def _foresight_on(self, hrad: Hrad) -> Foresight | None:
         """H-RAD on the loaded target; other ranks only contribute their shard of the embeddings."""
-        embed = features.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
+        if self._embed is None:
+            self._embed = features.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
         if not self._is_output_rank:
             return None
-        return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, embed))
+        return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, self._embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], step_s: float | None) -> bool:
         """Report the last step to the gate, and ask it about the next one."""
