@@ -34,7 +34,7 @@ CONTRACT: tuple[Term, ...] = (
     Members(_RUNNER, "ExecuteModelState", ("sample_hidden_states", "spec_decode_metadata")),
     Members("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", ("num_draft_tokens",)),
     Members("vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids", "request_lora_mapping")),
-    Members("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mm_features",)),
+    Members("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mm_features", "sampling_params")),
     Members(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
@@ -51,9 +51,18 @@ CONTRACT: tuple[Term, ...] = (
     Members(
         "vllm.config.vllm",
         "VllmConfig",
-        ("model_config", "parallel_config", "speculative_config", "device_config", "additional_config"),
+        (
+            "model_config",
+            "parallel_config",
+            "speculative_config",
+            "compilation_config",
+            "device_config",
+            "additional_config",
+        ),
     ),
     Members("vllm.config.speculative", "SpeculativeConfig", ("num_speculative_tokens",)),
+    Members("vllm.config.compilation", "CompilationConfig", ("cudagraph_mode",)),
+    Members("vllm.config.compilation", "CUDAGraphMode", ("separate_routine", "has_full_cudagraphs")),
     Members(
         "vllm.config.model",
         "ModelConfig",
@@ -90,7 +99,7 @@ CONTRACT: tuple[Term, ...] = (
     Arguments("vllm.v1.engine.llm_engine", "LLMEngine.add_request", ("request_id", "prompt", "params")),
     Members("vllm.sampling_params", "StructuredOutputsParams", ("json",)),
     Members("vllm.sampling_params", "RequestOutputKind", ("DELTA",)),
-    Members("vllm.sampling_params", "SamplingParams", ("output_kind", "structured_outputs")),
+    Members("vllm.sampling_params", "SamplingParams", ("output_kind", "structured_outputs", "thinking_token_budget")),
     Members("vllm.outputs", "CompletionOutput", ("token_ids", "text", "finish_reason", "logprobs")),
     Members("vllm.outputs", "RequestOutput", ("request_id", "outputs", "finished")),
     Members("vllm.logprobs", "Logprob", ("logprob",)),

@@ -50,6 +50,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any] = {}
     predictor: str = "confidence"
     is_gated: bool = True
+    pad: str = "auto"
 
     @property
     def engine(self) -> str:
@@ -151,6 +152,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             settings=method.settings,
             predictor=method.predictor,
             is_gated=method.is_gated,
+            pad=method.pad,
             deadline_ms=self.deadline_ms,
             namespace=method.name,
         )

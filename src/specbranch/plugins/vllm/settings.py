@@ -14,13 +14,16 @@ from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 
+PADS = ("auto", "on", "off")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings:
     """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
 
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay.
+    share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay. `pad`: fill
+    all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such graphs.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
     """
 
@@ -32,6 +35,7 @@ class ProposerSettings:
     namespace: str | None = None
     keys: str | None = None
     is_gated: bool = True
+    pad: str = "auto"
 
     @property
     def trained_predictor(self) -> Path | None:
@@ -44,6 +48,8 @@ class ProposerSettings:
         `vocab_len` and `vocab_sample` are the target's; a caller that only checks the settings has none.
         """
         load_planners()
+        if self.pad not in PADS:
+            raise SettingError(f"pad is {self.pad!r}; it takes {', '.join(PADS)}")
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)

@@ -56,6 +56,11 @@ def _counts(worker: Any) -> dict[str, float]:
     return counts
 
 
+def _num_pads(worker: Any) -> int:
+    # Bare vLLM has no drafter, and its own drafters do not pad.
+    return int(getattr(getattr(worker.model_runner, "drafter", None), "num_pads", 0))
+
+
 def _patch_cpu_sampler(worker: Any) -> None:
     patches.patch_cpu_sampler()
 
@@ -67,13 +72,13 @@ def _ignore_interrupts(worker: Any) -> None:
 
 
 def draft_tokens(llm: Any) -> tuple[int, int]:
-    """Draft tokens that vLLM verified and accepted since its start, by its own counters."""
+    """Draft tokens that vLLM verified and accepted since its start, by its own counters, without pads."""
     totals = {"vllm:spec_decode_num_draft_tokens": 0, "vllm:spec_decode_num_accepted_tokens": 0}
     for metric in llm.get_metrics():
         if metric.name in totals:
             totals[metric.name] += int(metric.value)
     submitted, accepted = totals.values()
-    return submitted, accepted
+    return submitted - sum(llm.collective_rpc(_num_pads)), accepted
 
 
 def reported_logprobs(completion: Any) -> list[dict[int, float]]:
