@@ -128,6 +128,7 @@ def check(
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
+        options.settings("ipc://unused")  # refuses what both sides set
         preflight(options).run()
         warn(device.warning)
         found = _run(options)

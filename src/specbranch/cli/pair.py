@@ -22,7 +22,7 @@ from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.failure import FailureLog
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 
@@ -57,7 +57,7 @@ class PairOptions:
         check_directory("--timeline", self.timeline)
         self.cores()
         if self.is_drafting:
-            read_settings(self.section).client_options(self.gamma)
+            self.settings({}).client_options(self.gamma)
         Preflight(
             target=self.target, draft=self.draft_options(None), remote=self.remote, arguments=self.vllm_arguments()
         ).run()
@@ -66,6 +66,10 @@ class PairOptions:
     def is_drafting(self) -> bool:
         """Whether there is a draft."""
         return self.draft is not None or self.remote is not None
+
+    def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
+        """The proposer's settings, with what is only known later."""
+        return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
 
     def cores(self) -> Cores:
         """The cores of both; a target alone is not pinned, unless somebody asks for it."""
@@ -158,4 +162,4 @@ class Pair:
     def _settings(self, **changes: Any) -> ProposerSettings:
         remote = self._options.remote
         where = remote.section if remote else {"address": self._address} if self._address else {}
-        return read_settings({**self._options.section, **where, **changes})
+        return self._options.settings({**where, **changes})

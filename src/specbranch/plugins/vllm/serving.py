@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
-from specbranch.plugins.vllm.arguments import SECTION, proposer_arguments
+from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.binding import is_bound_by_user, threads_of_workers
 from specbranch.plugins.vllm.flags import FlagError, Flags
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import ProposerSettings
 
 _EXECUTOR = "--distributed-executor-backend"
 _OWN_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -97,17 +96,3 @@ class ServeOptions:
             # processes all the same.
             return {"OMP_NUM_THREADS": str(len(self.cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         return threads_of_workers(self.cores, self.num_workers)
-
-
-def merged_settings(ours: Mapping[str, Any], flags: Flags) -> ProposerSettings:
-    """The proposer's settings from `specbranch serve` and from the user's --additional-config.
-
-    The two may not set the same one.
-    """
-    theirs = flags.take_json("--additional-config")[0].get(SECTION, {})
-    if not isinstance(theirs, dict):
-        raise FlagError(f"--additional-config has {theirs!r} under '{SECTION}'; give a table of settings")
-    for key in theirs:
-        if key in ours:
-            raise FlagError(f"--additional-config sets {SECTION}.{key}, which `specbranch serve` sets; leave one out")
-    return read_settings({**theirs, **ours})

@@ -10,6 +10,8 @@ from typing import Any
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.engines.options import local_model
 from specbranch.extensions import load_planners
+from specbranch.plugins.vllm.arguments import SECTION
+from specbranch.plugins.vllm.flags import FlagError
 from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
@@ -80,6 +82,17 @@ def read_settings(section: Any) -> ProposerSettings:
         if key not in known:
             raise SettingError(f"additional_config['specbranch'] has no setting {key!r}; {suggest(key, known)}")
     return ProposerSettings(**section)
+
+
+def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:
+    """The settings that a command gives, and those of the user's own `additional_config`; both may not set the same."""
+    theirs = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else additional_config
+    if not isinstance(theirs, Mapping):
+        raise FlagError(f"--additional-config has {theirs!r} for '{SECTION}'; give a table of settings")
+    for key in theirs:
+        if key in ours:
+            raise FlagError(f"--additional-config sets {SECTION}.{key}, which this command sets; leave one out")
+    return read_settings({**theirs, **ours})
 
 
 def client_keys(directory: str | None) -> ClientKeys | None:

@@ -32,7 +32,7 @@ from specbranch.plugins.vllm.exactness.findings import (
 from specbranch.plugins.vllm.exactness.prompts import GREEDY, TOSS_KEYS
 from specbranch.plugins.vllm.messages import Ask, Done, Engine, Run
 from specbranch.plugins.vllm.process import TargetProcess
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.version import __version__
@@ -76,6 +76,17 @@ class CheckOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     wrong_temperature: float | None = None
     predictor: str = "confidence"
+
+    def settings(self, address: str) -> ProposerSettings:
+        """The proposer's settings with the first planner."""
+        ours = {
+            "address": address,
+            "is_gated": False,
+            "deadline_ms": self.deadline_ms,
+            "planner": self.planners[0],
+            "predictor": self.predictor,
+        }
+        return merged_settings(ours, self.arguments.get("additional_config", {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +139,7 @@ def check(options: CheckOptions, listen: Listener) -> Report:
     with contextlib.ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-check-"))
         draft = stack.enter_context(DraftProcess(options.draft, tell=lambda stage: listen(stage, None, None)))
-        settings = ProposerSettings(
-            address=draft.address,
-            is_gated=False,
-            deadline_ms=options.deadline_ms,
-            planner=options.planners[0],
-            predictor=options.predictor,
-        )
+        settings = options.settings(draft.address)
         stages = _Stages(options, listen, Path(logs))
         bare = stages.run(None, _exact_runs(options, None), is_exact=True)
         ours = stages.run(settings, _exact_runs(options, settings), is_exact=True)
