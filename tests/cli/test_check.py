@@ -17,6 +17,7 @@ runner = CliRunner()
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
 
 

@@ -103,9 +103,8 @@ def check(
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         check_directory("--report", report)
         arguments = vllm_arguments(context, vllm_arg)
-        layout = Layout.of_arguments(arguments)
-        device = place_draft(draft_device, draft, draft_engine, layout)
-        cores = divide_cores(device.device, target_cores, draft_cores, layout)
+        device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(arguments))
+        cores = divide_cores(device.device, target_cores, draft_cores)
         options = CheckOptions(
             target=target,
             draft=DraftOptions(
@@ -146,7 +145,10 @@ def check(
 def preflight(options: CheckOptions) -> Preflight:
     """What can be checked before a model loads."""
     return Preflight(
-        target=options.target, draft=options.draft, arguments={"dtype": options.dtype, **options.arguments}
+        target=options.target,
+        draft=options.draft,
+        arguments={"dtype": options.dtype, **options.arguments},
+        target_cores=options.target_cores,
     )
 
 

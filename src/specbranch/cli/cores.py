@@ -12,7 +12,6 @@ from specbranch.cli.values import numbers
 from specbranch.engines.model_size import weight_bytes
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.registry import engine_for, runs_on_gpu
-from specbranch.plugins.vllm.binding import refuse_too_few
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.layout import Layout
 
@@ -54,14 +53,9 @@ def _runs_on_gpu(engine: str) -> bool:
         return False
 
 
-def divide_cores(
-    draft_device: str, target_cores: str | None = None, draft_cores: str | None = None, layout: Layout | None = None
-) -> Cores:
-    """Cores for a target in vLLM and for its draft, from `--target-cores` and `--draft-cores`, else shared out.
-
-    With a layout, too few cores for its workers are refused.
-    """
-    cores = split(
+def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:
+    """Cores for a target in vLLM and for its draft, from `--target-cores` and `--draft-cores`, else shared out."""
+    return split(
         usable_cores(),
         target_on_cpu=launch.runs_on_cpu(),
         draft_on_cpu=draft_device == "cpu",
@@ -69,9 +63,6 @@ def divide_cores(
         draft=_asked("--draft-cores", draft_cores),
         topology=None if launch.runs_on_cpu() else read_topology(),
     )
-    if layout is not None and cores.target is not None:
-        refuse_too_few(cores.target, layout.num_devices)
-    return cores
 
 
 def _asked(option: str, text: str | None) -> list[int] | None:

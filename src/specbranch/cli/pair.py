@@ -21,7 +21,6 @@ from specbranch.cli.remote import RemoteDraft
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.failure import FailureLog
-from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
@@ -55,11 +54,14 @@ class PairOptions:
     def check(self) -> None:
         """Raise now what would otherwise be raised after both models are loaded."""
         check_directory("--timeline", self.timeline)
-        self.cores()
         if self.is_drafting:
             self.settings({}).client_options(self.gamma)
         Preflight(
-            target=self.target, draft=self.draft_options(None), remote=self.remote, arguments=self.vllm_arguments()
+            target=self.target,
+            draft=self.draft_options(None),
+            remote=self.remote,
+            arguments=self.vllm_arguments(),
+            target_cores=self.cores().target,
         ).run()
 
     @property
@@ -75,8 +77,7 @@ class PairOptions:
         """The cores of both; a target alone is not pinned, unless somebody asks for it."""
         if self.draft is None and self.target_cores is None:
             return Cores(None, None)
-        layout = Layout.of_arguments(self.arguments)
-        return divide_cores(self.draft_device, self.target_cores, self.draft_cores, layout)
+        return divide_cores(self.draft_device, self.target_cores, self.draft_cores)
 
     def draft_options(self, cores: Sequence[int] | None) -> DraftOptions | None:
         """How the draft is started; None without one."""

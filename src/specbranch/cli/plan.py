@@ -93,9 +93,8 @@ def plan(
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
         given = vllm_arguments(context, vllm_arg)
-        layout = Layout.of_arguments(given)
-        device = place_draft(draft_device, draft, draft_engine, layout)
-        cores = divide_cores(device.device, target_cores, draft_cores, layout)
+        device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(given))
+        cores = divide_cores(device.device, target_cores, draft_cores)
         options = PairOptions(
             target=target,
             draft=draft,
@@ -110,7 +109,8 @@ def plan(
             arguments={"enforce_eager": launch.runs_on_cpu(), **given},
         )
         how = DraftOptions(draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft)
-        Preflight(target=target, draft=how, arguments=options.target_options().arguments).run()
+        arguments = options.target_options().arguments
+        Preflight(target=target, draft=how, arguments=arguments, target_cores=cores.target).run()
         warn(device.warning)
         with Progress() as progress:
             survey = survey_pair(options, progress.show)
