@@ -104,9 +104,7 @@ class Runner:
         self.input_batch = SimpleNamespace(
             req_ids=list(scheduler_output.texts), request_lora_mapping=np.zeros(8, dtype=np.int64)
         )
-        self.requests = {
-            name: SimpleNamespace(mm_features=[], sampling_params=None) for name in scheduler_output.texts
-        }
+        self.requests = {name: SimpleNamespace(mm_features=[], sampling_params=None) for name in scheduler_output.texts}
         texts = scheduler_output.texts.values()
         padding = [0] * 3
         hidden = self.model(torch.tensor([*(token for text in texts for token in text), *padding]))

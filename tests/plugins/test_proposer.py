@@ -434,7 +434,9 @@ def test_beside_a_thinking_budget_nothing_is_padded(padding: SpecBranchProposer)
     assert padding.propose([[3], [5]], lengths, table) == [[5], [5]]
 
 
-@pytest.mark.parametrize(("pad", "has_graphs", "is_padded"), [("auto", True, True), ("auto", False, False), ("off", True, False)])
+@pytest.mark.parametrize(
+    ("pad", "has_graphs", "is_padded"), [("auto", True, True), ("auto", False, False), ("off", True, False)]
+)
 def test_rows_are_padded_where_vllm_has_graphs_for_it(
     monkeypatch: pytest.MonkeyPatch, pad: str, has_graphs: bool, is_padded: bool
 ) -> None:

@@ -195,13 +195,9 @@ def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) ->
 
 def _measured(survey: Survey, advice: Advice) -> list[str]:
     trace, many = survey.trace, max(survey.draft_s)
-    hooked = (
-        [
-            f"with our proposer and without drafts, a step takes {advice.terms.overhead(1):.2f} times as long as in bare "
-            "vLLM: no asynchronous scheduling, other CUDA graphs; the forecast includes it"
-        ]
-        if survey.hooked_s
-        else []
+    overhead = (
+        f"with our proposer and without drafts, a step takes {advice.terms.overhead(1):.2f} times as long as in bare vLLM: "
+        "no asynchronous scheduling, other CUDA graphs; the forecast includes it"
     )
     return [
         f"measured: a target step takes {1e3 * survey.target_alone_s[1]:.0f} ms alone and "
@@ -210,7 +206,7 @@ def _measured(survey: Survey, advice: Advice) -> list[str]:
         f"c (target step / draft step) is {advice.terms.c:.1f}",
         f"the target's token is the draft's most likely one at {trace.match_share():.0%} of {trace.num_tokens} "
         f"positions, and among its top 3 at {trace.match_share(3):.0%}",
-        *hooked,
+        *([overhead] if survey.hooked_s else []),
     ]
 
 
