@@ -42,7 +42,7 @@ def main() -> None:
     }
     with draft_service(args.draft) as address:
         bare = LLM(**common)
-        texts = {"bare": _decode(bare, args.tokens)}
+        texts = {"bare": [*_decode(bare, args.tokens), *_decode_to_the_end(bare)]}
         del bare
         gc.collect()
         llm = LLM(**common, **drafting(address, pad="on"))
@@ -54,12 +54,13 @@ def main() -> None:
             before = engine.draft_tokens(llm)
             texts[planner] = _decode(llm, args.tokens)
             drafts[planner] = [after - count for after, count in zip(engine.draft_tokens(llm), before, strict=True)]
+            texts[planner] += _decode_to_the_end(llm)
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
     print(json.dumps({"prompts": len(texts["bare"]), "equal": equal, "lengths": lengths, "drafts": drafts}))
 
 
 def _decode(llm: Any, num_tokens: int) -> list[list[int]]:
-    """Plain greedy rows, rows up to the longest length, then some with penalties, log-probabilities and a schema."""
+    """Plain greedy rows, then some with penalties, log-probabilities, a schema and a least length."""
     from vllm import SamplingParams
 
     greedy = {"temperature": 0.0, "max_tokens": num_tokens}
@@ -69,11 +70,17 @@ def _decode(llm: Any, num_tokens: int) -> list[list[int]]:
         {"structured_outputs": engine.json_shape(SCHEMA)},
         {"min_tokens": num_tokens},
     ]
-    longest = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     plain = llm.generate(list(PROMPTS), SamplingParams(**greedy), use_tqdm=False)
-    long = llm.generate(list(PROMPTS[:2]), longest, use_tqdm=False)
     mixed = llm.generate(list(PROMPTS), [SamplingParams(**greedy, **one) for one in special], use_tqdm=False)
-    return tokens_of([*plain, *long, *mixed])
+    return tokens_of([*plain, *mixed])
+
+
+def _decode_to_the_end(llm: Any) -> list[list[int]]:
+    """Rows up to the longest length; near it vLLM itself puts tokens in the place of drafts."""
+    from vllm import SamplingParams
+
+    longest = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    return tokens_of(llm.generate(list(PROMPTS[:2]), longest, use_tqdm=False))
 
 
 def _watch(llm: Any) -> Counter[int]:

@@ -196,8 +196,8 @@ def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) ->
 def _measured(survey: Survey, advice: Advice) -> list[str]:
     trace, many = survey.trace, max(survey.draft_s)
     overhead = (
-        f"with our proposer and without drafts, a step takes {advice.terms.overhead(1):.2f} times as long as in bare vLLM: "
-        "no asynchronous scheduling, other CUDA graphs; the forecast includes it"
+        f"with our proposer and without drafts, a step takes {advice.terms.overhead(1):.2f} times as long as in bare "
+        "vLLM: no asynchronous scheduling, other CUDA graphs; the forecast includes it"
     )
     return [
         f"measured: a target step takes {1e3 * survey.target_alone_s[1]:.0f} ms alone and "
