@@ -58,9 +58,7 @@ def measure(target: str, draft: str, dtype: str, num_tokens: int) -> Timeline:
         with DraftProcess(options, Path(directory) / "draft.log") as service:
             first = settings_for("none", service.address)
             arguments = {"dtype": dtype, "max_model_len": 1024, "enforce_eager": True}
-            loaded = TargetOptions(
-                target, settings=first, arguments={**arguments, "distributed_executor_backend": "uni"}
-            )
+            loaded = TargetOptions(target, settings=first, arguments=arguments)
             with TargetProcess(loaded, Path(directory) / "target.log", [0]) as process:
                 for tokens in (8, num_tokens):
                     done = {name: run(process, settings_for(name, service.address), tokens) for name in METHODS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,18 @@ def test_a_forecast_is_the_simulation_less_the_slowdown() -> None:
 
     assert foresee(TRACE, method, terms_of(CHEAP)).speed == pytest.approx(simulated / 1.1)
     assert foresee(TRACE, Method("none"), terms_of(CHEAP), batch=32).speed == 1.0
+
+
+def test_what_the_proposer_alone_costs_is_taken_from_the_most_similar_batch() -> None:
+    hooked = replace(CHEAP, hooked_s={1: 0.125, 2: 0.101, 4: 0.09})
+    terms = terms_of(hooked)
+
+    assert [terms.overhead(batch) for batch in (1, 2, 16)] == pytest.approx([1.25, 1.0, 1.0])  # noise is no gain
+    method = Method("pearl", {"gamma": 5})
+    bare = foresee(TRACE, method, terms_of(CHEAP)).speed
+    assert foresee(TRACE, method, terms).speed == pytest.approx(bare / 1.25)
+    assert advice_for(hooked, 1).best_at(1).speed == pytest.approx(advice_for(CHEAP, 1).best_at(1).speed / 1.25)
+    assert foresee(TRACE, Method("none"), terms).speed == 1.0  # to serve without a draft is to serve bare vLLM
 
 
 def test_advice_names_the_best_and_what_devices_would_change() -> None:

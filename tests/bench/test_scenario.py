@@ -83,6 +83,14 @@ def test_the_old_name_of_the_timeline_is_still_known(data: Path) -> None:
     assert old == new == scenario_of({**new.as_json(), "draft_arguments": ["--trace", "run.json"]})
 
 
+def test_speed_is_divided_by_devices_where_none_are_pinned(data: Path) -> None:
+    scenario = read_scenario(
+        written(data, "target_cores = []\ndraft_cores = []\narguments = {tensor_parallel_size = 2}\n" + SMALL)
+    )
+
+    assert [scenario.num_cores(method) for method in scenario.methods] == [2, 3]
+
+
 def test_prompts_are_spread_over_the_file(data: Path) -> None:
     assert read_prompts("gsm8k", data / "g.jsonl", 4) == [f"question {number}" for number in (0, 10, 20, 30)]
 
@@ -94,6 +102,8 @@ def test_prompts_are_spread_over_the_file(data: Path) -> None:
         (('task = "gsm8k"', 'task = "gsm"'), "did you mean 'gsm8k'"),
         (('"specbranch"', '"specbranh"'), "did you mean 'specbranch'"),
         (('name = "bare"', 'name = "ours"'), "different names"),
+        (('name = "bare"', 'name = "bare"\nplanner = "pearl"'), "must be vLLM alone"),
+        (('name = "bare"', 'name = "bare"\nspeculative_config = {method = "ngram"}'), "must be vLLM alone"),
         (("count = 4", "count = "), "is not a scenario"),
         (("settings = {", "cores = [0]\nsettings = {"), "only for methods without one"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.survey import MESSAGES, record_distributions, take_survey
+from specbranch.bench.survey import MESSAGES, record_distributions, take_survey, time_steps
 from specbranch.core.distribution import Distribution
 from specbranch.engines.scripted import ScriptedEngine, TextScript
 from specbranch.plugins.vllm.messages import Answer, Done, Run
@@ -50,6 +50,12 @@ def test_costs_are_measured_by_size_and_distributions_on_the_answers() -> None:
     assert survey.trace.match_share() == (1 + 6) / 12
     assert stages[0] == "target, 4 at once"
     assert survey.as_json()["target_alone_ms"]["2"] == survey.target_alone_s[2] * 1e3
+
+
+def test_steps_are_timed_by_the_number_of_requests() -> None:
+    times_s = time_steps(FakeTarget(), MESSAGES[:2], (1, 4), lambda stage: None)
+
+    assert {size: round(step_s, 3) for size, step_s in times_s.items()} == {1: 0.1, 4: 0.13}
 
 
 def test_answers_of_unequal_length_and_long_prompts_are_read_whole() -> None:

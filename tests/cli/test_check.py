@@ -14,6 +14,13 @@ from specbranch.plugins.vllm.compat import launch
 runner = CliRunner()
 
 
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+
+
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
@@ -26,6 +33,12 @@ runner = CliRunner()
         (["--report", "/no/such/place/report.md"], "there is no directory"),
         (["--target-cores", "0,999"], "this process may use"),
         (["--draft-cores", "one"], "give whole numbers"),
+        (["--tensor-parallel-size", "999"], "999 workers need as many cores"),
+        (["-tp=two"], "tensor_parallel_size is 'two'; give a whole number"),
+        (["--plannr", "pearl"], "unknown flag --plannr: did you mean --planner?"),
+        (["--quick", "word"], "unexpected word 'word'"),
+        (["--additional-config.specbranch.planner", "pearl"], "sets specbranch.planner, which this command sets"),
+        (["--additional-config.specbranch.pads", "on"], "did you mean 'pad'"),
     ],
 )
 def test_wrong_options_name_their_advice(options: list[str], advice: str) -> None:

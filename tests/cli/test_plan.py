@@ -22,8 +22,8 @@ TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
 run = CliRunner().invoke
 
 
-def said(draft_s: dict[int, float], chosen: Sequence[str] = ()) -> str:
-    survey = Survey({1: 0.1, 2: 0.101}, 0.11, draft_s, TRACE)
+def said(draft_s: dict[int, float], chosen: Sequence[str] = (), hooked_s: dict[int, float] | None = None) -> str:
+    survey = Survey({1: 0.1, 2: 0.101}, 0.11, draft_s, TRACE, hooked_s or {})
     advice = advise(survey, ["none", "pearl"], [1, 4])
     return "\n".join(sentences(survey, advice, ["big one", "--draft", "d.gguf"], chosen))
 
@@ -35,6 +35,25 @@ def test_it_says_whether_it_pays_and_with_what() -> None:
     assert "c (target step / draft step) is 5.5" in cheap
     assert "a second draft device" in cheap
     assert "it does not pay" in said({1: 0.2, 2: 0.3})
+
+
+def test_it_says_what_the_hook_costs_where_it_costs_something() -> None:
+    cheap = {1: 0.02, 2: 0.021}
+
+    assert "takes 1.20 times as long as in bare vLLM" in said(cheap, hooked_s={1: 0.12, 2: 0.12})
+    assert "it does not pay" in said(cheap, hooked_s={1: 0.5, 2: 0.5})
+    assert "proposer" not in said(cheap)
+
+
+def test_the_hook_is_timed_with_an_idle_proposer() -> None:
+    arguments = {"tensor_parallel_size": 2}
+    options = PairOptions(target="t", draft="d", messages=["x"], max_tokens=8, arguments=arguments)
+    bare, hooked = options.target_options(), options.target_options(has_hook=True)
+
+    assert bare.settings is None
+    assert hooked.settings is not None and hooked.settings.planner == "none"
+    assert bare.arguments == hooked.arguments and bare.arguments["tensor_parallel_size"] == 2
+    assert "distributed_executor_backend" not in bare.arguments
 
 
 def test_the_last_line_is_the_whole_command_to_copy() -> None:

@@ -34,7 +34,7 @@ CONTRACT: tuple[Term, ...] = (
     Members(_RUNNER, "ExecuteModelState", ("sample_hidden_states", "spec_decode_metadata")),
     Members("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", ("num_draft_tokens",)),
     Members("vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids", "request_lora_mapping")),
-    Members("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mm_features",)),
+    Members("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mm_features", "sampling_params")),
     Members(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
@@ -51,9 +51,18 @@ CONTRACT: tuple[Term, ...] = (
     Members(
         "vllm.config.vllm",
         "VllmConfig",
-        ("model_config", "parallel_config", "speculative_config", "device_config", "additional_config"),
+        (
+            "model_config",
+            "parallel_config",
+            "speculative_config",
+            "compilation_config",
+            "device_config",
+            "additional_config",
+        ),
     ),
     Members("vllm.config.speculative", "SpeculativeConfig", ("num_speculative_tokens",)),
+    Members("vllm.config.compilation", "CompilationConfig", ("cudagraph_mode",)),
+    Members("vllm.config.compilation", "CUDAGraphMode", ("separate_routine", "has_full_cudagraphs")),
     Members(
         "vllm.config.model",
         "ModelConfig",
@@ -72,27 +81,25 @@ CONTRACT: tuple[Term, ...] = (
     Members("vllm.config.device", "DeviceConfig", ("device_type",)),
     # The sampler on the CPU, for the workarounds.
     Names("vllm.platforms", ("current_platform",)),
-    Members("vllm.platforms.interface", "Platform", ("is_cpu",)),
+    Members("vllm.platforms.interface", "Platform", ("is_cpu", "is_cuda", "has_device_capability")),
     Names(_SAMPLER, ("apply_top_k_top_p",)),
     Arguments(_SAMPLER, "expand_batch_to_tokens", ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")),
-    # An engine in our process.
+    # An engine in our process, and its workers.
     Strings("vllm", ("LLM", "SamplingParams")),
     Names("vllm", ("__version__",)),
     Members("vllm.entrypoints.llm", "LLM", ("llm_engine", "get_metrics", "get_tokenizer")),
+    Arguments("vllm.entrypoints.llm", "LLM.collective_rpc", ("method", "args")),
+    Members("vllm.v1.worker.cpu_worker", "CPUWorker", ("model_runner",)),
+    Members("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
     Members(
         "vllm.v1.engine.llm_engine",
         "LLMEngine",
-        ("vllm_config", "engine_core", "has_unfinished_requests", "step", "abort_request"),
+        ("vllm_config", "has_unfinished_requests", "step", "abort_request"),
     ),
     Arguments("vllm.v1.engine.llm_engine", "LLMEngine.add_request", ("request_id", "prompt", "params")),
-    Members("vllm.v1.engine.core_client", "InprocClient", ("engine_core",)),
-    Members("vllm.v1.engine.core", "EngineCore", ("model_executor",)),
-    Members("vllm.v1.executor.uniproc_executor", "UniProcExecutor", ("driver_worker",)),
-    Members("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("worker",)),
-    Members("vllm.v1.worker.cpu_worker", "CPUWorker", ("model_runner",)),
     Members("vllm.sampling_params", "StructuredOutputsParams", ("json",)),
     Members("vllm.sampling_params", "RequestOutputKind", ("DELTA",)),
-    Members("vllm.sampling_params", "SamplingParams", ("output_kind", "structured_outputs")),
+    Members("vllm.sampling_params", "SamplingParams", ("output_kind", "structured_outputs", "thinking_token_budget")),
     Members("vllm.outputs", "CompletionOutput", ("token_ids", "text", "finish_reason", "logprobs")),
     Members("vllm.outputs", "RequestOutput", ("request_id", "outputs", "finished")),
     Members("vllm.logprobs", "Logprob", ("logprob",)),
@@ -121,6 +128,7 @@ CONTRACT: tuple[Term, ...] = (
     Strings(
         "vllm.envs",
         (
+            "VLLM_BATCH_INVARIANT",
             "VLLM_CPU_KVCACHE_SPACE",
             "VLLM_CPU_OMP_THREADS_BIND",
             "VLLM_ENABLE_V1_MULTIPROCESSING",

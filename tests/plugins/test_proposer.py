@@ -18,7 +18,8 @@ from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import HASH_LEN
 from specbranch.plugins.vllm import SpecBranchProposer
-from specbranch.plugins.vllm.compat import patches, runner
+from specbranch.plugins.vllm.compat import config, patches, runner
+from specbranch.plugins.vllm.compat.runner import PAD
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
@@ -56,7 +57,7 @@ def proposer_with(
     monkeypatch.setattr(patches, "patch_cpu_sampler", lambda: None)
     monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
     monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", partial(FixedClient, [5, 6, 7]))
-    config = SimpleNamespace(
+    vllm_config = SimpleNamespace(
         additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
         speculative_config=SimpleNamespace(num_speculative_tokens=2),
         model_config=SimpleNamespace(
@@ -72,7 +73,7 @@ def proposer_with(
             }
         ),
     )
-    return SpecBranchProposer(config)
+    return SpecBranchProposer(vllm_config)
 
 
 def tokens(*rows: list[int]) -> tuple[Any, Any]:
@@ -207,6 +208,7 @@ def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
         ),
         ({"predictor": "al"}, "no predictor is called 'al', nor a directory with a trained one; did you mean 'all'"),
         ({"predictor": "/nowhere/trained"}, "it takes confidence, none, all"),
+        ({"pad": "yes"}, "pad is 'yes'; it takes auto, on, off"),
         ("ipc:///x", "give a table"),
     ],
 )
@@ -232,7 +234,10 @@ class FakeRunner:
         names = ["a", "b", "c", "d"]
         self.drafter = drafter
         self.input_batch = FakeBatch(*names, lora=lora)
-        self.requests = {name: SimpleNamespace(mm_features=[name] if name in images else []) for name in names}
+        self.requests = {
+            name: SimpleNamespace(mm_features=[name] if name in images else [], sampling_params=SimpleNamespace())
+            for name in names
+        }
 
     def execute_model(self, scheduled: Any, *, later: int) -> Any:
         lengths, table = tokens(*([1, 2, 3] for _ in scheduled.sampled))
@@ -241,7 +246,7 @@ class FakeRunner:
 
 def step(*sampled: list[int], new: Sequence[Any] = ()) -> Any:
     """What a scheduler hands to a runner, and what the step will sample."""
-    return SimpleNamespace(sampled=list(sampled), scheduled_new_reqs=new)
+    return SimpleNamespace(sampled=list(sampled), scheduled_new_reqs=new, scheduled_spec_decode_tokens={})
 
 
 def new_request(prompt: list[int] | None, lora: str | None = None, image: str | None = None) -> Any:
@@ -373,3 +378,97 @@ def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monk
         seen.append(client.is_whole)
 
     assert seen == [False, True, False, True, False]
+
+
+@pytest.fixture
+def padding(monkeypatch: pytest.MonkeyPatch) -> SpecBranchProposer:
+    """A proposer with a runner, that pads to two tokens; sequences may have ten."""
+    proposer = proposer_with(monkeypatch, pad="on")
+    proposer.meet(FakeRunner(proposer), [])
+    return proposer
+
+
+def test_all_rows_are_filled_up_to_the_same_length(padding: SpecBranchProposer) -> None:
+    client: Any = padding._client
+    lengths, table = tokens([1, 2, 3], [4, 5])
+    for proposal, padded in (([5, 6, 7], [5, 6]), ([5], [5, PAD]), ([], [PAD, PAD])):
+        client._proposal = proposal
+        assert padding.propose([[3], [5]], lengths, table) == [padded, padded]
+        assert padding._had_drafts == bool(proposal)  # the gate must not take pads for drafts
+
+
+def test_rows_are_filled_up_also_when_nothing_is_drafted(padding: SpecBranchProposer) -> None:
+    padding.use(ProposerSettings(address="ipc:///nowhere", planner="none", pad="on"))
+    lengths, table = tokens([1, 2, 3])
+
+    assert padding.propose([[3]], lengths, table) == [[PAD, PAD]]
+    padding.use(ProposerSettings(address="ipc:///nowhere", planner="pearl", is_gated=True, pad="on"))
+    assert padding.propose([[3]], lengths, table) == [[PAD, PAD]]  # the gate is closed at first
+
+
+@pytest.mark.parametrize(
+    ("sampled", "rows", "cause"),
+    [
+        ([[3], []], ([1, 2, 3], [4, 5]), "another row is in prefill"),
+        ([[3], [3]], ([1, 2, 3], [1] * 8), "another row has no room"),
+        ([[3]] * 43, ([1, 2, 3],) * 43, "more tokens than are cheap"),
+        ([], (), "no rows"),
+    ],
+)
+def test_rows_that_cannot_be_equal_or_are_too_many_are_left_as_they_are(
+    padding: SpecBranchProposer, sampled: list[list[int]], rows: tuple[list[int], ...], cause: str
+) -> None:
+    lengths, table = tokens(*rows)
+    client: Any = padding._client
+    client._proposal = [5]
+
+    assert not any(PAD in draft for draft in padding.propose(sampled, lengths, table)), cause
+
+
+def test_beside_a_thinking_budget_nothing_is_padded(padding: SpecBranchProposer) -> None:
+    padding._runner.requests["b"].sampling_params.thinking_token_budget = 20
+    lengths, table = tokens([1, 2, 3], [4, 5])
+    client: Any = padding._client
+    client._proposal = [5]
+
+    assert padding.propose([[3], [5]], lengths, table) == [[5], [5]]
+
+
+@pytest.mark.parametrize(
+    ("pad", "has_graphs", "is_padded"), [("auto", True, True), ("auto", False, False), ("off", True, False)]
+)
+def test_rows_are_padded_where_vllm_has_graphs_for_it(
+    monkeypatch: pytest.MonkeyPatch, pad: str, has_graphs: bool, is_padded: bool
+) -> None:
+    monkeypatch.setattr(config, "has_graphs_for_equal_rows", lambda vllm_config: has_graphs)
+    proposer = proposer_with(monkeypatch, pad=pad)
+    lengths, table = tokens([1, 2, 3])
+    client: Any = proposer._client
+    client._proposal = [5]
+
+    assert proposer.propose([[3]], lengths, table) == [[5]]  # nobody has said what the rows are
+    proposer.meet(FakeRunner(proposer), [])
+    assert proposer.propose([[3]], lengths, table) == ([[5, PAD]] if is_padded else [[5]])
+
+
+def test_a_vllm_without_whole_graphs_for_equal_rows_has_no_pads() -> None:
+    modes = [
+        SimpleNamespace(separate_routine=lambda: False, has_full_cudagraphs=lambda: True),
+        SimpleNamespace(separate_routine=lambda: True, has_full_cudagraphs=lambda: False),
+        None,
+    ]
+    for mode in modes:
+        vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        assert not config.has_graphs_for_equal_rows(vllm_config)
+    assert not config.has_graphs_for_equal_rows(SimpleNamespace())
+
+
+def test_pads_that_vllm_counts_as_draft_tokens_are_known(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    proposer = proposer_with(monkeypatch)
+    scheduled = step([3])
+    scheduled.scheduled_spec_decode_tokens = {"a": [5, PAD, PAD], "b": [6, 7, 8], "c": [PAD] * 3}
+    runner_class(proposer).execute_model(scheduled, later=0)
+
+    assert proposer.num_pads == 5

@@ -12,8 +12,8 @@ from specbranch.cli import app
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import FlagError, Flags
-from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.serving import ServeOptions
+from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +23,12 @@ def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OURS = {"address": "ipc:///d", "planner": "pearl"}  # what `specbranch serve` sets
-DEFAULTS = {"settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True}
+DEFAULTS = {"settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True, "pad": "auto"}
 
 
 def options(*words: str, cores: tuple[int, ...] | None = (0,)) -> ServeOptions:
     flags = Flags(words)
-    settings = merged_settings(OURS, flags)
+    settings = merged_settings(OURS, flags.take_json("--additional-config")[0])
     return ServeOptions("/models/big", "big", settings=settings, num_speculative_tokens=6, flags=flags, cores=cores)
 
 

@@ -18,7 +18,7 @@ from specbranch.plugins.vllm.compat.engine import describe
 from specbranch.plugins.vllm.settings import read_settings
 from specbranch.service.client import ClientOptions, DraftClient
 from tests.service.rogue import rogue
-from tests.vllm.runs import draft_service, drafting, num_equal, tokens_of
+from tests.vllm.runs import draft_service, drafting, num_equal, proposer_of, tokens_of
 
 SUBJECTS = ("water", "the moon", "a fox", "bread", "winter", "music", "the sea", "numbers")
 FEW = 4
@@ -59,7 +59,7 @@ def main() -> None:
             },
             additional_config={"specbranch": {"address": address, "planner": "pearl", "is_gated": False}},
         )
-        proposer = _proposer(llm)
+        proposer = proposer_of(llm)
         counts = {}
         for planner in PLANNERS:
             settings = {} if planner == "none" else {"gamma": 4}
@@ -80,11 +80,6 @@ def main() -> None:
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
     result = {"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": accepted, "wrong": wrong}
     print(json.dumps({**result, "versions": describe(llm).versions}))
-
-
-def _proposer(llm: Any) -> Any:
-    engine = llm.llm_engine.engine_core.engine_core
-    return engine.model_executor.driver_worker.worker.model_runner.drafter
 
 
 def _accepted(llm: Any) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from specbranch.core.round import Signal
 from specbranch.predictor.hrad import write_hrad
 from tests.service.harness import free_port, scrape
-from tests.vllm.runs import draft_service, drafting, metric, num_equal, tokens_of
+from tests.vllm.runs import draft_service, drafting, metric, num_equal, proposer_of, tokens_of
 
 SUBJECTS = ("water", "the moon", "a fox", "bread", "winter")
 SHORT = [f"Here is a story about {subject}." for subject in SUBJECTS]
@@ -71,7 +71,7 @@ def _compare(target: str, address: str, directory: Path, port: int, num_tokens: 
     gc.collect()
 
     llm = LLM(**common, enforce_eager=True, **drafting(address, **section))
-    proposer = engine.proposer_of(llm)
+    proposer = proposer_of(llm)
     runs: dict[str, Any] = {}
     seen: dict[tuple[int, ...], Any] = {}
     told = 0.0

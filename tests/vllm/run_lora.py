@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.runs import draft_service, drafting, num_equal, tokens_of
+from tests.vllm.runs import draft_service, drafting, num_equal, proposer_of, tokens_of
 
 PROMPTS = ("Here is a story about the sea.", "The most important fact about water is")
 RANK = 8
@@ -39,8 +39,6 @@ def main() -> None:
     }
     from vllm import LLM
 
-    from specbranch.plugins.vllm.compat import engine
-
     with tempfile.TemporaryDirectory() as directory, draft_service(args.draft) as address:
         write_adapter(Path(args.target), Path(directory))
         bare = LLM(**common)
@@ -48,7 +46,7 @@ def main() -> None:
         del bare
         gc.collect()
         llm = LLM(**common, **drafting(address))
-        proposer = engine.proposer_of(llm)
+        proposer = proposer_of(llm)
         drafted: dict[str, Counter[str]] = {}
         for name in ("told", "untold"):
             if name == "untold":

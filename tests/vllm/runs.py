@@ -34,6 +34,12 @@ def drafting(address: str, **section: Any) -> dict[str, Any]:
     return proposer_arguments(read_settings(ours), 4)
 
 
+def proposer_of(llm: Any) -> Any:
+    """The proposer of an engine whose only worker is in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner.drafter
+
+
 def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbranch.bench.profile import fit_line
@@ -25,6 +25,11 @@ class Terms:
     target: StepCost  # by tokens in the batch, while the draft works
     draft: StepCost  # by rows
     slowdown: float  # the target's step beside the draft over its step alone
+    overheads: Mapping[int, float] = field(default_factory=dict)  # a step with our proposer over one of bare vLLM
+
+    def overhead(self, batch: int) -> float:
+        """By how much our proposer alone makes a step longer: as measured with the most similar batch."""
+        return self.overheads[min(self.overheads, key=lambda size: abs(size - batch))] if self.overheads else 1.0
 
     @property
     def c(self) -> float:
@@ -94,6 +99,7 @@ class Advice:
             "c": terms.c,
             "row_cost": terms.draft.share_of_more,
             "slowdown": terms.slowdown,
+            "overheads": {str(size): overhead for size, overhead in terms.overheads.items()},
             "forecasts": [forecast.as_json() for forecast in self.forecasts],
             "with_two_drafts": self.with_two_drafts,
             "with_shared_draft": self.with_shared_draft,
@@ -105,7 +111,8 @@ def terms_of(survey: Survey) -> Terms:
     alone, draft = fit_line(survey.target_alone_s).cost, fit_line(survey.draft_s).cost
     slowdown = max(1.0, survey.target_beside_s / survey.target_alone_s[1])
     target = StepCost(survey.target_alone_s[1] * slowdown, max(alone.more_s, 0.0) * slowdown)
-    return Terms(target, StepCost(survey.draft_s[1], max(draft.more_s, 0.0)), slowdown)
+    overheads = {size: max(1.0, step_s / survey.target_alone_s[size]) for size, step_s in survey.hooked_s.items()}
+    return Terms(target, StepCost(survey.draft_s[1], max(draft.more_s, 0.0)), slowdown, overheads)
 
 
 def foresee(trace: Trace, method: Method, terms: Terms, batch: int = 1, sharing: float = 1.0) -> Forecast:
@@ -113,7 +120,7 @@ def foresee(trace: Trace, method: Method, terms: Terms, batch: int = 1, sharing:
     if method.planner == _NONE:
         return Forecast(batch, method, 1.0)
     outcome = simulate(_at_least(trace, batch), method, terms.layout(batch, sharing))
-    return Forecast(batch, method, outcome.speedup / terms.slowdown)
+    return Forecast(batch, method, outcome.speedup / terms.slowdown / terms.overhead(batch))
 
 
 def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]) -> Advice:
@@ -141,7 +148,7 @@ def _best(trace: Trace, planner: str, terms: Terms, batch: int, sharing: float =
         outcome = simulate(answers, longest, layout)
     else:
         outcome = best_gamma(answers, method, layout, longest=_LONGEST)
-    return Forecast(batch, outcome.method, outcome.speedup / terms.slowdown)
+    return Forecast(batch, outcome.method, outcome.speedup / terms.slowdown / terms.overhead(batch))
 
 
 def _at_least(trace: Trace, count: int) -> Trace:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.survey import Survey, take_survey
+from specbranch.bench.survey import Survey, take_survey, time_steps
+from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.process import TargetProcess
+from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.target import TargetOptions
 
 _DRAFT_ROWS = (1, 2, 4, 8)
@@ -22,7 +25,10 @@ _TARGET_BATCHES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What to measure and where. `arguments` are passed to `vllm.LLM`; cores None means not pinned."""
+    """What to measure and where. `arguments` are passed to `vllm.LLM`; cores None means not pinned.
+
+    `times_hook`: vLLM is also timed with our proposer and without drafts. On a CPU it computes just as bare vLLM does.
+    """
 
     target: str
     draft: str
@@ -35,18 +41,19 @@ class PairOptions:
     target_cores: Sequence[int] | None = None
     draft_cores: Sequence[int] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    times_hook: bool = field(default_factory=lambda: not launch.runs_on_cpu())
 
-    def target_options(self) -> TargetOptions:
-        """The target: bare vLLM."""
+    def target_options(self, has_hook: bool = False) -> TargetOptions:
+        """The target: bare vLLM, or with our proposer, which drafts nothing."""
         arguments = {
             "dtype": self.dtype,
             "max_model_len": 2048,
             "max_num_seqs": max(_TARGET_BATCHES),
-            "distributed_executor_backend": "uni",
             "enable_prefix_caching": False,
             **self.arguments,
         }
-        return TargetOptions(self.target, arguments=arguments)
+        settings = ProposerSettings(planner="none", is_gated=False) if has_hook else None
+        return TargetOptions(self.target, settings, longest_submission(DEFAULT_PLANNER), arguments)
 
     def open_draft(self, tell: Callable[[str], None]) -> DraftEngine:
         """Load the draft in this process, with one thread for each of its cores; `tell` hears what loading does."""
@@ -62,20 +69,31 @@ class PairOptions:
 
 def survey_pair(options: PairOptions, tell: Callable[[str], None]) -> Survey:
     """Load both models, measure them, and unload them; `tell` hears the stages."""
-    before = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
         tell("loading the target")
-        with TargetProcess(options.target_options(), Path(directory) / "target.log", options.target_cores) as process:
-            tell("loading the draft")
-            try:
-                if options.draft_cores is not None:
-                    os.sched_setaffinity(0, options.draft_cores)
-                engine = options.open_draft(tell)
-                try:
-                    return take_survey(
-                        process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, tell
-                    )
-                finally:
-                    engine.shutdown()
-            finally:
-                os.sched_setaffinity(0, before)
+        log = Path(directory) / "target.log"
+        with TargetProcess(options.target_options(), log, options.target_cores) as process:
+            survey = _survey_beside(process, options, tell)
+        if not options.times_hook:
+            return survey
+        tell("loading the target with the hook")
+        with TargetProcess(options.target_options(has_hook=True), log, options.target_cores) as process:
+            return replace(survey, hooked_s=time_steps(process, options.messages, _TARGET_BATCHES, tell))
+
+
+def _survey_beside(process: TargetProcess, options: PairOptions, tell: Callable[[str], None]) -> Survey:
+    """Measure the target, and the draft in this process."""
+    before = os.sched_getaffinity(0)
+    tell("loading the draft")
+    try:
+        if options.draft_cores is not None:
+            os.sched_setaffinity(0, options.draft_cores)
+        engine = options.open_draft(tell)
+        try:
+            return take_survey(
+                process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, tell
+            )
+        finally:
+            engine.shutdown()
+    finally:
+        os.sched_setaffinity(0, before)

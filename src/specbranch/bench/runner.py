@@ -223,7 +223,6 @@ def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
         "max_num_seqs": max(scenario.concurrency),
         "seed": scenario.seed,
         "enforce_eager": bool(scenario.target_cores),  # on a CPU compiling takes minutes and gains little
-        "distributed_executor_backend": "uni",
         "enable_prefix_caching": False,
         **scenario.arguments,
     }

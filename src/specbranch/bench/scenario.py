@@ -13,6 +13,7 @@ from specbranch.core.planners import SettingError, planner_names, suggest
 from specbranch.engines.options import found_model
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.process import DraftOptions
 
@@ -49,6 +50,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any] = {}
     predictor: str = "confidence"
     is_gated: bool = True
+    pad: str = "auto"
 
     @property
     def engine(self) -> str:
@@ -126,7 +128,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_cores(self, method: BenchMethod) -> int:
         """How many cores a method uses, or devices if none are pinned; fair comparisons divide by it."""
         if not self.target_cores:
-            return 1 if method.planner is None else 2
+            return Layout.of_arguments(self.arguments).num_devices + (method.planner is not None)
         if method.planner is not None:
             return len({*self.target_cores, *self.draft_cores})
         return len(method.cores or self.target_cores)
@@ -150,6 +152,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             settings=method.settings,
             predictor=method.predictor,
             is_gated=method.is_gated,
+            pad=method.pad,
             deadline_ms=self.deadline_ms,
             namespace=method.name,
         )
@@ -181,6 +184,8 @@ def read_scenario(path: Path) -> Scenario:
     if len(set(names)) != len(names) or BARE not in names:
         raise ScenarioError(f"{path}: methods need different names, and one must be {BARE!r}, without a planner")
     for method in scenario.methods:
+        if method.name == BARE and (method.planner is not None or method.speculative_config is not None):
+            raise ScenarioError(f"{path}: {BARE!r} must be vLLM alone, without a planner and without speculation")
         if method.planner is not None and (method.speculative_config is not None or method.cores is not None):
             raise ScenarioError(
                 f"{path}: {method.name!r} has a planner; speculative_config and cores are only for methods without one"

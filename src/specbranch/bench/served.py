@@ -26,6 +26,7 @@ from specbranch.child import Child
 from specbranch.engines.options import found_model
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.endpoint import Endpoint
+from specbranch.plugins.vllm.flags import flags_of
 from specbranch.provenance import provenance
 
 _VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
@@ -115,12 +116,10 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
         words += ["--deadline-ms", str(scenario.deadline_ms)]
         for key, value in method.settings.items():
             words += ["--set", f"{key}={json.dumps(value)}"]
-        words += ["--additional-config", json.dumps({"specbranch": {"is_gated": method.is_gated}})]
+        words += ["--additional-config", json.dumps({"specbranch": {"is_gated": method.is_gated, "pad": method.pad}})]
     words += ["--dtype", scenario.dtype, "--max-model-len", str(scenario.max_model_len)]
     words += ["--max-num-seqs", str(scenario.served.max_num_seqs), "--seed", str(scenario.seed)]
-    for name, value in scenario.arguments.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return [*words, "--no-enable-prefix-caching"]
+    return [*words, "--no-enable-prefix-caching", *flags_of(scenario.arguments)]
 
 
 @contextlib.contextmanager

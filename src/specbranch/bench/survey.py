@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -49,18 +49,23 @@ _Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's a
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was measured. Step times in seconds: of the target by tokens in its batch, of the draft by rows."""
+    """What was measured. Step times in seconds: of the target by tokens in its batch, of the draft by rows.
+
+    The target is bare vLLM. vLLM with our proposer may be slower, also without drafts; `hooked_s` is empty if not.
+    """
 
     target_alone_s: Mapping[int, float]
     target_beside_s: float  # of one token, while the draft works
     draft_s: Mapping[int, float]  # while the target works
     trace: Trace
+    hooked_s: Mapping[int, float] = field(default_factory=dict)  # of the target with our proposer, without drafts
 
     def as_json(self) -> dict[str, Any]:
         """The figures without the trace itself."""
         return {
             "target_alone_ms": {str(tokens): 1e3 * step_s for tokens, step_s in self.target_alone_s.items()},
             "target_beside_ms": 1e3 * self.target_beside_s,
+            "hooked_ms": {str(tokens): 1e3 * step_s for tokens, step_s in self.hooked_s.items()},
             "draft_ms": {str(rows): 1e3 * step_s for rows, step_s in self.draft_s.items()},
             "agreement": self.trace.match_share(),
             "in_first_three": self.trace.match_share(3),
@@ -97,6 +102,16 @@ def take_survey(
         pairs += [(one.prompt, one.tokens) for one in decoded]
     medians_s = {size: median(times_s) for size, times_s in alone_s.items()}
     return Survey(medians_s, beside_s, draft_s, record_distributions(engine, pairs, tell))
+
+
+def time_steps(target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], tell: Tell) -> dict[int, float]:
+    """Step times of a target with so many requests at once."""
+    _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
+    times_s = {}
+    for size in sizes:
+        tell(f"target with the hook, {size} at once")
+        times_s[size] = median(_steps_s(target, messages, size))
+    return times_s
 
 
 def record_distributions(engine: DraftEngine, pairs: Sequence[_Pair], tell: Tell = lambda stage: None) -> Trace:

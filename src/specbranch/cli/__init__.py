@@ -12,10 +12,10 @@ from specbranch.cli.console import print_help_alone
 from specbranch.cli.doctor import doctor
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.generate import generate
-from specbranch.cli.options import Command, example
+from specbranch.cli.options import FLAGS_GO_THROUGH, Command, example
 from specbranch.cli.plan import plan
 from specbranch.cli.profile import profile
-from specbranch.cli.serve import FLAGS_GO_THROUGH, serve
+from specbranch.cli.serve import serve
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
 from specbranch.cli.train import train
@@ -63,7 +63,7 @@ for command, panel, line in (
     (keys, _OPERATE, "specbranch keys ./keys"),
     (doctor, _OPERATE, "specbranch doctor TARGET --draft DRAFT"),
 ):
-    settings = FLAGS_GO_THROUGH if command is serve else None
+    settings = FLAGS_GO_THROUGH if command in (serve, generate, plan, check) else None
     app.command(cls=Command, rich_help_panel=panel, epilog=example(line), context_settings=settings)(command)
 app.add_typer(bench, name="bench", rich_help_panel=_JUDGE)
 app.add_typer(train, name="train", rich_help_panel=_STUDY)

@@ -67,7 +67,9 @@ class Answer:
         if self.first_token_s is not None:
             parts.append(f"first token after {self.first_token_s:.2f} s")
         if self.accepted or self.wait_s:
-            parts += [f"{self.accepted_per_round:.2f} draft tokens accepted per round", f"waited {self.wait_share:.0%}"]
+            parts.append(f"{self.accepted_per_round:.2f} draft tokens accepted per round")
+        if self.wait_s:  # known at the end
+            parts.append(f"waited {self.wait_share:.0%}")
         return " · ".join(parts)
 
     def as_json(self) -> dict[str, Any]:

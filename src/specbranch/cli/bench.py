@@ -114,7 +114,8 @@ def report(
 def preflight(scenario: Scenario) -> Preflight:
     """What can be checked before a model loads."""
     engine = {"dtype": scenario.dtype, "max_model_len": scenario.max_model_len, **scenario.arguments}
-    return Preflight(target=scenario.target, draft=scenario.draft_options(), arguments=engine)
+    cores = scenario.target_cores or None
+    return Preflight(target=scenario.target, draft=scenario.draft_options(), arguments=engine, target_cores=cores)
 
 
 def _num_done(scenario: Scenario, path: Path) -> int:

@@ -29,10 +29,10 @@ from specbranch.cli.options import (
     VllmArg,
     check_directory,
     draft_words,
+    vllm_arguments,
 )
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
-from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, planner_names, setting_names
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
@@ -49,6 +49,7 @@ def _sizes(name: str) -> str:
 
 
 def check(
+    context: typer.Context,
     target: Target,
     draft: Draft,
     planner: Planner = DEFAULT_PLANNER,
@@ -92,15 +93,16 @@ def check(
 ) -> None:
     """Check on your own models that drafting does not change what vLLM emits.
 
-    It runs vLLM with and without drafts. Greedy answers must be equal in float32;
-    sampled answers must follow the same distribution.
+    It runs vLLM with and without drafts. Greedy answers must be equal, with
+    batch-invariant kernels or in float32; sampled answers must follow the same
+    distribution. All other flags go to vLLM.
     Exit code 0: all checks hold; 1: a check failed; 2: wrong options.
     """
     with friendly_errors(SpecBranchError, ImportError, OSError):
         if not 0 < alpha < 1:
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         check_directory("--report", report)
-        arguments = table("--vllm-arg", vllm_arg)
+        arguments = vllm_arguments(context, vllm_arg)
         device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(arguments))
         cores = divide_cores(device.device, target_cores, draft_cores)
         options = CheckOptions(
@@ -125,6 +127,7 @@ def check(
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
+        options.settings("ipc://unused")  # refuses what both sides set
         preflight(options).run()
         warn(device.warning)
         found = _run(options)
@@ -142,7 +145,10 @@ def check(
 def preflight(options: CheckOptions) -> Preflight:
     """What can be checked before a model loads."""
     return Preflight(
-        target=options.target, draft=options.draft, arguments={"dtype": options.dtype, **options.arguments}
+        target=options.target,
+        draft=options.draft,
+        arguments={"dtype": options.dtype, **options.arguments},
+        target_cores=options.target_cores,
     )
 
 

@@ -45,6 +45,7 @@ from specbranch.cli.options import (
     VllmArg,
     draft_words,
     remote_draft,
+    vllm_arguments,
 )
 from specbranch.cli.painter import Painter
 from specbranch.cli.pair import Pair, PairOptions
@@ -60,6 +61,7 @@ _WARM_TOKENS = 4
 
 
 def generate(
+    context: typer.Context,
     target: Target,
     draft: OptionalDraft = None,
     prompt: Annotated[
@@ -105,13 +107,14 @@ def generate(
 
     Accepted draft tokens are green, the target's own tokens plain.
     In a chat, /quit or Ctrl-D leaves, /clear clears the history, Ctrl-C stops.
+    All other flags go to vLLM.
     """
     errors = (SpecBranchError, OSError)
     with friendly_errors(*errors), _leaving_at_ctrl_c():
         if not bare and (draft is None) == (draft_address is None):
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
         section = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
-        given = table("--vllm-arg", vllm_arg)
+        given = vllm_arguments(context, vllm_arg)
         device = place_draft(draft_device, None if bare else draft, draft_engine, Layout.of_arguments(given))
         options = PairOptions(
             target=target,
@@ -185,13 +188,13 @@ class _Talk:
         with self.screen or contextlib.nullcontext(), Interrupt() as interrupt, contextlib.closing(stream):
             for piece in stream:
                 answer.take(piece)
-                answer.wait_s = self.pair.wait_s() - waited_s
                 if self.screen:
                     self.screen.write(painter.paint(piece.tokens, piece.text))
                     self.screen.show_stats(answer.stats())
                 if interrupt.is_asked:
                     answer.is_stopped = True
                     break
+        answer.wait_s = self.pair.wait_s() - waited_s  # not in every step: it is a call into all workers
         return answer
 
 

@@ -15,9 +15,13 @@ from typer.core import TyperCommand
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.remote import RemoteDraft
+from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, longest_submission
 from specbranch.engines.options import DTYPES
 from specbranch.engines.registry import ENGINES
+from specbranch.plugins.vllm.flags import Flags
+
+FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM
 
 _WHERE = "a path, a name in $SPECBRANCH_MODELS, or a Hugging Face name"
 
@@ -129,7 +133,9 @@ DeadlineMs = Annotated[
 VllmArg = Annotated[
     list[str] | None,
     typer.Option(
-        "--vllm-arg", metavar="KEY=VALUE", help="Argument of vllm.LLM, such as max_model_len=1024; repeatable."
+        "--vllm-arg",
+        metavar="KEY=VALUE",
+        help="Argument of vllm.LLM, such as max_model_len=1024; repeatable. vLLM's own flags do the same.",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens in one answer.", min=1)]
@@ -226,7 +232,13 @@ def _pairs(option: str, text: str) -> list[str]:
 
 
 def refuse_misspelt(context: typer.Context) -> None:
-    """Raise for an unknown flag that is nearly one of ours: vLLM would refuse it only after the draft has loaded."""
+    """Raise for an unknown flag that is nearly one of ours: vLLM would refuse it only after the draft has loaded.
+
+    Unknown flags before TARGET would be taken for it.
+    """
+    target = context.params["target"]
+    if target.startswith("-"):
+        raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
     ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     for word in context.args:
         name = word.partition("=")[0]
@@ -234,6 +246,12 @@ def refuse_misspelt(context: typer.Context) -> None:
             near = difflib.get_close_matches(name.replace("_", "-"), ours, n=1, cutoff=_NEAR)
             if near:
                 raise UsageError(f"unknown flag {name}: did you mean {near[0]}?")
+
+
+def vllm_arguments(context: typer.Context, given: list[str] | None) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`: those of `--vllm-arg`, and the flags of vLLM that the command was given."""
+    refuse_misspelt(context)
+    return {**table("--vllm-arg", given), **Flags(context.args).arguments()}
 
 
 def draft_words(given: list[str] | None) -> list[str]:

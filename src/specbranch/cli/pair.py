@@ -21,7 +21,7 @@ from specbranch.cli.remote import RemoteDraft
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.failure import FailureLog
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.plugins.vllm.target import Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 
@@ -55,15 +55,29 @@ class PairOptions:
         """Raise now what would otherwise be raised after both models are loaded."""
         check_directory("--timeline", self.timeline)
         if self.is_drafting:
-            read_settings(self.section).client_options(self.gamma)
+            self.settings({}).client_options(self.gamma)
         Preflight(
-            target=self.target, draft=self.draft_options(None), remote=self.remote, arguments=self.vllm_arguments()
+            target=self.target,
+            draft=self.draft_options(None),
+            remote=self.remote,
+            arguments=self.vllm_arguments(),
+            target_cores=self.cores().target,
         ).run()
 
     @property
     def is_drafting(self) -> bool:
         """Whether there is a draft."""
         return self.draft is not None or self.remote is not None
+
+    def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
+        """The proposer's settings, with what is only known later."""
+        return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
+
+    def cores(self) -> Cores:
+        """The cores of both; a target alone is not pinned, unless somebody asks for it."""
+        if self.draft is None and self.target_cores is None:
+            return Cores(None, None)
+        return divide_cores(self.draft_device, self.target_cores, self.draft_cores)
 
     def draft_options(self, cores: Sequence[int] | None) -> DraftOptions | None:
         """How the draft is started; None without one."""
@@ -80,8 +94,8 @@ class PairOptions:
         )
 
     def vllm_arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`: one executor in this process; on a CPU there are no CUDA graphs to capture."""
-        return {"distributed_executor_backend": "uni", "enforce_eager": launch.runs_on_cpu(), **self.arguments}
+        """Arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
+        return {"enforce_eager": launch.runs_on_cpu(), **self.arguments}
 
 
 class Pair:
@@ -125,7 +139,7 @@ class Pair:
 
     def _load(self, log_file: Path) -> None:
         options = self._options
-        cores = self._cores()
+        cores = options.cores()
         if cores.target:
             os.sched_setaffinity(0, cores.target)
         loading = f"loading {options.target}" + (f" and {options.draft}" if options.draft else "")
@@ -146,13 +160,7 @@ class Pair:
             if draft is not None:
                 draft.wait_until_up()
 
-    def _cores(self) -> Cores:
-        options = self._options
-        if options.draft is None and options.target_cores is None:
-            return Cores(None, None)
-        return divide_cores(options.draft_device, options.target_cores, options.draft_cores)
-
     def _settings(self, **changes: Any) -> ProposerSettings:
         remote = self._options.remote
         where = remote.section if remote else {"address": self._address} if self._address else {}
-        return read_settings({**self._options.section, **where, **changes})
+        return self._options.settings({**where, **changes})

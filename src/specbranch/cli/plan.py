@@ -31,13 +31,15 @@ from specbranch.cli.options import (
     TargetCores,
     VllmArg,
     check_directory,
+    vllm_arguments,
 )
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
-from specbranch.cli.values import numbers, table
+from specbranch.cli.values import numbers
 from specbranch.core.planners import planner_names
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.flags import flags_of
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.provenance import provenance
 from specbranch.service.process import DraftOptions
@@ -51,6 +53,7 @@ _ERRORS = (
 
 
 def plan(
+    context: typer.Context,
     target: Target,
     draft: Draft,
     draft_device: DraftDevice = "auto",
@@ -81,7 +84,7 @@ def plan(
     """Measure a pair of models for some minutes, and say whether drafting is worth it.
 
     It times both models, replays real answers in the simulator with every planner,
-    and ends with the command to run.
+    and ends with the command to run. All other flags go to vLLM.
     """
     with friendly_errors(SpecBranchError, OSError):
         for name, path in (("--out", out), ("--record", record)):
@@ -89,7 +92,7 @@ def plan(
         at_once = numbers("--concurrency", concurrency)
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
-        given = table("--vllm-arg", vllm_arg)
+        given = vllm_arguments(context, vllm_arg)
         device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(given))
         cores = divide_cores(device.device, target_cores, draft_cores)
         options = PairOptions(
@@ -106,7 +109,8 @@ def plan(
             arguments={"enforce_eager": launch.runs_on_cpu(), **given},
         )
         how = DraftOptions(draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft)
-        Preflight(target=target, draft=how, arguments=options.target_options().arguments).run()
+        arguments = options.target_options().arguments
+        Preflight(target=target, draft=how, arguments=arguments, target_cores=cores.target).run()
         warn(device.warning)
         with Progress() as progress:
             survey = survey_pair(options, progress.show)
@@ -142,13 +146,7 @@ def _chosen_flags(
         "--dtype": None if options.dtype == "auto" else options.dtype,
     }
     words = [word for flag, value in values.items() if value is not None for word in (flag, value)]
-    for key, value in vllm.items():
-        name = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
-    return words
+    return words + flags_of(vllm)
 
 
 def _print(console: Console, survey: Survey, advice: Advice, pair: Sequence[str], chosen: Sequence[str]) -> None:
@@ -197,6 +195,10 @@ def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) ->
 
 def _measured(survey: Survey, advice: Advice) -> list[str]:
     trace, many = survey.trace, max(survey.draft_s)
+    overhead = (
+        f"with our proposer and without drafts, a step takes {advice.terms.overhead(1):.2f} times as long as in bare "
+        "vLLM: no asynchronous scheduling, other CUDA graphs; the forecast includes it"
+    )
     return [
         f"measured: a target step takes {1e3 * survey.target_alone_s[1]:.0f} ms alone and "
         f"{1e3 * survey.target_beside_s:.0f} ms while the draft runs; a draft step takes "
@@ -204,6 +206,7 @@ def _measured(survey: Survey, advice: Advice) -> list[str]:
         f"c (target step / draft step) is {advice.terms.c:.1f}",
         f"the target's token is the draft's most likely one at {trace.match_share():.0%} of {trace.num_tokens} "
         f"positions, and among its top 3 at {trace.match_share(3):.0%}",
+        *([overhead] if survey.hooked_s else []),
     ]
 
 

@@ -6,7 +6,7 @@ Names, files, flags, extras, port, memory and vocabularies: each is one check, w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,11 @@ from specbranch.engines.model_size import weight_bytes
 from specbranch.engines.registry import engine_for, require_device, require_engine
 from specbranch.engines.vocabulary import VocabSample, refuse_other_sample, refuse_other_vocabulary
 from specbranch.errors import SpecBranchError
+from specbranch.plugins.vllm.binding import refuse_too_few
 from specbranch.plugins.vllm.compat import launch, patches
 from specbranch.plugins.vllm.compat.source import known_arguments
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import Flags
+from specbranch.plugins.vllm.flags import FlagError, Flags
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
 from specbranch.service.process import DraftOptions
@@ -48,7 +49,8 @@ class Finding:
 class Preflight:
     """What is about to be started. `arguments` are those of `vllm.LLM`, `flags` those of `vllm serve`.
 
-    `draft` is started, `remote` runs already; without either, vLLM is bare. A server needs a port.
+    `draft` is started, `remote` runs already; without either, vLLM is bare. A server needs a port. `target_cores` None
+    means that nothing is pinned, or that a server will see to it.
     """
 
     target: str
@@ -57,6 +59,7 @@ class Preflight:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     flags: Flags = field(default_factory=lambda: Flags([]))
     is_server: bool = False
+    target_cores: Sequence[int] | None = None
 
     def run(self) -> None:
         """Raise what the first failing check has found."""
@@ -106,8 +109,12 @@ class Preflight:
             refuse_unknown_flags(self.flags, known)
             refuse_unknown_arguments(self.arguments, known)
         if self.draft is not None or self.remote is not None:
+            if self.arguments.get("speculative_config") is not None:
+                raise FlagError("speculative_config is set by this command; use its own options, or --bare")
             Layout.of_flags(self.flags).refuse()
             Layout.of_arguments(self.arguments).refuse()
+        if self.target_cores is not None:
+            refuse_too_few(self.target_cores, Layout.of_arguments(self.arguments).num_devices)
 
     def _check_port(self) -> None:
         if self.is_server and not self.flags.has("--headless"):

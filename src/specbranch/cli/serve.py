@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -52,12 +52,10 @@ from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import Flags
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.server import VllmServer
-from specbranch.plugins.vllm.serving import ServeOptions, merged_settings
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.serving import ServeOptions
+from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions
-
-FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 _POLL_S = 0.3
 _KILLED = 130
@@ -83,7 +81,7 @@ class _Plan:
         return ServeOptions(
             model=found_model(self.target),
             name=self.target,
-            settings=merged_settings({**where, **self.section}, self.flags) if self.is_drafting else None,
+            settings=self._merged(where) if self.is_drafting else None,
             num_speculative_tokens=self.gamma,
             flags=self.flags,
             cores=self.cores.target,
@@ -103,9 +101,12 @@ class _Plan:
 
     def settings(self) -> ProposerSettings:
         """The proposer's settings; raises now what vLLM's worker would raise minutes later."""
-        settings = merged_settings({**self.section, **(self.remote.section if self.remote else {})}, self.flags)
+        settings = self._merged(self.remote.section if self.remote else {})
         settings.client_options(self.gamma)
         return settings
+
+    def _merged(self, where: Mapping[str, Any]) -> ProposerSettings:
+        return merged_settings({**where, **self.section}, self.flags.take_json("--additional-config")[0])
 
 
 def serve(
@@ -139,8 +140,6 @@ def serve(
     Ctrl-C stops target and draft.
     """
     with friendly_errors(SpecBranchError):
-        if target.startswith("-"):
-            raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
         refuse_misspelt(context)
         if [draft is not None, draft_address is not None, bare].count(True) != 1:
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to serve without a draft")

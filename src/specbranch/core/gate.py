@@ -2,7 +2,8 @@
 
 For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
 them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, so a
-pair that does not pay costs next to nothing.
+pair that does not pay costs next to nothing. Both ways are those of one engine: one that can speculate may be slower
+than one that cannot, also without drafts, and the gate does not see that.
 """
 
 from __future__ import annotations

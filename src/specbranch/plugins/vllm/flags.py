@@ -6,10 +6,20 @@ vLLM takes `--a-b X`, `--a_b X`, `--a-b=X`, and for JSON options also `--a-b.key
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specbranch.errors import SpecBranchError
+
+FLAG_NAME = re.compile(r"--?[A-Za-z]")  # not a negative number
+_SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-q": "quantization",
+    "-cc": "compilation_config",
+}
 
 
 class FlagError(SpecBranchError, ValueError):
@@ -66,6 +76,19 @@ class Flags:
             _merge(table, _nested(flag.path, flag.value, name))
         return table, Flags(rest + self.words[end:])
 
+    def arguments(self) -> dict[str, Any]:
+        """The same as arguments of `vllm.LLM`: a flag without a value is True, or False if it begins with `--no-`."""
+        table: dict[str, Any] = {}
+        words = self.words
+        starts = [index for index, word in enumerate(words) if FLAG_NAME.match(word)]
+        if words[: starts[0] if starts else None]:
+            raise FlagError(f"unexpected word {words[0]!r}; flags of vLLM begin with --")
+        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+            whole, is_joined, joined = words[start].partition("=")
+            values = [*([joined] if is_joined else []), *words[start + 1 : end]]
+            _merge(table, _argument(whole, [json_or_text(value) for value in values]))
+        return table
+
     def _flags(self) -> Iterator[_Flag]:
         for start, word in enumerate(self.words):
             if not word.startswith("-"):
@@ -75,6 +98,32 @@ class Flags:
             following = self.words[start + 1] if start + 1 < len(self.words) else None
             end = start + (1 if is_joined or following is None else 2)
             yield _Flag(name.replace("_", "-"), path, joined if is_joined else following, start, end)
+
+
+def flags_of(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of `vllm.LLM` as words of a command line."""
+    words: list[str] = []
+    for key, value in arguments.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
+    """What one flag says: an argument, and within it the keys that follow dots."""
+    first, *path = flag.split(".")
+    if not first.startswith("--") and first not in _SHORT:
+        raise FlagError(f"{first} is not known here; give the flag's long name")
+    name = _SHORT.get(first, first.removeprefix("--").replace("-", "_"))
+    value: Any = values[0] if len(values) == 1 else list(values)
+    if not values:
+        name, value = name.removeprefix("no_"), not name.startswith("no_")
+    for key in reversed(path):
+        value = {key: value}
+    return {name: value}
 
 
 def _merge(table: dict[str, Any], more: dict[str, Any]) -> None:

@@ -57,6 +57,11 @@ class Layout:
         """How many devices of this machine the target uses, and how many workers vLLM starts on it."""
         return max(1, self.tensor * self.pipeline // self.num_nodes) * self.data
 
+    @property
+    def in_one_process(self) -> bool:
+        """Whether vLLM runs the model inside its engine's process, if its engine is not a process of its own."""
+        return self.num_devices == 1 and self.executor in (None, _ONE_PROCESS)
+
     def refuse(self) -> None:
         """Raise if drafts cannot be used with this layout."""
         if self.pipeline > 1:
@@ -72,8 +77,8 @@ class Layout:
             )
         if self.executor == _ONE_PROCESS and self.tensor > 1:
             raise LayoutError(
-                f"{self.tensor} workers cannot run in one process (executor {_ONE_PROCESS}), as this command "
-                "runs vLLM; use `specbranch serve`, or one worker"
+                f"{self.tensor} workers cannot run in one process (executor {_ONE_PROCESS}); leave the executor to "
+                "vLLM, or use one worker"
             )
 
 

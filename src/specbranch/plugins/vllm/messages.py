@@ -66,11 +66,21 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """What a loaded engine says of itself."""
+    """What a loaded engine says of itself.
+
+    `is_eager`: neither compiled nor run from CUDA graphs. `is_invariant`: a position is computed the same in any batch.
+    """
 
     versions: dict[str, str]
     dtype: str
     device: str
+    is_eager: bool = False
+    is_invariant: bool = False
+
+    @property
+    def computes_in(self) -> str:
+        """The number format, and what is special about it."""
+        return f"batch-invariant {self.dtype}" if self.is_invariant else self.dtype
 
 
 class News(msgspec.Struct, frozen=True):

@@ -58,6 +58,7 @@ class TargetProcess:
             log_file=self._log_file,
             stdin=PIPE,
             stdout=PIPE,
+            has_group=True,  # its workers
         )
         try:
             self._send(self._options)

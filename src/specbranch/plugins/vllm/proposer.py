@@ -8,7 +8,7 @@ by their tokens, so none of this matters here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,7 @@ from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
 from specbranch.predictor.hrad import Hrad, read_hrad
 from specbranch.service.client import Committed, DraftClient
 
+_MOST_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -46,10 +47,12 @@ class SpecBranchProposer:
         self._asides: Counter[str] = Counter()
         self._settings: ProposerSettings | None = None
         self._model: Any = None
+        self._embed: Callable[[Sequence[int]], Any] | None = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.use(read_settings(config.own_config(vllm_config)))
+        self.num_pads = 0  # that vLLM has verified, or rather rejected
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
             runner.introduce_runners()
@@ -59,7 +62,10 @@ class SpecBranchProposer:
         self._show()
 
     def use(self, settings: ProposerSettings) -> None:
-        """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing."""
+        """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing.
+
+        The proposers of all workers must get them at the same time.
+        """
         options = settings.client_options(self._most, config.vocab_len(self._vllm_config), self._vocab_sample)
         if settings == self._settings:
             return
@@ -81,12 +87,14 @@ class SpecBranchProposer:
         foreseen = asdict(self._foresight.counts) if self._foresight else {}
         return asdict(self._client.counts) | foreseen if self._client else {}
 
-    def meet(self, runner: Any, prompts: Sequence[Sequence[int]]) -> None:
+    def meet(self, runner: Any, prompts: Sequence[Sequence[int]], num_pads: int = 0) -> None:
         """The runner that calls us is about to prefill these prompts; vLLM's hook tells neither. Never raises.
 
-        The draft prefills them at the same time, and so has a draft ready after the first token.
+        The draft prefills them at the same time, and so has a draft ready after the first token. The step also verifies
+        that many pads; vLLM counts them as draft tokens.
         """
         self._runner = runner
+        self.num_pads += num_pads
         if prompts and self._client is not None and (self._gate is None or self._gate.was_open):
             self._client.expect(prompts)
 
@@ -107,12 +115,24 @@ class SpecBranchProposer:
         """Drafts for every row of the batch; empty for rows in chunked prefill, without a draft, or at their end.
 
         Rows with a LoRA adapter or with images get none: the draft model knows neither, so the service is not asked.
+        Where vLLM gains by it, all rows are filled up with pads, also when nothing is drafted.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = [index for index, sampled in enumerate(sampled_token_ids) if len(sampled)]
-        if self._client is None or not rows:
-            return drafts
         lengths = {index: int(num_tokens_no_spec[index]) for index in rows}
+        if self._client is not None and rows:
+            self._draft(drafts, lengths, sampled_token_ids, token_ids_cpu)
+        return self._padded(drafts) if self._can_pad(lengths, len(drafts)) else drafts
+
+    def _draft(
+        self,
+        drafts: list[list[int]],
+        lengths: Mapping[int, int],
+        sampled_token_ids: Sequence[Sequence[int]],
+        token_ids_cpu: _Array,
+    ) -> None:
+        """Put the drafts of rows with these lengths into the list, if drafting is worth it now."""
+        rows = list(lengths)
         num_new = [len(sampled) for sampled in sampled_token_ids]
         step_s = self._pace.step_s(num_new, list(lengths.values()))
         if self._is_worthwhile(num_new, step_s):
@@ -133,7 +153,22 @@ class SpecBranchProposer:
                 drafts[index] = draft
         self._had_drafts = any(drafts)
         self._show()
-        return drafts
+
+    def _can_pad(self, lengths: Mapping[int, int], num_rows: int) -> bool:
+        """Whether to fill up all rows: they must then be equal, and few enough for tokens to be cheap."""
+        if self._runner is None or self._settings is None or self._settings.pad == "off":
+            return False
+        if not lengths or len(lengths) < num_rows or num_rows * (1 + self._most) > _MOST_PADDED:
+            return False
+        # vLLM adds one token of its own after the draft; both must fit.
+        if self._max_model_len - max(lengths.values()) - 1 < self._most:
+            return False
+        if self._settings.pad == "auto" and not config.has_graphs_for_equal_rows(self._vllm_config):
+            return False
+        return runner.allows_pads(self._runner)
+
+    def _padded(self, drafts: Sequence[list[int]]) -> list[list[int]]:
+        return [draft + [runner.PAD] * (self._most - len(draft)) for draft in drafts]
 
     def _foresee_with(self, settings: ProposerSettings) -> None:
         """Load the trained predictor of these settings, if they name one; one that does not fit raises."""
@@ -142,7 +177,6 @@ class SpecBranchProposer:
             hrad = read_hrad(settings.trained_predictor)
             features.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
             if self._model is not None:
-                features.refuse_late_embedder(self._vllm_config)
                 foresight = self._foresight_on(hrad)
         if self._foresight is not None:
             self._foresight.feature_hook.close()
@@ -150,10 +184,11 @@ class SpecBranchProposer:
 
     def _foresight_on(self, hrad: Hrad) -> Foresight | None:
         """H-RAD on the loaded target; other ranks only contribute their shard of the embeddings."""
-        embed = features.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
+        if self._embed is None:
+            self._embed = features.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
         if not self._is_output_rank:
             return None
-        return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, embed))
+        return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, self._embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], step_s: float | None) -> bool:
         """Report the last step to the gate, and ask it about the next one."""

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
-from specbranch.plugins.vllm.arguments import SECTION, proposer_arguments
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.binding import is_bound_by_user, threads_of_workers
 from specbranch.plugins.vllm.flags import FlagError, Flags
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import ProposerSettings
 
 _EXECUTOR = "--distributed-executor-backend"
-_OWN_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _OWN_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _MEMORY = "--gpu-memory-utilization"  # of the host, where vLLM runs on the CPU
 _USUAL_SHARE, _SPARE_SHARE, _LEAST_SHARE = 0.92, 0.1, 0.1
@@ -58,7 +57,7 @@ class ServeOptions:
     @property
     def in_one_process(self) -> bool:
         """Whether we let the model run inside vLLM's engine process."""
-        asked = self.flags.has(_EXECUTOR) or os.environ.get(_OWN_BIND, "auto") != "auto"
+        asked = self.flags.has(_EXECUTOR) or is_bound_by_user()
         return self.cores is not None and self.num_workers == 1 and not asked
 
     def arguments(self) -> list[str]:
@@ -96,30 +95,4 @@ class ServeOptions:
             # Without the second one vLLM replaces "uni" by "mp" on the CPU. The HTTP server and the engine are two
             # processes all the same.
             return {"OMP_NUM_THREADS": str(len(self.cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if os.environ.get(_OWN_BIND, "auto") != "auto":
-            return {}
-        return {_OWN_BIND: "|".join(",".join(str(core) for core in part) for part in self._parts(self.cores))}
-
-    def _parts(self, cores: Sequence[int]) -> list[Sequence[int]]:
-        """The cores of each worker, equally many."""
-        each = len(cores) // self.num_workers
-        if not each:
-            have = ",".join(str(core) for core in cores)
-            raise FlagError(
-                f"{self.num_workers} workers need as many cores, and the target has {have}; give more by --target-cores"
-            )
-        return [cores[index * each : (index + 1) * each] for index in range(self.num_workers)]
-
-
-def merged_settings(ours: Mapping[str, Any], flags: Flags) -> ProposerSettings:
-    """The proposer's settings from `specbranch serve` and from the user's --additional-config.
-
-    The two may not set the same one.
-    """
-    theirs = flags.take_json("--additional-config")[0].get(SECTION, {})
-    if not isinstance(theirs, dict):
-        raise FlagError(f"--additional-config has {theirs!r} under '{SECTION}'; give a table of settings")
-    for key in theirs:
-        if key in ours:
-            raise FlagError(f"--additional-config sets {SECTION}.{key}, which `specbranch serve` sets; leave one out")
-    return read_settings({**theirs, **ours})
+        return threads_of_workers(self.cores, self.num_workers)

@@ -10,11 +10,14 @@ from typing import Any
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.engines.options import local_model
 from specbranch.extensions import load_planners
+from specbranch.plugins.vllm.arguments import SECTION
+from specbranch.plugins.vllm.flags import FlagError
 from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 
 _STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
+PADS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,8 @@ class ProposerSettings:
     """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
 
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay.
+    share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay. `pad`: fill
+    all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such graphs.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
     """
 
@@ -34,6 +38,7 @@ class ProposerSettings:
     namespace: str | None = None
     keys: str | None = None
     is_gated: bool = True
+    pad: str = "auto"
 
     @property
     def trained_predictor(self) -> Path | None:
@@ -46,6 +51,8 @@ class ProposerSettings:
         `vocab_len` and `vocab_sample` are the target's; a caller that only checks the settings has none.
         """
         load_planners()
+        if self.pad not in PADS:
+            raise SettingError(f"pad is {self.pad!r}; it takes {', '.join(PADS)}")
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)
@@ -77,6 +84,17 @@ def read_settings(section: Any) -> ProposerSettings:
         if key not in known:
             raise SettingError(f"additional_config['specbranch'] has no setting {key!r}; {suggest(key, known)}")
     return ProposerSettings(**section)
+
+
+def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:
+    """The settings that a command gives, and those of the user's own `additional_config`; both may not set the same."""
+    theirs = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else additional_config
+    if not isinstance(theirs, Mapping):
+        raise FlagError(f"--additional-config has {theirs!r} for '{SECTION}'; give a table of settings")
+    for key in theirs:
+        if key in ours:
+            raise FlagError(f"--additional-config sets {SECTION}.{key}, which this command sets; leave one out")
+    return read_settings({**theirs, **ours})
 
 
 def client_keys(directory: str | None) -> ClientKeys | None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from specbranch.plugins.vllm.compat.source import KnownArguments
-from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.flags import FLAG_NAME, FlagError, Flags
 
-_NAME = re.compile(r"--?[A-Za-z]")  # not a negative number
 _NUMBER_WORDS = ("auto", "none")
 
 
@@ -18,7 +16,7 @@ def refuse_unknown_flags(flags: Flags, known: KnownArguments) -> None:
     """Raise for a flag that `vllm serve` does not have, and for a number that is none."""
     for name, value in flags.pairs():
         # vLLM takes -O3, and the first letters of a flag where only one flag begins with them.
-        if not _NAME.match(name) or name.startswith("-O"):
+        if not FLAG_NAME.match(name) or name.startswith("-O"):
             continue
         plain = f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else name
         if not any(flag.startswith(plain) for flag in known.flags):

@@ -1,7 +1,7 @@
 """A vLLM engine inside this process, with our proposer or bare: for generating, checking and measuring.
 
 Serving goes through `vllm serve`. In one process no engine core spins beside the model, so a step takes only as long
-as the model; on a machine with few cores that matters most.
+as the model; on a machine with few cores that matters most. Several workers have processes of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 from specbranch.engines.options import found_model
 from specbranch.plugins.vllm.arguments import proposer_arguments
-from specbranch.plugins.vllm.compat import engine, launch, patches
+from specbranch.plugins.vllm.binding import threads
+from specbranch.plugins.vllm.compat import engine, launch
+from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 
@@ -23,12 +25,24 @@ class TargetOptions:
     """What to load. `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the hub.
 
     `settings` None means bare vLLM, without our proposer. `arguments` are passed on to `vllm.LLM` as they are.
+    `is_exact`: a token must not depend on the batch that it is computed in. vLLM's batch-invariant kernels are used
+    where this device has them; elsewhere the model runs in float32, where rounding hardly ever decides.
     """
 
     model: str
     settings: ProposerSettings | None = None
     num_speculative_tokens: int = 8
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    is_exact: bool = False
+
+    def all_arguments(self) -> dict[str, Any]:
+        """All arguments of `vllm.LLM` but the model."""
+        arguments = {"disable_log_stats": False, **self.arguments}
+        if self.settings is not None:
+            ours = proposer_arguments(self.settings, self.num_speculative_tokens)
+            section = {**arguments.get("additional_config", {}), **ours["additional_config"]}
+            arguments |= {**ours, "additional_config": section}
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +69,23 @@ class Target:
     """The engine. Its environment is set here, so no vLLM may have been imported in this process before."""
 
     def __init__(self, options: TargetOptions) -> None:
-        launch.run_in_this_process(len(os.sched_getaffinity(0)))
+        arguments = options.all_arguments()
+        cores = sorted(os.sched_getaffinity(0))
+        launch.run_in_this_process(threads(cores, Layout.of_arguments(arguments)) if launch.runs_on_cpu() else {})
+        if options.is_exact and not launch.be_batch_invariant():
+            arguments["dtype"] = "float32"
         from vllm import LLM
 
-        arguments = {"disable_log_stats": False, **options.arguments}
-        if options.settings is not None:
-            arguments |= proposer_arguments(options.settings, options.num_speculative_tokens)
         self.llm = LLM(model=found_model(options.model), **arguments)
-        if "speculative_config" in arguments:
-            patches.patch_cpu_sampler()  # vLLM's own methods need it as much as ours
+        engine.ignore_interrupts(self.llm)
+        if arguments.get("speculative_config"):
+            engine.patch_cpu_sampler(self.llm)  # vLLM's own methods need it as much as ours
         self._has_proposer = options.settings is not None
         self._num_requests = 0
 
     def use(self, settings: ProposerSettings) -> None:
         """Give the proposer other settings, from the next request on."""
-        engine.proposer_of(self.llm).use(settings)
+        engine.use(self.llm, settings)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt of a chat by the model's own template, ready for the answer."""
@@ -117,7 +133,7 @@ class Target:
 
     def proposer_counts(self) -> dict[str, float]:
         """The proposer's counters since its settings last changed; empty for bare vLLM."""
-        return dict(engine.proposer_of(self.llm).counts()) if self._has_proposer else {}
+        return engine.proposer_counts(self.llm) if self._has_proposer else {}
 
     def draft_tokens(self) -> tuple[int, int]:
         """Draft tokens that vLLM verified and accepted since its start."""

@@ -35,6 +35,19 @@ def layout(vllm_config: Any) -> Layout:
     )
 
 
+def has_graphs_for_equal_rows(vllm_config: Any) -> bool:
+    """Whether steps in which all rows have as many tokens run from whole CUDA graphs, and other steps do not.
+
+    vLLM decides it for good when it has loaded the model and knows its attention backend.
+    """
+    mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
+    if mode is None or not mode.separate_routine() or not mode.has_full_cudagraphs():
+        return False
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
 def tokenizer(vllm_config: Any) -> str:
     """The directory or the name on the hub that vLLM takes the target's tokenizer from."""
     found = vllm_config.model_config

@@ -40,17 +40,11 @@ def refuse_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
         raise FeatureError(f"vLLM splits its steps into micro-batches: start it without --enable-dbo, {advice}")
 
 
-def refuse_late_embedder(vllm_config: Any) -> None:
-    """Raise if a predictor cannot be chosen after start: with tensor parallelism `embedder` needs all ranks."""
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        raise FeatureError("with tensor parallelism a trained predictor must be chosen at start: restart vLLM with it")
-
-
 def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[int]], Any]:
     """A function from tokens to the target's input embeddings # [n, hidden_len].
 
-    With tensor parallelism the table is sharded, and a lookup needs all ranks. So it is read once, at start. All ranks
-    must call this then; the one that keeps the table (`is_kept`) holds a copy in host memory.
+    With tensor parallelism the table is sharded, and a lookup needs all ranks. So it is read once. All ranks must call
+    this at the same time then; the one that keeps the table (`is_kept`) holds a copy in host memory.
     """
     import torch
 

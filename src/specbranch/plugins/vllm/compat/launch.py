@@ -6,6 +6,10 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
+from collections.abc import Mapping
+
+_INVARIANT = "VLLM_BATCH_INVARIANT"
+_INVARIANT_SINCE = 80  # compute capability
 
 
 def is_installed() -> bool:
@@ -18,15 +22,33 @@ def runs_on_cpu() -> bool:
     return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in version()
 
 
-def run_in_this_process(num_cores: int) -> None:
-    """Set the environment for an engine inside this process; to be called before vLLM is imported."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for name, value in {
-        "OMP_NUM_THREADS": str(num_cores),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
+def run_in_this_process(threads: Mapping[str, str]) -> None:
+    """Set the environment for an engine inside this process; to be called before vLLM is imported.
+
+    `threads` are variables of its threads. With one worker the model runs here too; several have their own processes.
+    """
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **threads}
+    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
+
+
+def be_batch_invariant() -> bool:
+    """Let the engine that is started next compute a position the same in any batch; False if this device cannot.
+
+    A user whose model has no such kernels forbids it by VLLM_BATCH_INVARIANT=0.
+    """
+    from vllm.platforms import current_platform
+
+    is_forbidden = os.environ.get(_INVARIANT) == "0"
+    if is_forbidden or not current_platform.is_cuda() or not current_platform.has_device_capability(_INVARIANT_SINCE):
+        return False
+    os.environ[_INVARIANT] = "1"
+    return True
+
+
+def is_batch_invariant() -> bool:
+    """Whether engines of this process compute a position the same in any batch."""
+    return os.environ.get(_INVARIANT, "0") == "1"
 
 
 def run_command_line() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+PAD = -1  # vLLM's own filler for draft tokens: never embedded, always rejected
+
 _RUNNER = ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model")
 
 
@@ -48,7 +50,7 @@ def _introducing(original: Any) -> Any:
         if meet is None:
             return original(runner, *args, **kwargs)
         scheduler_output = args[0] if args else kwargs.get("scheduler_output")
-        meet(runner, _new_prompts(scheduler_output))
+        meet(runner, _new_prompts(scheduler_output), _num_pads(scheduler_output))
         feature_hook = getattr(drafter, "feature_hook", None)
         if feature_hook is None:
             return original(runner, *args, **kwargs)
@@ -74,6 +76,15 @@ def _new_prompts(scheduler_output: Any) -> list[list[int]]:
         return []
 
 
+def _num_pads(scheduler_output: Any) -> int:
+    """How many of the draft tokens of a step are none."""
+    try:
+        return sum(tokens.count(PAD) for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
+    except AttributeError as error:
+        _warn_of_runner(repr(error))
+        return 0
+
+
 def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
     """Rows that the draft model cannot draft for, and the cause: `lora` or `multimodal`."""
     try:
@@ -92,6 +103,16 @@ def row_names(runner: Any, num_rows: int) -> Sequence[str | None]:
     """The requests of a batch's rows, by vLLM's ids; no names where the runner does not tell."""
     names = getattr(getattr(runner, "input_batch", None), "req_ids", ())[:num_rows]
     return names if len(names) == num_rows else [None] * num_rows
+
+
+def allows_pads(runner: Any) -> bool:
+    """Whether pads cannot make a difference to any row. A thinking budget looks at the draft tokens of its row."""
+    try:
+        parameters = (runner.requests[name].sampling_params for name in runner.input_batch.req_ids)
+        return all(getattr(one, "thinking_token_budget", None) is None for one in parameters)
+    except (AttributeError, KeyError, TypeError) as error:
+        _warn_of_runner(repr(error))
+        return False
 
 
 @functools.cache

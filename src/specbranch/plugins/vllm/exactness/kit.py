@@ -14,6 +14,7 @@ import numpy as np
 
 from specbranch.core.planners import DEFAULT_PLANNER, setting_names
 from specbranch.extensions import load_planners
+from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, Feature
 from specbranch.plugins.vllm.exactness.findings import (
     FAILED,
@@ -31,7 +32,7 @@ from specbranch.plugins.vllm.exactness.findings import (
 from specbranch.plugins.vllm.exactness.prompts import GREEDY, TOSS_KEYS
 from specbranch.plugins.vllm.messages import Ask, Done, Engine, Run
 from specbranch.plugins.vllm.process import TargetProcess
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.version import __version__
@@ -76,6 +77,17 @@ class CheckOptions:
     wrong_temperature: float | None = None
     predictor: str = "confidence"
 
+    def settings(self, address: str) -> ProposerSettings:
+        """The proposer's settings with the first planner."""
+        ours = {
+            "address": address,
+            "is_gated": False,
+            "deadline_ms": self.deadline_ms,
+            "planner": self.planners[0],
+            "predictor": self.predictor,
+        }
+        return merged_settings(ours, self.arguments.get("additional_config", {}))
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -110,7 +122,8 @@ class Report:
 
     def _served_with(self) -> dict[str, str]:
         engine = self.engine
-        return {"vllm": engine.versions["vllm"], "dtype": engine.dtype, "device": engine.device}
+        how = "eager" if engine.is_eager else "compiled"
+        return {"vllm": engine.versions["vllm"], "dtype": engine.dtype, "device": engine.device, "how": how}
 
 
 Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, requests in all, where known
@@ -119,26 +132,21 @@ Listener = Callable[[str, int | None, int | None], None]  # stage, requests done
 def check(options: CheckOptions, listen: Listener) -> Report:
     """Start the draft service, then four engines one after the other, and compare their outputs.
 
-    Exact equality is tested in float32, where rounding hardly depends on the batch; distributions in the serving dtype.
+    Exact equality is tested where rounding does not depend on the batch, or hardly does: with vLLM's batch-invariant
+    kernels, or in float32 on devices without them. Distributions are tested as the model is served.
     """
     load_planners()
     with contextlib.ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-check-"))
         draft = stack.enter_context(DraftProcess(options.draft, tell=lambda stage: listen(stage, None, None)))
-        settings = ProposerSettings(
-            address=draft.address,
-            is_gated=False,
-            deadline_ms=options.deadline_ms,
-            planner=options.planners[0],
-            predictor=options.predictor,
-        )
+        settings = options.settings(draft.address)
         stages = _Stages(options, listen, Path(logs))
-        bare = stages.run("float32", None, _exact_runs(options, None))
-        ours = stages.run("float32", settings, _exact_runs(options, settings))
-        bare_served = stages.run(options.dtype, None, _served_runs(options, None))
-        ours_served = stages.run(options.dtype, settings, _served_runs(options, settings))
+        bare = stages.run(None, _exact_runs(options, None), is_exact=True)
+        ours = stages.run(settings, _exact_runs(options, settings), is_exact=True)
+        bare_served = stages.run(None, _served_runs(options, None))
+        ours_served = stages.run(settings, _served_runs(options, settings))
     findings = [
-        *_exact_findings(options, bare.done, ours.done),
+        *_exact_findings(options, ours.engine.computes_in, bare.done, ours.done),
         *_served_findings(options, ours_served.engine.dtype, bare_served.done, ours_served.done),
     ]
     return Report(options, ours_served.engine, findings, stages.stage_s)
@@ -161,9 +169,9 @@ class _Stages:
         self._logs = logs
         self.stage_s: dict[str, float] = {}
 
-    def run(self, dtype: str, settings: ProposerSettings | None, runs: Mapping[str, Run]) -> _Stage:
+    def run(self, settings: ProposerSettings | None, runs: Mapping[str, Run], is_exact: bool = False) -> _Stage:
         options = self._options
-        name = f"{'bare' if settings is None else 'proposer'}, {dtype}"
+        name = f"{'bare' if settings is None else 'proposer'}, {'exact' if is_exact else 'as served'}"
         total, finished = sum(len(run.asks) for run in runs.values()), 0
         self._listen(f"{name}: starts", 0, total)
 
@@ -173,19 +181,18 @@ class _Stages:
             self._listen(name, finished, total)
 
         start_s = time.monotonic()
-        target = TargetOptions(options.target, settings, options.num_speculative_tokens, self._arguments(dtype))
+        target = TargetOptions(options.target, settings, options.num_speculative_tokens, self._arguments(), is_exact)
         with TargetProcess(target, self._logs / f"{len(self.stage_s)}.log", options.target_cores) as process:
             done = {key: process.run(run, on_finished) for key, run in runs.items()}
         self.stage_s[name] = time.monotonic() - start_s
         return _Stage(process.engine, done)
 
-    def _arguments(self, dtype: str) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return {
-            "dtype": dtype,
+            "dtype": self._options.dtype,
             "max_model_len": 512,
-            "enforce_eager": True,
+            "enforce_eager": launch.runs_on_cpu(),  # where there are CUDA graphs, they are checked too
             "max_num_seqs": _MOST_ROWS,
-            "distributed_executor_backend": "uni",
             **self._options.arguments,
         }
 
@@ -236,10 +243,12 @@ def _seeded() -> Feature:
     return replace(next(feature for feature in FEATURES if feature.is_seeded), num_tokens=16)
 
 
-def _exact_findings(options: CheckOptions, bare: Mapping[str, Done], ours: Mapping[str, Done]) -> list[Finding]:
+def _exact_findings(
+    options: CheckOptions, computes_in: str, bare: Mapping[str, Done], ours: Mapping[str, Done]
+) -> list[Finding]:
     asks, reference = _greedy_asks(options.size, None), bare["greedy with logprobs"]
     equal = [
-        greedy_equality(f"greedy in float32: {name}", asks, reference, ours[f"greedy: {name}"])
+        greedy_equality(f"greedy in {computes_in}: {name}", asks, reference, ours[f"greedy: {name}"])
         for name in options.planners
     ]
     logprobs = ours["greedy with logprobs"]

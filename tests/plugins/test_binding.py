@@ -1,0 +1,40 @@
+"""Cores of the workers of a target on the CPU, without vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.plugins.vllm.binding import refuse_too_few, threads
+from specbranch.plugins.vllm.flags import FlagError
+from specbranch.plugins.vllm.layout import Layout
+
+TWO = Layout(tensor=2)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_worker_has_a_thread_for_each_core() -> None:
+    assert threads([2, 3, 5], Layout()) == threads([2, 3, 5], Layout(executor="uni")) == {"OMP_NUM_THREADS": "3"}
+
+
+def test_workers_of_their_own_processes_share_the_cores() -> None:
+    assert threads([2, 3, 5], TWO) == {"VLLM_CPU_OMP_THREADS_BIND": "2|3"}
+    assert threads([2, 3, 5], Layout(executor="mp")) == {"VLLM_CPU_OMP_THREADS_BIND": "2,3,5"}
+
+
+def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
+
+    assert threads([2], Layout()) == threads([2], TWO) == {}
+
+
+def test_too_few_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FlagError, match="2 workers need as many cores, and the target has 2; give more"):
+        threads([2], TWO)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
+    refuse_too_few([2], 2)
