@@ -16,7 +16,7 @@ import numpy as np
 
 from specbranch.core.gate import Gate
 from specbranch.engines.vocabulary import read_sample
-from specbranch.plugins.vllm.compat import config, features, patches, runner
+from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
@@ -49,7 +49,10 @@ class SpecBranchProposer:
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
-        self.use(read_settings(config.own_config(vllm_config)))
+        settings = read_settings(config.own_config(vllm_config))
+        if settings.runner == "v2":
+            v2.refuse_v1(vllm_config)
+        self.use(settings)
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
             runner.introduce_runners()
@@ -70,6 +73,11 @@ class SpecBranchProposer:
         self._gate = Gate() if settings.is_gated else None
         # Without a planner there is nothing to ask for.
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this worker drafts at all: it is the one that asks, and has a planner to ask for."""
+        return self._client is not None
 
     @property
     def feature_hook(self) -> features.FeatureHook | None:
@@ -104,24 +112,30 @@ class SpecBranchProposer:
         token_ids_cpu: _Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for every row of the batch; empty for rows in chunked prefill, without a draft, or at their end.
+        """Drafts for every row of the batch."""
+        texts = {
+            index: token_ids_cpu[index, : int(num_tokens_no_spec[index])]
+            for index, sampled in enumerate(sampled_token_ids)
+            if len(sampled)
+        }
+        return self.draft(sampled_token_ids, texts)
 
-        Rows with a LoRA adapter or with images get none: the draft model knows neither, so the service is not asked.
+    def draft(self, sampled_token_ids: Sequence[Sequence[int]], texts: Mapping[int, _Array]) -> list[list[int]]:
+        """Drafts for every row after a step that sampled these tokens; `texts` are those of the rows that sampled any.
+
+        Empty for rows in chunked prefill, without a draft, or at their end. Rows with a LoRA adapter or with images get
+        none: the draft model knows neither, so the service is not asked.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        rows = [index for index, sampled in enumerate(sampled_token_ids) if len(sampled)]
-        if self._client is None or not rows:
+        if self._client is None or not texts:
             return drafts
-        lengths = {index: int(num_tokens_no_spec[index]) for index in rows}
         num_new = [len(sampled) for sampled in sampled_token_ids]
-        step_s = self._pace.step_s(num_new, list(lengths.values()))
+        step_s = self._pace.step_s(num_new, [len(text) for text in texts.values()])
         if self._is_worthwhile(num_new, step_s):
-            asked = self._without_aside(rows, len(drafts))
+            asked = self._without_aside(list(texts), len(drafts))
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             committed = {
-                index: Committed(
-                    token_ids_cpu[index, : lengths[index]], len(sampled_token_ids[index]), outlook=outlooks.get(index)
-                )
+                index: Committed(texts[index], len(sampled_token_ids[index]), outlook=outlooks.get(index))
                 for index in asked
             }
             is_whole = step_s is not None and len(committed) == len(drafts)

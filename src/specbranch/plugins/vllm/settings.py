@@ -9,10 +9,18 @@ from typing import Any
 
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.engines.options import local_model
+from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
 from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
+
+
+RUNNERS = ("auto", "v1", "v2")
+
+
+class RunnerError(SpecBranchError, ValueError):
+    """The model runner that was asked for cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +30,7 @@ class ProposerSettings:
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
     share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
+    `runner` is vLLM's model runner: `auto` leaves it to vLLM.
     """
 
     address: str = field(default_factory=default_address)
@@ -32,6 +41,11 @@ class ProposerSettings:
     namespace: str | None = None
     keys: str | None = None
     is_gated: bool = True
+    runner: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.runner not in RUNNERS:
+            raise SettingError(f"`runner` is {self.runner!r}; {suggest(str(self.runner), RUNNERS)}")
 
     @property
     def trained_predictor(self) -> Path | None:

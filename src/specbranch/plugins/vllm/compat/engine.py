@@ -8,9 +8,9 @@ from specbranch.plugins.vllm.messages import Engine
 
 
 def proposer_of(llm: Any) -> Any:
-    """The proposer of an engine that runs in this process."""
-    core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner.drafter
+    """The proposer of an engine that runs in this process; on Model Runner V2 the speculator around it."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    return runner.drafter if hasattr(runner, "drafter") else runner.speculator
 
 
 def draft_tokens(llm: Any) -> tuple[int, int]:
