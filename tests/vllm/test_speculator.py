@@ -203,7 +203,9 @@ def test_all_ranks_have_the_drafts_of_the_first(monkeypatch: pytest.MonkeyPatch)
     assert probabilities[0] == probabilities[1]
 
 
-def test_a_rank_that_fails_lets_no_other_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_fails_lets_no_other_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(runner, "broadcast", Group().broadcast)
     ranks = [Rank(monkeypatch, is_output_rank=is_first) for is_first in (True, False)]
     ranks[0].client.has_failed = True

@@ -15,7 +15,6 @@ from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 
-
 RUNNERS = ("auto", "v1", "v2")
 
 

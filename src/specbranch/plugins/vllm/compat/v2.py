@@ -1,9 +1,9 @@
 """vLLM's Model Runner V2: how our speculator gets into it, and what it reads there.
 
-V2 refuses `custom_class`, the method that brings our proposer into V1. Of the methods that V2 takes, `ngram_gpu` needs no
-draft model and goes with asynchronous scheduling. So a configuration that names our proposer is given this method where
-vLLM would then choose V2, and V2's runner is given our speculator in place of the one for n-grams. Everywhere else the
-configuration stays as it is, and vLLM runs V1.
+V2 refuses `custom_class`, the method that brings our proposer into V1. Of the methods that V2 takes, `ngram_gpu` needs
+no draft model and goes with asynchronous scheduling. So a configuration that names our proposer is given this method
+where vLLM would then choose V2, and V2's runner is given our speculator in place of the one for n-grams. Everywhere
+else the configuration stays as it is, and vLLM runs V1.
 """
 
 from __future__ import annotations

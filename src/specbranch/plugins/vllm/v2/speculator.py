@@ -61,7 +61,9 @@ class Speculator:
     def use(self, settings: ProposerSettings) -> None:
         """Take other settings from now on."""
         if settings.trained_predictor is not None:
-            raise FeatureError("a trained predictor needs vLLM's Model Runner V1; set `runner` to 'v1' and restart vLLM")
+            raise FeatureError(
+                "a trained predictor needs vLLM's Model Runner V1; set `runner` to 'v1' and restart vLLM"
+            )
         self._proposer.use(settings)
 
     def counts(self) -> dict[str, float]:
