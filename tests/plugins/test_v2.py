@@ -83,7 +83,8 @@ def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: py
     worker = SimpleNamespace(gpu=SimpleNamespace(spec_decode=package))
     for name, module in {
         "vllm": SimpleNamespace(v1=SimpleNamespace(worker=worker)),
-        "vllm.config": SimpleNamespace(VllmConfig=fresh),
+        "vllm.config": SimpleNamespace(),
+        "vllm.config.vllm": SimpleNamespace(VllmConfig=fresh),
         "vllm.v1": SimpleNamespace(worker=worker),
         "vllm.v1.worker": worker,
         "vllm.v1.worker.gpu": worker.gpu,

@@ -34,7 +34,7 @@ def install() -> None:
     if importlib.util.find_spec(f"{_SPECULATORS}.ngram") is None:  # before 0.32
         return
     import vllm.v1.worker.gpu.spec_decode as spec_decode
-    from vllm.config import VllmConfig
+    from vllm.config.vllm import VllmConfig
 
     if not hasattr(VllmConfig.__post_init__, "carries"):
         VllmConfig.__post_init__ = _carrying(VllmConfig.__post_init__)
