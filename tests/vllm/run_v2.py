@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import PLANNERS
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.compat import engine
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
 from specbranch.service.process import DraftOptions, DraftProcess
@@ -46,7 +48,7 @@ def main() -> None:
 
 def some_planners(target: str, draft: str) -> dict[str, Any]:
     """The default planner and two others; requests that are aborted; a draft that is killed."""
-    return _decode(target, draft, ("specbranch", "sps", "none"))
+    return _decode(target, draft, ("budget", "sps", "none"))
 
 
 def all_planners(target: str, draft: str) -> dict[str, Any]:
@@ -54,26 +56,57 @@ def all_planners(target: str, draft: str) -> dict[str, Any]:
     return _decode(target, draft, list(PLANNERS))
 
 
-PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {"some": some_planners, "all": all_planners}
+def asynchronous(target: str, draft: str) -> dict[str, Any]:
+    """As on GPUs: the scheduler is a step ahead, and every row has all places."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        original(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(keep)
+    return _decode(target, draft, ("budget", "sps", "none"))
 
 
-def _decode(target: str, draft: str, planners: Sequence[str]) -> dict[str, Any]:
+def by_load(target: str, draft: str) -> dict[str, Any]:
+    """Another number of places at each load: all at up to 2 rows, 1 at up to 5, none above."""
+    return _decode(
+        target, draft, ("budget",), num_speculative_tokens_per_batch_size=[[1, 2, GAMMA], [3, 5, 1], [6, ROWS, 0]]
+    )
+
+
+PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "some": some_planners,
+    "all": all_planners,
+    "async": asynchronous,
+    "load": by_load,
+}
+
+
+def _decode(target: str, draft: str, planners: Sequence[str], **speculative: Any) -> dict[str, Any]:
     bare = Target(TargetOptions(target, arguments=ARGUMENTS))
     known = _answers(bare)
     result: dict[str, Any] = {"runner": _runner(bare), "chunks": _has_chunks(), "equal": {}, "drafted": {}}
     del bare
     with _service(draft) as service:
-        ours = Target(TargetOptions(target, _settings(service.address), GAMMA, ARGUMENTS))
+        arguments = proposer_arguments(_settings(service.address), GAMMA)
+        arguments["speculative_config"] |= speculative
+        ours = Target(TargetOptions(target, arguments={**ARGUMENTS, **arguments}))
         result["drafting_runner"] = _runner(ours)
+        result["is_async"] = ours.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        proposer = engine.proposer_of(ours.llm)
         for planner in planners:
-            ours.use(_settings(service.address, planner))
+            proposer.use(_settings(service.address, planner))
             before = ours.draft_tokens()
             result["equal"][planner] = num_equal(known, _answers(ours))
             drafted = [after - first for after, first in zip(ours.draft_tokens(), before, strict=True)]
             result["drafted"][planner] = drafted
+        proposer.use(_settings(service.address))
         result["aborted"] = _abort(ours, known)
-        ours.use(_settings(service.address))
-        result["faults"] = ours.proposer_counts()["faults"]
+        result["faults"] = proposer.counts()["faults"]
     result["killed"] = _kill(ours, draft, known)
     return result
 
@@ -82,7 +115,7 @@ def _service(draft: str) -> DraftProcess:
     return DraftProcess(DraftOptions(draft, engine="torch", cores=CORES.draft, extra=("--log-level", "warning")))
 
 
-def _settings(address: str, planner: str = "specbranch", **more: Any) -> ProposerSettings:
+def _settings(address: str, planner: str = "budget", **more: Any) -> ProposerSettings:
     return ProposerSettings(**{"address": address, "planner": planner, "deadline_ms": 20000, "is_gated": False, **more})
 
 
@@ -122,21 +155,22 @@ def _abort(target: Target, known: Sequence[Sequence[int]]) -> dict[str, int]:
 def _kill(target: Target, draft: str, known: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Kill the draft in the middle: the rest of the answers is decoded without."""
     answers: list[list[int]] = [[] for _ in range(ROWS)]
+    proposer = engine.proposer_of(target.llm)
     with _service(draft) as service:
-        target.use(_settings(service.address, deadline_ms=500))
+        proposer.use(_settings(service.address, deadline_ms=500))
         is_killed = False
         for piece in target.stream(_requests()):
             answers[piece.index] += piece.tokens
             if not is_killed and sum(map(len, answers)) >= ROWS * TOKENS // 3:
                 service.kill()
                 is_killed = True
-    counts = target.proposer_counts()
+    counts = proposer.counts()
     return {"equal": num_equal(known, answers), "answered": counts["answered"], "calls": counts["calls"]}
 
 
 def _runner(target: Target) -> str:
-    engine: Any = target.llm.llm_engine.engine_core
-    runner = engine.engine_core.model_executor.driver_worker.worker.model_runner
+    core: Any = target.llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     return f"{type(runner).__module__} {type(getattr(runner, 'speculator', None)).__name__}"
 
 

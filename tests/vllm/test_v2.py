@@ -15,7 +15,7 @@ import pytest
 from specbranch.core.planners import PLANNERS
 
 ROOT = Path(__file__).parents[2]
-ROWS = 8
+ROWS, GAMMA = 8, 4
 
 
 def run(part: str) -> Any:
@@ -44,7 +44,24 @@ def check(result: Any, planners: list[str]) -> None:
 
 @pytest.mark.timeout(400)
 def test_greedy_output_equals_bare_v2_though_requests_are_aborted_and_the_draft_is_killed() -> None:
-    check(run("some"), ["specbranch", "sps", "none"])
+    check(run("some"), ["budget", "sps", "none"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_same_holds_with_asynchronous_scheduling() -> None:
+    result = run("async")
+
+    assert result["is_async"]
+    check(result, ["budget", "sps", "none"])
+    for submitted, _ in result["drafted"].values():
+        assert submitted % GAMMA == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_same_holds_with_another_number_of_places_at_each_load() -> None:
+    check(run("load"), ["budget"])
 
 
 @pytest.mark.nightly
