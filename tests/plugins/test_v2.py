@@ -80,6 +80,7 @@ def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: py
     """And our speculator is made where vLLM would make the one for n-grams; its own ones are made by itself."""
     fresh = type("VllmConfig", (FakeConfig,), {"__post_init__": FakeConfig.__post_init__})
     package = SimpleNamespace(init_speculator=lambda config, device, states: "theirs")
+    model_runner = SimpleNamespace(init_speculator=package.init_speculator)
     worker = SimpleNamespace(gpu=SimpleNamespace(spec_decode=package))
     for name, module in {
         "vllm": SimpleNamespace(v1=SimpleNamespace(worker=worker)),
@@ -89,6 +90,7 @@ def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: py
         "vllm.v1.worker": worker,
         "vllm.v1.worker.gpu": worker.gpu,
         "vllm.v1.worker.gpu.spec_decode": package,
+        "vllm.v1.worker.gpu.model_runner": model_runner,
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -100,6 +102,7 @@ def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: py
 
     assert config.verified == ["ngram_gpu"]
     assert package.init_speculator(config, "device", "states") == "ours"
+    assert model_runner.init_speculator is package.init_speculator
     assert package.init_speculator(FakeConfig(method="ngram_gpu", model="ngram_gpu"), "", "") == "theirs"
 
 

@@ -10,6 +10,7 @@ import tests.vllm.interpreter  # isort: skip  # before all that may import vLLM
 
 import argparse
 import json
+import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -78,11 +79,28 @@ def by_load(target: str, draft: str) -> dict[str, Any]:
     )
 
 
+def two_ranks(target: str, draft: str) -> dict[str, Any]:
+    """Two tensor-parallel workers, each in a process of its own."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    arguments = {**ARGUMENTS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    bare = Target(TargetOptions(target, arguments=arguments))
+    known = _answers(bare)
+    bare.llm.llm_engine.engine_core.shutdown()
+    with _service(draft) as service:
+        settings = _settings(service.address, runner="v2")
+        ours = Target(TargetOptions(target, arguments={**arguments, **proposer_arguments(settings, GAMMA)}))
+        equal = num_equal(known, _answers(ours))
+        drafted = ours.draft_tokens()
+        ours.llm.llm_engine.engine_core.shutdown()
+    return {"equal": equal, "drafted": drafted}
+
+
 PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "some": some_planners,
     "all": all_planners,
     "async": asynchronous,
     "load": by_load,
+    "ranks": two_ranks,
 }
 
 

@@ -65,6 +65,17 @@ def test_the_same_holds_with_another_number_of_places_at_each_load() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_tensor_parallel_workers_have_the_same_drafts() -> None:
+    if not {0, 1} <= os.sched_getaffinity(0):
+        pytest.skip("cores 0 and 1 are needed")
+    result = run("ranks")
+
+    assert result["equal"] == ROWS
+    assert result["drafted"][1] > 20
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_greedy_output_equals_bare_v2_for_every_planner() -> None:
     check(run("all"), list(PLANNERS))

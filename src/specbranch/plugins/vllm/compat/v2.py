@@ -25,10 +25,11 @@ log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose lev
 
 _HOOK, _CARRIER = "custom_class", "ngram_gpu"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def install() -> None:
-    """Let V2 use our speculator, if this vLLM can; to be called before vLLM's configuration and runner are made."""
+    """Let V2 use our speculator, if this vLLM can; to be called before vLLM's configuration is made."""
     if "vllm.config" not in sys.modules:  # not called by vLLM
         return
     if importlib.util.find_spec(f"{_SPECULATORS}.ngram") is None:  # before 0.32
@@ -38,7 +39,10 @@ def install() -> None:
 
     if not hasattr(VllmConfig.__post_init__, "carries"):
         VllmConfig.__post_init__ = _carrying(VllmConfig.__post_init__)
-        spec_decode.init_speculator = _with_ours(spec_decode.init_speculator)
+        ours = _with_ours(spec_decode.init_speculator)
+        spec_decode.init_speculator = ours
+        if _RUNNER in sys.modules:  # then it has the function under its own name
+            sys.modules[_RUNNER].init_speculator = ours  # type: ignore[attr-defined]
 
 
 def _carrying(original: Callable[..., None]) -> Any:

@@ -1,4 +1,4 @@
-"""Copies between the device of V2's runner and the host: the only code that differs between a GPU and the CPU.
+"""Copies between the device of V2's runner and the host: the only code that differs by device.
 
 The form for CUDA has not been run: it was written by reading, on a machine without a GPU.
 """
@@ -24,16 +24,19 @@ class Link(Protocol):
         ...
 
 
-class HostLink:
-    """Where the runner computes on the CPU: tensors are in host memory, and nothing is ever under way."""
+class PlainLink:
+    """Copies that are waited for. On the CPU all tensors are in host memory, and nothing is ever under way."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
 
     def fetch(self, values: Any) -> Array:
-        return np.array(values.numpy())
+        return np.array(values.cpu().numpy())
 
     def send(self, values: Array) -> Any:
         import torch
 
-        return torch.from_numpy(values)
+        return torch.from_numpy(values).to(self._device)
 
 
 class CudaLink:
@@ -83,4 +86,4 @@ class CudaLink:
 
 def link_to(device: Any, max_fetched: int, max_sent: int) -> Link:
     """The link to a device; the bounds are in values per call."""
-    return HostLink() if device.type == "cpu" else CudaLink(device, max_fetched, max_sent)
+    return CudaLink(device, max_fetched, max_sent) if device.type == "cuda" else PlainLink(device)
