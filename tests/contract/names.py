@@ -139,7 +139,44 @@ CONTRACT: tuple[Term, ...] = (
     Strings("vllm.v1.utils", ("ApiServer_",)),
 )
 
+# Model Runner V2 with the n-gram method, whose place our speculator takes: since 0.32.
+_NGRAM = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
+V2_CONTRACT: tuple[Term, ...] = (
+    Members("vllm.config.vllm", "VllmConfig", ("__post_init__", "use_v2_model_runner")),
+    Members("vllm.config.speculative", "SpeculativeConfig", ("method", "model", "enable_adaptive_verification")),
+    Members("vllm.config.parallel", "ParallelConfig", ("prefill_context_parallel_size",)),
+    Strings("vllm.config.speculative", ("ngram_gpu",)),
+    Arguments("vllm.v1.worker.gpu.spec_decode", "init_speculator", ("vllm_config", "device", "req_states")),
+    Names("vllm.v1.worker.gpu.model_runner", ("init_speculator",)),
+    Members(
+        "vllm.v1.worker.gpu.spec_decode.speculator", "BaseSpeculator", ("init_cudagraph_manager", "capture", "propose")
+    ),
+    Arguments(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "BaseSpeculator.propose",
+        ("input_batch", "num_sampled", "last_sampled", "dummy_run", "num_speculative_tokens"),
+    ),
+    Members(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner",
+        ("speculator", "lora_state", "encoder_cache", "take_draft_token_ids"),
+    ),
+    Arguments("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
+    Members(
+        "vllm.v1.worker.gpu.states", "RequestState", ("max_num_reqs", "max_model_len", "total_len", "all_token_ids")
+    ),
+    Members("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", ("gpu",)),
+    Members("vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np")),
+    Members("vllm.v1.worker.gpu.lora_utils", "LoraState", ("lora_ids",)),
+    Members("vllm.v1.worker.gpu.mm.encoder_cache", "EncoderCache", ("mm_features",)),
+    Strings("vllm.v1.worker.gpu.warmup", ("_warmup_", "_v2_mixed_warmup")),
+    Members("vllm.v1.core.sched.output", "NewRequestData", ("req_id",)),
+    Members("vllm.v1.outputs", "DraftTokenIds", ("req_ids", "draft_token_ids")),
+    Members("vllm.distributed.parallel_state", "GroupCoordinator", ("broadcast",)),
+)
+
 
 def missing(source: Source) -> list[str]:
     """What this vLLM does not have; empty if it keeps the contract."""
-    return [name for term in CONTRACT for name in term.missing(source)]
+    terms = CONTRACT + V2_CONTRACT if source.module(_NGRAM) else CONTRACT
+    return [name for term in terms for name in term.missing(source)]

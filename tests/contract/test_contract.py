@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.names import CONTRACT, missing
+from tests.contract.names import CONTRACT, V2_CONTRACT, missing
 from tests.contract.source import Source
 from tests.contract.terms import Arguments, Call, Members, Names, Strings, Term
 
@@ -140,9 +140,10 @@ def test_a_renamed_thing_in_the_installed_vllm_is_noticed(file: str, old: str, n
 
 
 def test_all_that_we_import_from_vllm_is_in_the_contract() -> None:
-    named = {(term.module, name) for term in CONTRACT if isinstance(term, Names) for name in term.names}
-    named |= {(term.module, term.owner) for term in CONTRACT if isinstance(term, Members)}
-    named |= {("vllm", text) for term in CONTRACT if isinstance(term, Strings) for text in term.strings}
+    terms = CONTRACT + V2_CONTRACT
+    named = {(term.module, name) for term in terms if isinstance(term, Names) for name in term.names}
+    named |= {(term.module, term.owner) for term in terms if isinstance(term, Members)}
+    named |= {("vllm", text) for term in terms if isinstance(term, Strings) for text in term.strings}
     imported = {
         (str(node.module), alias.name)
         for path in (ROOT / "src").rglob("*.py")

@@ -9,6 +9,7 @@ from typing import Any
 
 from specbranch.cli.placement import split, usable_cores
 from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.compat.runner import drafter_of
 from specbranch.plugins.vllm.settings import read_settings
 from specbranch.service.process import DraftOptions, DraftProcess
 
@@ -37,7 +38,7 @@ def drafting(address: str, **section: Any) -> dict[str, Any]:
 def proposer_of(llm: Any) -> Any:
     """The proposer of an engine whose only worker is in this process."""
     core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner.drafter
+    return drafter_of(core.model_executor.driver_worker.worker.model_runner)
 
 
 def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from specbranch.core.gate import Gate
 from specbranch.engines.vocabulary import read_sample
-from specbranch.plugins.vllm.compat import config, features, patches, runner
+from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
@@ -51,8 +51,11 @@ class SpecBranchProposer:
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
-        self.use(read_settings(config.own_config(vllm_config)))
         self.num_pads = 0  # that vLLM has verified, or rather rejected
+        settings = read_settings(config.own_config(vllm_config))
+        if settings.runner == "v2":
+            v2.refuse_v1(vllm_config)
+        self.use(settings)
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
             runner.introduce_runners()
@@ -76,6 +79,11 @@ class SpecBranchProposer:
         self._gate = Gate() if settings.is_gated else None
         # Without a planner there is nothing to ask for.
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this worker drafts at all: it is the one that asks, and has a planner to ask for."""
+        return self._client is not None
 
     @property
     def feature_hook(self) -> features.FeatureHook | None:
@@ -112,40 +120,35 @@ class SpecBranchProposer:
         token_ids_cpu: _Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for every row of the batch; empty for rows in chunked prefill, without a draft, or at their end.
+        """Drafts for every row of the batch.
 
-        Rows with a LoRA adapter or with images get none: the draft model knows neither, so the service is not asked.
         Where vLLM gains by it, all rows are filled up with pads, also when nothing is drafted.
         """
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        rows = [index for index, sampled in enumerate(sampled_token_ids) if len(sampled)]
-        lengths = {index: int(num_tokens_no_spec[index]) for index in rows}
-        if self._client is not None and rows:
-            self._draft(drafts, lengths, sampled_token_ids, token_ids_cpu)
-        return self._padded(drafts) if self._can_pad(lengths, len(drafts)) else drafts
+        texts = {
+            index: token_ids_cpu[index, : int(num_tokens_no_spec[index])]
+            for index, sampled in enumerate(sampled_token_ids)
+            if len(sampled)
+        }
+        drafts = self.draft(sampled_token_ids, texts)
+        return self._padded(drafts) if self._can_pad(texts, len(drafts)) else drafts
 
-    def _draft(
-        self,
-        drafts: list[list[int]],
-        lengths: Mapping[int, int],
-        sampled_token_ids: Sequence[Sequence[int]],
-        token_ids_cpu: _Array,
-    ) -> None:
-        """Put the drafts of rows with these lengths into the list, if drafting is worth it now."""
-        rows = list(lengths)
+    def draft(self, sampled_token_ids: Sequence[Sequence[int]], texts: Mapping[int, _Array]) -> list[list[int]]:
+        """Drafts for every row after a step that sampled these tokens; `texts` are those of the rows that sampled any.
+
+        Empty for rows in chunked prefill, without a draft, or at their end. Rows with a LoRA adapter or with images get
+        none: the draft model knows neither, so the service is not asked.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._client is None or not texts:
+            return drafts
         num_new = [len(sampled) for sampled in sampled_token_ids]
-        step_s = self._pace.step_s(num_new, list(lengths.values()))
+        step_s = self._pace.step_s(num_new, [len(text) for text in texts.values()])
         if self._is_worthwhile(num_new, step_s):
-            asked = self._without_aside(rows, len(drafts))
+            asked = self._without_aside(list(texts), len(drafts))
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             names = runner.row_names(self._runner, len(drafts))
             committed = {
-                index: Committed(
-                    token_ids_cpu[index, : lengths[index]],
-                    num_new[index],
-                    outlook=outlooks.get(index),
-                    name=names[index],
-                )
+                index: Committed(texts[index], num_new[index], outlook=outlooks.get(index), name=names[index])
                 for index in asked
             }
             is_whole = step_s is not None and len(committed) == len(drafts)
@@ -153,15 +156,16 @@ class SpecBranchProposer:
                 drafts[index] = draft
         self._had_drafts = any(drafts)
         self._show()
+        return drafts
 
-    def _can_pad(self, lengths: Mapping[int, int], num_rows: int) -> bool:
+    def _can_pad(self, texts: Mapping[int, _Array], num_rows: int) -> bool:
         """Whether to fill up all rows: they must then be equal, and few enough for tokens to be cheap."""
         if self._runner is None or self._settings is None or self._settings.pad == "off":
             return False
-        if not lengths or len(lengths) < num_rows or num_rows * (1 + self._most) > _MOST_PADDED:
+        if not texts or len(texts) < num_rows or num_rows * (1 + self._most) > _MOST_PADDED:
             return False
         # vLLM adds one token of its own after the draft; both must fit.
-        if self._max_model_len - max(lengths.values()) - 1 < self._most:
+        if self._max_model_len - max(map(len, texts.values())) - 1 < self._most:
             return False
         if self._settings.pad == "auto" and not config.has_graphs_for_equal_rows(self._vllm_config):
             return False

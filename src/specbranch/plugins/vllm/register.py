@@ -10,7 +10,16 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add our metrics to vLLM's endpoint; they appear as soon as our proposer runs. Never raises."""
+    """Let Model Runner V2 use our speculator, and add our metrics to vLLM's endpoint. Never raises.
+
+    The metrics appear as soon as our proposer runs.
+    """
+    try:
+        from specbranch.plugins.vllm.compat import v2
+
+        v2.install()
+    except Exception:
+        log.warning("drafts can be used with vLLM's Model Runner V1 only", exc_info=True)
     try:
         _show_metrics()
     except Exception:

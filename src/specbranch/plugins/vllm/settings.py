@@ -9,6 +9,7 @@ from typing import Any
 
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.engines.options import local_model
+from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.arguments import SECTION
 from specbranch.plugins.vllm.flags import FlagError
@@ -18,6 +19,11 @@ from specbranch.service.endpoint import ClientKeys, default_address
 
 _STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
 PADS = ("auto", "on", "off")
+RUNNERS = ("auto", "v1", "v2")
+
+
+class RunnerError(SpecBranchError, ValueError):
+    """The model runner that was asked for cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,7 @@ class ProposerSettings:
     share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay. `pad`: fill
     all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such graphs.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
+    `runner` is vLLM's model runner: `auto` leaves it to vLLM.
     """
 
     address: str = field(default_factory=default_address)
@@ -39,6 +46,11 @@ class ProposerSettings:
     keys: str | None = None
     is_gated: bool = True
     pad: str = "auto"
+    runner: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.runner not in RUNNERS:
+            raise SettingError(f"`runner` is {self.runner!r}; {suggest(str(self.runner), RUNNERS)}")
 
     @property
     def trained_predictor(self) -> Path | None:

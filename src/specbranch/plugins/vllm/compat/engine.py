@@ -11,7 +11,7 @@ import signal
 from typing import Any
 
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.compat import launch, patches
+from specbranch.plugins.vllm.compat import launch, patches, runner
 from specbranch.plugins.vllm.messages import Engine
 from specbranch.plugins.vllm.settings import ProposerSettings
 
@@ -45,20 +45,20 @@ def ignore_interrupts(llm: Any) -> None:
 def _use(worker: Any, settings: ProposerSettings) -> str | None:
     # An error must not be raised in a worker: vLLM would take the answers of the others for those of the next call.
     try:
-        worker.model_runner.drafter.use(settings)
+        runner.drafter_of(worker.model_runner).use(settings)
     except Exception as error:
         return str(error) or repr(error)
     return None
 
 
 def _counts(worker: Any) -> dict[str, float]:
-    counts: dict[str, float] = worker.model_runner.drafter.counts()
+    counts: dict[str, float] = runner.drafter_of(worker.model_runner).counts()
     return counts
 
 
 def _num_pads(worker: Any) -> int:
     # Bare vLLM has no drafter, and its own drafters do not pad.
-    return int(getattr(getattr(worker.model_runner, "drafter", None), "num_pads", 0))
+    return int(getattr(runner.drafter_of(worker.model_runner), "num_pads", 0))
 
 
 def _patch_cpu_sampler(worker: Any) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 PAD = -1  # vLLM's own filler for draft tokens: never embedded, always rejected
 
-_RUNNER = ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model")
+_V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+_OWNER, _METHOD = "GPUModelRunner", "execute_model"
+_WARMUPS = ("_warmup_", "_v2_mixed_warmup")
 
 
 def is_output_rank() -> bool:
@@ -22,30 +24,51 @@ def is_output_rank() -> bool:
     return bool(get_tp_group().is_first_rank and get_pp_group().is_last_rank)
 
 
+def broadcast(tensor: Any) -> Any:
+    """What the first tensor-parallel rank has in this tensor, on all of them."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().broadcast(tensor, src=0)
+
+
 def introduce_runners() -> None:
     """Let a runner tell its proposer, before each step, who it is and which prompts it is about to prefill.
 
     vLLM's hook passes rows without their requests, and only after the prefill. This wraps the one method of vLLM that
-    runs a step; its arguments pass through. A vLLM without this method is left alone.
+    runs a step; its arguments pass through. V2's scheduler also asks for the drafts; what the runner answers is cut to
+    their lengths. A vLLM without these methods is left alone.
     """
-    module, owner, method = _RUNNER
     # Whoever makes a proposer has imported its runner, so nothing heavy needs to be imported here.
-    runner = getattr(sys.modules.get(module), owner, None)
-    original = getattr(runner, method, None)
-    if runner is None or original is None:
+    old, new = (getattr(sys.modules.get(module), _OWNER, None) for module in (_V1, _V2))
+    if not hasattr(old, _METHOD) and not hasattr(new, _METHOD):
         log.warning(
             "this vLLM has no %s.%s; requests with LoRA or images get drafts from a model that knows neither",
-            owner,
-            method,
+            _OWNER,
+            _METHOD,
         )
-    elif not hasattr(original, "introduces"):
-        setattr(runner, method, _introducing(original))
+    _wrap(old, _METHOD, _introducing)
+    _wrap(new, _METHOD, _introducing)
+    _wrap(new, "take_draft_token_ids", _cutting)
+
+
+def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap a method, once; nothing if it is not there."""
+    original = getattr(owner, method, None)
+    if original is not None and not hasattr(original, "introduces"):
+        wrapped = wrapper(original)
+        wrapped.introduces = True
+        setattr(owner, method, wrapped)
+
+
+def drafter_of(runner: Any) -> Any:
+    """Our part in a runner, or vLLM's own; V1 and V2 have their own names for it."""
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
 def _introducing(original: Any) -> Any:
     @functools.wraps(original)
     def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = getattr(runner, "drafter", None)
+        drafter = drafter_of(runner)
         meet = getattr(drafter, "meet", None)
         if meet is None:
             return original(runner, *args, **kwargs)
@@ -59,17 +82,27 @@ def _introducing(original: Any) -> Any:
         feature_hook.end(runner)
         return output
 
-    execute_model.introduces = True  # type: ignore[attr-defined]
     return execute_model
 
 
+def _cutting(original: Any) -> Any:
+    @functools.wraps(original)
+    def take_draft_token_ids(runner: Any) -> Any:
+        answer = original(runner)
+        cut = getattr(drafter_of(runner), "cut", None)
+        return answer if cut is None or answer is None else cut(answer)
+
+    return take_draft_token_ids
+
+
 def _new_prompts(scheduler_output: Any) -> list[list[int]]:
-    """Prompts that a step begins to prefill, without those that have a LoRA adapter or images."""
+    """Prompts that a step begins to prefill, without vLLM's own and those that have a LoRA adapter or images."""
     try:
         return [
             request.prompt_token_ids
             for request in scheduler_output.scheduled_new_reqs
             if request.prompt_token_ids and not request.lora_request and not request.mm_features
+            if not is_warmup([getattr(request, "req_id", "")])
         ]
     except AttributeError as error:
         _warn_of_runner(repr(error))
@@ -83,6 +116,11 @@ def _num_pads(scheduler_output: Any) -> int:
     except AttributeError as error:
         _warn_of_runner(repr(error))
         return 0
+
+
+def is_warmup(names: Sequence[str]) -> bool:
+    """Whether these are requests by which V2's runner compiles its kernels at start."""
+    return all(name.startswith(_WARMUPS) for name in names)
 
 
 def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:

@@ -1,0 +1,139 @@
+"""vLLM's Model Runner V2: how our speculator gets into it, and what it reads there.
+
+V2 refuses `custom_class`, the method that brings our proposer into V1. Of the methods that V2 takes, `ngram_gpu` needs
+no draft model and goes with asynchronous scheduling. So a configuration that names our proposer is given this method
+where vLLM would then choose V2, and V2's runner is given our speculator in place of the one for n-grams. Everywhere
+else the configuration stays as it is, and vLLM runs V1.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from specbranch.plugins.vllm.arguments import PROPOSER
+from specbranch.plugins.vllm.compat import config
+from specbranch.plugins.vllm.layout import LayoutError
+from specbranch.plugins.vllm.settings import RunnerError, read_settings
+
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
+
+_HOOK, _CARRIER = "custom_class", "ngram_gpu"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+def install() -> None:
+    """Let V2 use our speculator, if this vLLM can; to be called before vLLM's configuration is made."""
+    if "vllm.config" not in sys.modules:  # not called by vLLM
+        return
+    if importlib.util.find_spec(f"{_SPECULATORS}.ngram") is None:  # before 0.32
+        return
+    import vllm.v1.worker.gpu.spec_decode as spec_decode
+    from vllm.config.vllm import VllmConfig
+
+    if not hasattr(VllmConfig.__post_init__, "carries"):
+        VllmConfig.__post_init__ = _carrying(VllmConfig.__post_init__)
+        ours = _with_ours(spec_decode.init_speculator)
+        spec_decode.init_speculator = ours
+        if _RUNNER in sys.modules:  # then it has the function under its own name
+            sys.modules[_RUNNER].init_speculator = ours  # type: ignore[attr-defined]
+
+
+def _carrying(original: Callable[..., None]) -> Any:
+    @functools.wraps(original)
+    def post_init(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        choose_runner(vllm_config)
+        original(vllm_config, *args, **kwargs)
+
+    post_init.carries = True  # type: ignore[attr-defined]
+    return post_init
+
+
+def choose_runner(vllm_config: Any) -> None:
+    """Give a configuration that names our proposer the form that suits the runner; other ones are left alone."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != _HOOK or speculative.model != PROPOSER:
+        return
+    settings = read_settings(config.own_config(vllm_config))
+    cause = None
+    if settings.runner == "v1":
+        cause = "set by `runner`"
+    elif settings.trained_predictor is not None:
+        cause = "a trained predictor reads the states of V1"
+    else:
+        speculative.method = _CARRIER
+        if not vllm_config.use_v2_model_runner:
+            speculative.method = _HOOK
+            cause = "vLLM's choice for this configuration"
+    if cause is None:
+        _say("specbranch drafts for vLLM's Model Runner V2; set `runner` to 'v1' for V1")
+    elif settings.runner == "v2":
+        raise RunnerError(f"`runner` is 'v2', but Model Runner V2 cannot be used here ({cause}); set it to 'auto'")
+    else:
+        _say(f"specbranch drafts for vLLM's Model Runner V1: {cause}")
+
+
+@functools.cache
+def _say(words: str) -> None:
+    """Log this once: vLLM makes copies of its configuration."""
+    log.info(words)
+
+
+def refuse_v1(vllm_config: Any) -> None:
+    """Raise if V1 has made our proposer though V2 was asked for: this vLLM is too old, or did not load our plugin."""
+    if vllm_config.speculative_config.method == _HOOK:
+        raise RunnerError(
+            "`runner` is 'v2', but this vLLM runs our proposer on Model Runner V1. It takes vLLM 0.32, and the plugin "
+            "'specbranch' must not be left out by VLLM_PLUGINS; or set `runner` to 'auto'"
+        )
+
+
+def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        speculative = vllm_config.speculative_config
+        if speculative.method != _CARRIER or speculative.model != PROPOSER:
+            return original(vllm_config, device, req_states)
+        return _speculator()(vllm_config, device, req_states)
+
+    return init_speculator
+
+
+def _speculator() -> Any:
+    """Our speculator as one of vLLM's."""
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    from specbranch.plugins.vllm.v2.speculator import Speculator
+
+    return type("SpecBranchSpeculator", (Speculator, BaseSpeculator), {})
+
+
+def refuse_context_parallelism(vllm_config: Any) -> None:
+    """Raise if groups of ranks would ask for drafts separately: what they embed would differ."""
+    size = vllm_config.parallel_config.prefill_context_parallel_size
+    if size > 1:
+        raise LayoutError(
+            f"prefill context parallelism ({size} ranks) cannot be combined with drafts: each rank would ask for its "
+            "own. Use tensor parallelism (--tensor-parallel-size), or serve without a draft"
+        )
+
+
+def has_adaptive_verification(vllm_config: Any) -> bool:
+    """Whether vLLM shall choose how many places of each row it verifies, by our confidence in them."""
+    return bool(vllm_config.speculative_config.enable_adaptive_verification)
+
+
+def in_the_form_of_v1(runner: Any, names: Sequence[str], slots: Any) -> Any:
+    """A batch of V2's runner with those names that V1's runner has for it."""
+    cache = runner.encoder_cache
+    features = cache.mm_features if cache is not None else {}
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=list(names), request_lora_mapping=runner.lora_state.lora_ids[slots]),
+        requests={name: SimpleNamespace(mm_features=features.get(name)) for name in names},
+    )

@@ -1,0 +1,178 @@
+"""Model Runner V2 without vLLM: which runner is chosen, how our speculator gets in, and texts on the host."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specbranch.core.planners import SettingError
+from specbranch.plugins.vllm.arguments import PROPOSER
+from specbranch.plugins.vllm.compat import runner, v2
+from specbranch.plugins.vllm.layout import LayoutError
+from specbranch.plugins.vllm.settings import RunnerError, read_settings
+from specbranch.plugins.vllm.v2.texts import Texts
+
+
+class FakeConfig:
+    """vLLM's configuration: it chooses V2 for the methods that V2 knows, if it can at all."""
+
+    def __init__(
+        self, can_v2: bool = True, method: str = "custom_class", model: str = PROPOSER, **section: Any
+    ) -> None:
+        self.speculative_config = SimpleNamespace(method=method, model=model)
+        self.additional_config = {"specbranch": section}
+        self.can_v2 = can_v2
+        self.verified: list[str] = []
+
+    def __post_init__(self) -> None:
+        self.verified.append(self.speculative_config.method)
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return self.can_v2 and self.speculative_config.method != "custom_class"
+
+
+def chosen(config: FakeConfig) -> str:
+    v2.choose_runner(config)
+    return str(config.speculative_config.method)
+
+
+def test_vllm_decides_between_its_runners() -> None:
+    assert chosen(FakeConfig()) == "ngram_gpu"
+    assert chosen(FakeConfig(can_v2=False)) == "custom_class"
+    assert chosen(FakeConfig(runner="v1")) == "custom_class"
+    assert chosen(FakeConfig(runner="v2")) == "ngram_gpu"
+
+
+def test_a_trained_predictor_runs_on_v1() -> None:
+    assert chosen(FakeConfig(predictor="/somewhere/hrad")) == "custom_class"
+    with pytest.raises(RunnerError, match="trained predictor"):
+        chosen(FakeConfig(predictor="/somewhere/hrad", runner="v2"))
+
+
+def test_what_is_asked_for_and_cannot_be_is_refused() -> None:
+    with pytest.raises(RunnerError, match="'auto'"):
+        chosen(FakeConfig(can_v2=False, runner="v2"))
+    with pytest.raises(SettingError, match="auto, v1, v2"):
+        chosen(FakeConfig(runner="v3"))
+
+
+def test_other_methods_are_left_alone() -> None:
+    for config in (FakeConfig(method="eagle"), FakeConfig(model="their.Proposer")):
+        before = config.speculative_config.method
+        assert chosen(config) == before
+    config = FakeConfig()
+    config.speculative_config = None  # type: ignore[assignment]
+    v2.choose_runner(config)
+
+
+def test_v1_refuses_to_stand_in_for_v2() -> None:
+    v2.refuse_v1(FakeConfig(method="ngram_gpu"))
+    with pytest.raises(RunnerError, match="VLLM_PLUGINS"):
+        v2.refuse_v1(FakeConfig())
+
+
+def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And our speculator is made where vLLM would make the one for n-grams; its own ones are made by itself."""
+    fresh = type("VllmConfig", (FakeConfig,), {"__post_init__": FakeConfig.__post_init__})
+    package = SimpleNamespace(init_speculator=lambda config, device, states: "theirs")
+    model_runner = SimpleNamespace(init_speculator=package.init_speculator)
+    worker = SimpleNamespace(gpu=SimpleNamespace(spec_decode=package))
+    for name, module in {
+        "vllm": SimpleNamespace(v1=SimpleNamespace(worker=worker)),
+        "vllm.config": SimpleNamespace(),
+        "vllm.config.vllm": SimpleNamespace(VllmConfig=fresh),
+        "vllm.v1": SimpleNamespace(worker=worker),
+        "vllm.v1.worker": worker,
+        "vllm.v1.worker.gpu": worker.gpu,
+        "vllm.v1.worker.gpu.spec_decode": package,
+        "vllm.v1.worker.gpu.model_runner": model_runner,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(v2, "_speculator", lambda: lambda config, device, states: "ours")
+    v2.install()
+    v2.install()
+    config: Any = fresh()
+    config.__post_init__()
+
+    assert config.verified == ["ngram_gpu"]
+    assert package.init_speculator(config, "device", "states") == "ours"
+    assert model_runner.init_speculator is package.init_speculator
+    assert package.init_speculator(FakeConfig(method="ngram_gpu", model="ngram_gpu"), "", "") == "theirs"
+
+
+def test_a_vllm_without_v2_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    v2.install()
+
+
+def test_prefill_context_parallelism_is_refused() -> None:
+    v2.refuse_context_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=1)))
+    with pytest.raises(LayoutError, match="2 ranks"):
+        v2.refuse_context_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=2)))
+
+
+def test_rows_of_v2_stand_aside_as_those_of_v1() -> None:
+    states = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0, 0]))
+    cache = SimpleNamespace(mm_features={"c": ["image"], "a": []})
+    model_runner = SimpleNamespace(lora_state=states, encoder_cache=cache)
+    batch = v2.in_the_form_of_v1(model_runner, ["a", "b", "c"], np.array([3, 1, 0]))
+
+    assert runner.rows_aside(batch, 3) == {1: "lora", 2: "multimodal"}
+    model_runner.encoder_cache = None
+    assert runner.rows_aside(v2.in_the_form_of_v1(model_runner, ["a"], np.array([0])), 1) == {}
+
+
+def test_vllms_own_requests_are_known() -> None:
+    assert runner.is_warmup(["_warmup_0_", "_v2_mixed_warmup_decode_"])
+    assert not runner.is_warmup(["_warmup_0_", "chatcmpl-1"])
+
+
+def test_settings_name_the_runner() -> None:
+    assert read_settings({"runner": "v1"}).runner == "v1"
+    assert read_settings({}).runner == "auto"
+
+
+class Device:
+    """Whole texts as a device has them; remembers who was read."""
+
+    def __init__(self, **texts: list[int]) -> None:
+        self.texts = texts
+        self.slots = {name: slot for slot, name in enumerate(texts)}
+        self.read: list[int] = []
+
+    def whole(self, slot: int, length: int) -> Any:
+        self.read.append(slot)
+        return np.array(list(self.texts.values())[slot][:length])
+
+
+def test_a_text_is_read_whole_once_and_then_grows_by_what_a_step_adds() -> None:
+    device = Device(a=[1, 2, 3, 4, 5, 6], b=[7, 8])
+    texts = Texts(2, 6, device.whole)
+    first = texts.extend(0, "a", 3, 2, np.array([3])).tolist()
+    other = texts.extend(1, "b", 2, 7, np.array([8])).tolist()
+    second = texts.extend(0, "a", 6, 3, np.array([4, 5, 6])).tolist()
+
+    assert (first, second, other) == ([1, 2, 3], [1, 2, 3, 4, 5, 6], [7, 8])
+    assert device.read == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "before", "new"),
+    [("b", 4, 3, [4]), ("a", 5, 4, [5]), ("a", 4, 9, [4]), ("a", 3, 2, [3])],
+    ids=["another request", "a step was missed", "another text", "shorter"],
+)
+def test_a_text_that_does_not_go_on_is_read_again(name: str, length: int, before: int, new: list[int]) -> None:
+    device = Device(a=[1, 2, 3, 4, 5])
+    texts = Texts(1, 6, device.whole)
+    texts.extend(0, "a", 3, 2, np.array([3]))
+
+    assert texts.extend(0, name, length, before, np.array(new)).tolist() == [1, 2, 3, 4, 5][:length]
+    assert device.read == [0, 0]

@@ -1,0 +1,195 @@
+"""Decode with Model Runner V2 on the CPU, bare and with our speculator; print one JSON document.
+
+A program of its own, with one part for each call: vLLM keeps global state, and its environment must be set before it is
+imported.
+"""
+
+from __future__ import annotations
+
+import tests.vllm.interpreter  # isort: skip  # before all that may import vLLM
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specbranch.core.planners import PLANNERS
+from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.target import Request, Target, TargetOptions
+from specbranch.service.process import DraftOptions, DraftProcess
+from tests.vllm.random_model import VOCAB_LEN, write_pair
+from tests.vllm.runs import CORES, num_equal, proposer_of
+
+assert tests.vllm.interpreter
+ROWS, TOKENS, GAMMA = 8, 20, 4
+ARGUMENTS = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": ROWS,
+    "max_num_batched_tokens": 64,  # some prompts are read in several steps, beside rows that decode
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "distributed_executor_backend": "uni",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=PARTS)
+    with tempfile.TemporaryDirectory() as directory:
+        target, draft = write_pair(Path(directory))
+        print(json.dumps(PARTS[parser.parse_args().part](str(target), str(draft))))
+
+
+def some_planners(target: str, draft: str) -> dict[str, Any]:
+    """The default planner and two others; requests that are aborted; a draft that is killed."""
+    return _decode(target, draft, ("budget", "sps", "none"))
+
+
+def all_planners(target: str, draft: str) -> dict[str, Any]:
+    """Every planner."""
+    return _decode(target, draft, list(PLANNERS))
+
+
+def asynchronous(target: str, draft: str) -> dict[str, Any]:
+    """As on GPUs: the scheduler is a step ahead, and every row has all places."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        original(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(keep)
+    return _decode(target, draft, ("budget", "sps", "none"))
+
+
+def by_load(target: str, draft: str) -> dict[str, Any]:
+    """Another number of places at each load: all at up to 2 rows, 1 at up to 5, none above."""
+    return _decode(
+        target, draft, ("budget",), num_speculative_tokens_per_batch_size=[[1, 2, GAMMA], [3, 5, 1], [6, ROWS, 0]]
+    )
+
+
+def two_ranks(target: str, draft: str) -> dict[str, Any]:
+    """Two tensor-parallel workers, each in a process of its own."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    arguments = {**ARGUMENTS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    bare = Target(TargetOptions(target, arguments=arguments))
+    known = _answers(bare)
+    bare.llm.llm_engine.engine_core.shutdown()
+    with _service(draft) as service:
+        settings = _settings(service.address, runner="v2")
+        ours = Target(TargetOptions(target, arguments={**arguments, **proposer_arguments(settings, GAMMA)}))
+        equal = num_equal(known, _answers(ours))
+        drafted = ours.draft_tokens()
+        ours.llm.llm_engine.engine_core.shutdown()
+    return {"equal": equal, "drafted": drafted}
+
+
+PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "some": some_planners,
+    "all": all_planners,
+    "async": asynchronous,
+    "load": by_load,
+    "ranks": two_ranks,
+}
+
+
+def _decode(target: str, draft: str, planners: Sequence[str], **speculative: Any) -> dict[str, Any]:
+    bare = Target(TargetOptions(target, arguments=ARGUMENTS))
+    known = _answers(bare)
+    result: dict[str, Any] = {"runner": _runner(bare), "chunks": _has_chunks(), "equal": {}, "drafted": {}}
+    del bare
+    with _service(draft) as service:
+        arguments = proposer_arguments(_settings(service.address), GAMMA)
+        arguments["speculative_config"] |= speculative
+        ours = Target(TargetOptions(target, arguments={**ARGUMENTS, **arguments}))
+        result["drafting_runner"] = _runner(ours)
+        result["is_async"] = ours.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        proposer = proposer_of(ours.llm)
+        for planner in planners:
+            proposer.use(_settings(service.address, planner))
+            before = ours.draft_tokens()
+            result["equal"][planner] = num_equal(known, _answers(ours))
+            drafted = [after - first for after, first in zip(ours.draft_tokens(), before, strict=True)]
+            result["drafted"][planner] = drafted
+        proposer.use(_settings(service.address))
+        result["aborted"] = _abort(ours, known)
+        result["faults"] = proposer.counts()["faults"]
+    result["killed"] = _kill(ours, draft, known)
+    return result
+
+
+def _service(draft: str) -> DraftProcess:
+    return DraftProcess(DraftOptions(draft, engine="torch", cores=CORES.draft, extra=("--log-level", "warning")))
+
+
+def _settings(address: str, planner: str = "budget", **more: Any) -> ProposerSettings:
+    return ProposerSettings(**{"address": address, "planner": planner, "deadline_ms": 20000, "is_gated": False, **more})
+
+
+def _prompts() -> list[list[int]]:
+    chance = random.Random(3)
+    return [[chance.randrange(VOCAB_LEN) for _ in range(5 + 11 * row)] for row in range(ROWS)]
+
+
+def _has_chunks() -> bool:
+    return sum(len(prompt) for prompt in _prompts()) > 2 * int(str(ARGUMENTS["max_num_batched_tokens"]))
+
+
+def _requests() -> list[Request]:
+    greedy = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    return [Request(prompt, greedy) for prompt in _prompts()]
+
+
+def _answers(target: Target) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in range(ROWS)]
+    for piece in target.stream(_requests()):
+        answers[piece.index] += piece.tokens
+    return answers
+
+
+def _abort(target: Target, known: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Abort all requests in the middle, and decode them anew: the slots of the aborted ones are used again."""
+    stream = target.stream(_requests())
+    seen = 0
+    for piece in stream:
+        seen += len(piece.tokens)
+        if seen >= ROWS * TOKENS // 3:
+            break
+    stream.close()
+    return {"seen": seen, "equal": num_equal(known, _answers(target))}
+
+
+def _kill(target: Target, draft: str, known: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Kill the draft in the middle: the rest of the answers is decoded without."""
+    answers: list[list[int]] = [[] for _ in range(ROWS)]
+    proposer = proposer_of(target.llm)
+    with _service(draft) as service:
+        proposer.use(_settings(service.address, deadline_ms=500))
+        is_killed = False
+        for piece in target.stream(_requests()):
+            answers[piece.index] += piece.tokens
+            if not is_killed and sum(map(len, answers)) >= ROWS * TOKENS // 3:
+                service.kill()
+                is_killed = True
+    counts = proposer.counts()
+    return {"equal": num_equal(known, answers), "answered": counts["answered"], "calls": counts["calls"]}
+
+
+def _runner(target: Target) -> str:
+    core: Any = target.llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    return f"{type(runner).__module__} {type(getattr(runner, 'speculator', None)).__name__}"
+
+
+if __name__ == "__main__":
+    main()

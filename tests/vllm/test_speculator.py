@@ -1,0 +1,263 @@
+"""The speculator for Model Runner V2 against a runner of torch tensors; vLLM itself does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specbranch.plugins.vllm.compat import patches, runner
+from specbranch.plugins.vllm.compat.features import FeatureError
+from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.v2.speculator import Speculator
+from specbranch.service.client import ClientOptions, Committed
+
+torch = pytest.importorskip("torch")
+
+GAMMA, SLOTS, MAX_LEN, VOCAB_LEN = 3, 4, 16, 100
+
+
+class Client:
+    """Proposes for a text the tokens that follow its last one by counting; fails when it is told to."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        self.told: list[tuple[list[int], int]] = []
+        self.expected: list[list[int]] = []
+        self.length = GAMMA
+        self.has_failed = False
+
+    def propose(self, rows: Sequence[Committed], is_whole: bool = False) -> list[list[int]]:
+        if self.has_failed:
+            raise RuntimeError("out of order")
+        self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
+        return [[text[-1] + step for step in range(1, self.length + 1)] for text, _ in self.told]
+
+    def expect(self, prompts: Sequence[list[int]]) -> None:
+        self.expected += prompts
+
+    def close(self) -> None:
+        pass
+
+
+class States:
+    """The request states of V2's runner, on the CPU."""
+
+    max_num_reqs, max_model_len = SLOTS, MAX_LEN
+
+    def __init__(self) -> None:
+        self.total_len = SimpleNamespace(gpu=torch.zeros(SLOTS, dtype=torch.int32))
+        self.all_token_ids = SimpleNamespace(gpu=torch.zeros(SLOTS, MAX_LEN, dtype=torch.int32))
+        self.last = torch.zeros(SLOTS, 1, dtype=torch.int64)
+
+    def sample(self, slot: int, text: Sequence[int]) -> None:
+        """Let a slot have this text."""
+        self.all_token_ids.gpu[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        self.total_len.gpu[slot] = len(text)
+        self.last[slot] = text[-1]
+
+
+class Rank:
+    """A worker with our speculator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, **section: Any) -> None:
+        monkeypatch.setattr(patches, "warn_if_untested", lambda: None)
+        monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
+        monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", Client)
+        config = SimpleNamespace(
+            additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
+            speculative_config=SimpleNamespace(
+                num_speculative_tokens=GAMMA, method="ngram_gpu", enable_adaptive_verification=True
+            ),
+            model_config=SimpleNamespace(max_model_len=MAX_LEN, get_vocab_size=lambda: VOCAB_LEN),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                data_parallel_size=1,
+                prefill_context_parallel_size=1,
+                distributed_executor_backend="mp",
+            ),
+        )
+        self.states = States()
+        self.speculator = Speculator(config, torch.device("cpu"), self.states)
+
+    @property
+    def client(self) -> Any:
+        return self.speculator._proposer._client
+
+    def propose(self, *rows: tuple[str, int, int], **kwargs: Any) -> list[list[int]]:
+        """Drafts of rows, each given by name, slot and number of new tokens."""
+        names, slots, num_sampled = zip(*rows, strict=True)
+        batch = SimpleNamespace(
+            num_reqs=len(rows),
+            req_ids=list(names),
+            idx_mapping=torch.tensor(slots),
+            idx_mapping_np=np.array(slots),
+        )
+        sampled = torch.tensor(num_sampled, dtype=torch.int32)
+        drafts = self.speculator.propose(
+            batch, None, None, None, None, sampled, None, self.states.last, None, None, None, **kwargs
+        )
+        assert (drafts.dtype, tuple(drafts.shape)) == (torch.int64, (len(rows), GAMMA))
+        found: list[list[int]] = drafts.tolist()
+        return found
+
+
+class Group:
+    """Two ranks, one after the other: what the first one broadcasts is what the second one gets."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def broadcast(self, tensor: Any) -> Any:
+        if not self.sent:
+            self.sent.append(tensor.clone())
+            return tensor
+        sent = self.sent.pop()
+        assert (sent.shape, sent.dtype) == (tensor.shape, tensor.dtype)
+        return tensor.copy_(sent)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "broadcast", lambda tensor: tensor)
+
+
+def test_drafts_follow_the_texts_that_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.states.sample(2, [5, 6, 7])
+    rank.states.sample(0, [1, 2, 3, 4, 40])
+
+    assert rank.propose(("a", 2, 1), ("b", 0, 4)) == [[8, 9, 10], [41, 42, 43]]
+    assert rank.client.told == [([5, 6, 7], 1), ([1, 2, 3, 4, 40], 4)]
+
+    rank.states.sample(2, [5, 6, 7, 8, 20])
+    assert rank.propose(("a", 2, 2)) == [[21, 22, 23]]
+    assert rank.client.told == [([5, 6, 7, 8, 20], 2)]
+
+
+def test_a_row_in_chunked_prefill_gets_its_last_token_and_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.states.sample(0, [1, 2, 3])
+    rank.states.sample(1, [7, 8])
+
+    assert rank.propose(("a", 0, 0), ("b", 1, 1)) == [[3, 3, 3], [9, 10, 11]]
+    assert rank.client.told == [([7, 8], 1)]
+
+
+def test_a_short_draft_is_filled_and_cut_where_the_scheduler_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.client.length = 1
+    rank.states.sample(0, [1, 2])
+
+    assert rank.propose(("a", 0, 1)) == [[3, 2, 2]]
+    asked = SimpleNamespace(req_ids=["a", "gone"], draft_token_ids=[[-1] * GAMMA, [-1] * GAMMA])
+    assert rank.speculator.cut(asked).draft_token_ids == [[-1], []]
+
+
+def test_the_end_of_the_longest_text_gets_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.states.sample(0, list(range(1, MAX_LEN)))
+    rank.states.sample(1, list(range(1, MAX_LEN - 1)))
+
+    assert rank.propose(("a", 0, 1), ("b", 1, 1)) == [[15, 15, 15], [15, 14, 14]]
+
+
+def test_vllm_may_verify_fewer_places_at_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.states.sample(0, [1, 2])
+
+    assert rank.propose(("a", 0, 1), num_speculative_tokens=2) == [[3, 4, 2]]
+    rank.client.told = []
+    assert rank.propose(("a", 0, 1), num_speculative_tokens=0) == [[0, 0, 0]]
+    assert rank.client.told == []
+
+
+@pytest.mark.parametrize("name", ["a", "_warmup_0_"])
+def test_dummy_runs_and_warmups_ask_nobody(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    rank = Rank(monkeypatch)
+    rank.states.sample(0, [1, 2])
+    kwargs = {"dummy_run": True} if name == "a" else {}
+    monkeypatch.setattr(runner, "broadcast", None)
+
+    assert rank.propose((name, 0, 1), **kwargs) == [[0, 0, 0]]
+    assert rank.client.told == []
+    rank.speculator.init_cudagraph_manager(None)
+    rank.speculator.capture()
+
+
+def test_all_ranks_have_the_drafts_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "broadcast", Group().broadcast)
+    ranks = [Rank(monkeypatch, is_output_rank=is_first) for is_first in (True, False)]
+    for rank in ranks:
+        rank.states.sample(0, [1, 2])
+        rank.states.sample(1, [7, 8])
+    ranks[0].client.length = 2
+
+    first, second = (rank.propose(("a", 0, 1), ("b", 1, 1)) for rank in ranks)
+    assert first == second == [[3, 4, 2], [9, 10, 8]]
+    assert ranks[1].client is None
+    probabilities = [rank.speculator.draft_token_confidence_probs[:2].tolist() for rank in ranks]
+    assert probabilities[0] == probabilities[1]
+
+
+def test_a_rank_that_fails_lets_no_other_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "broadcast", Group().broadcast)
+    ranks = [Rank(monkeypatch, is_output_rank=is_first) for is_first in (True, False)]
+    ranks[0].client.has_failed = True
+    for _ in range(2):
+        for rank in ranks:
+            rank.states.sample(0, [1, 2])
+        first, second = (rank.propose(("a", 0, 1)) for rank in ranks)
+        assert first == second == [[2, 2, 2]]
+
+    assert caplog.text.count("drafting failed") == 1
+
+
+def test_without_a_planner_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, planner="none")
+    rank.states.sample(0, [1, 2])
+    monkeypatch.setattr(rank.speculator, "_link", SimpleNamespace(send=torch.from_numpy))
+
+    assert rank.propose(("a", 0, 1)) == [[2, 2, 2]]
+
+
+def test_the_runner_tells_of_prompts_and_of_rows_that_stand_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.states.sample(0, [1, 2])
+    rank.states.sample(1, [7, 8])
+    model_runner = SimpleNamespace(lora_state=SimpleNamespace(lora_ids=np.array([5, 0, 0, 0])), encoder_cache=None)
+    rank.speculator.meet(model_runner, [[1]])
+
+    assert rank.client.expected == [[1]]
+    assert rank.propose(("a", 0, 1), ("b", 1, 1)) == [[2, 2, 2], [9, 10, 11]]
+    assert rank.speculator._proposer._asides == {"lora": 1}
+
+
+def test_adaptive_verification_leaves_out_places_without_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own function, which gives a number of places to those rows that are likeliest to be accepted."""
+    module = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
+    rank = Rank(monkeypatch)
+    assert rank.speculator.enable_adaptive_verification
+    rank.states.sample(0, [1, 2])
+    rank.states.sample(1, [7, 8])
+    monkeypatch.setattr(
+        rank.client, "propose", lambda rows, is_whole: [[3, 4, 5][: 1 if row.tokens[0] == 1 else 3] for row in rows]
+    )
+    rank.propose(("a", 0, 1), ("b", 1, 1))
+    capacities = torch.tensor([GAMMA, GAMMA], dtype=torch.int32)
+    probabilities = rank.speculator.draft_token_confidence_probs
+    module._assign_draft_token_budget(probabilities, torch.tensor([0, 1]), capacities, 4, GAMMA)
+
+    assert capacities.tolist() == [1, 3]
+
+
+def test_settings_can_change_but_not_to_a_trained_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.speculator.use(ProposerSettings(planner="pearl", address="ipc:///nowhere"))
+    with pytest.raises(FeatureError, match="'v1'"):
+        rank.speculator.use(ProposerSettings(predictor="/somewhere/hrad"))

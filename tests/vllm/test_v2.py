@@ -1,0 +1,81 @@
+"""Model Runner V2 with our speculator: the output is bare V2's. On the CPU, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbranch.core.planners import PLANNERS
+
+ROOT = Path(__file__).parents[2]
+ROWS, GAMMA = 8, 4
+
+
+def run(part: str) -> Any:
+    for module in ("vllm", "triton", "torch", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    command = [sys.executable, "-m", "tests.vllm.run_v2", part]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(result: Any, planners: list[str]) -> None:
+    assert result["runner"] == "vllm.v1.worker.cpu.model_runner NoneType"
+    assert result["drafting_runner"] == "vllm.v1.worker.cpu.model_runner SpecBranchSpeculator"
+    assert result["chunks"]
+    assert result["equal"] == dict.fromkeys(planners, ROWS)
+    for planner, (submitted, accepted) in result["drafted"].items():
+        assert (accepted > 20 and submitted >= accepted) == (planner != "none"), planner
+    assert result["aborted"]["equal"] == ROWS
+    assert result["killed"]["equal"] == ROWS
+    assert 0 < result["killed"]["answered"] < result["killed"]["calls"]
+    assert result["faults"] == 0
+
+
+@pytest.mark.timeout(400)
+def test_greedy_output_equals_bare_v2_though_requests_are_aborted_and_the_draft_is_killed() -> None:
+    check(run("some"), ["budget", "sps", "none"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_same_holds_with_asynchronous_scheduling() -> None:
+    result = run("async")
+
+    assert result["is_async"]
+    check(result, ["budget", "sps", "none"])
+    for submitted, _ in result["drafted"].values():
+        assert submitted % GAMMA == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_same_holds_with_another_number_of_places_at_each_load() -> None:
+    check(run("load"), ["budget"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_tensor_parallel_workers_have_the_same_drafts() -> None:
+    if not {0, 1} <= os.sched_getaffinity(0):
+        pytest.skip("cores 0 and 1 are needed")
+    result = run("ranks")
+
+    assert result["equal"] == ROWS
+    assert result["drafted"][1] > 20
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_greedy_output_equals_bare_v2_for_every_planner() -> None:
+    check(run("all"), list(PLANNERS))
