@@ -249,4 +249,6 @@ def test_the_table_of_step_costs_is_that_of_its_result_file() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "step_cost.py"), "--table"]
     made = subprocess.run(command, capture_output=True, text=True, check=True)
 
-    assert made.stdout in (ROOT / "docs" / "gpu.md").read_text(), "put what benchmarks/step_cost.py --table prints there"
+    assert made.stdout in (ROOT / "docs" / "gpu.md").read_text(), (
+        "put what benchmarks/step_cost.py --table prints there"
+    )
