@@ -165,8 +165,8 @@ def serve(log_file: Path, words: Sequence[str]) -> None:
             lookups.append((start_s, time.monotonic()))
 
     def answer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _, _, _, since_s, _, num_held = args
-        held.append((since_s, num_held))
+        given = dict(zip(inner.__code__.co_varnames, args, strict=False)) | kwargs
+        held.append((given["since_s"], given["num_held"]))
         return inner(*args, **kwargs)
 
     wrap(Dispatch, "handle", look_up)
@@ -229,6 +229,7 @@ def arguments(num_requests: int) -> dict[str, Any]:
         "max_num_seqs": num_requests,
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
+        "enable_prefix_caching": True,  # of the text that all requests begin with
         "seed": 0,
     }
 

@@ -1,10 +1,12 @@
 """Every engine for models of Transformers on the device of `--device`: the conformance suite, and what a CPU says.
 
-On the CPU, tiny models only. On a GPU, `scripts/gpu-proof` also gives the draft model that is to be used.
+On the CPU, tiny models only. On a GPU, `scripts/gpu-proof` also gives the draft model that is to be used. What engines
+say when they are opened, such as how they run their steps, becomes a property of the JUnit file.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,8 +26,8 @@ from tests.engines.conformance import Close, EngineConformance, fresh_distributi
 
 TINY = {
     "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 256,  # heads of 64: kernels for GPUs know few sizes
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -37,6 +39,18 @@ NAMES = [name for name in ENGINES if name != "llamacpp"]
 TOKENS = [(7 * position + position * position) % 64 for position in range(150)]
 
 Open = Callable[..., DraftEngine]
+Note = Callable[[str, object], None]
+
+
+class Hearer(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "given"])
@@ -56,12 +70,24 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def open_on(request: pytest.FixtureRequest, model: str) -> Open:
+def open_on(request: pytest.FixtureRequest, model: str, record_testsuite_property: Note) -> Open:
     """Open the model in an engine; on the device of `--device` unless another is given."""
     device = request.config.getoption("--device")
+    logger, hearer = logging.getLogger("specbranch.engines"), Hearer()
 
     def opened(dtype: str, device: str = device) -> DraftEngine:
-        return open_engine(request.param, EngineOptions(model, device=device, dtype=dtype, max_tokens=4096))
+        options = EngineOptions(model, device=device, dtype=dtype, max_tokens=4096)
+        logger.addHandler(hearer)
+        logger.setLevel(logging.INFO)
+        try:
+            engine = open_engine(request.param, options)
+        finally:
+            logger.removeHandler(hearer)
+            logger.setLevel(logging.NOTSET)
+        said = "; ".join(hearer.lines)
+        record_testsuite_property(f"{Path(model).name} in {engine.info.dtype} on {device}", said)
+        hearer.lines.clear()
+        return engine
 
     return opened
 
@@ -74,8 +100,9 @@ def exact(open_on: Open) -> Iterator[DraftEngine]:
 
 
 @pytest.fixture(scope="module")
-def usual(open_on: Open) -> Iterator[DraftEngine]:
-    engine = open_on("auto")
+def usual(open_on: Open, request: pytest.FixtureRequest) -> Iterator[DraftEngine]:
+    """In the data type that is drafted with."""
+    engine = open_on("auto" if request.config.getoption("--device") == "cpu" else "bfloat16")
     yield engine
     engine.shutdown()
 
@@ -91,7 +118,7 @@ class TestExact(EngineConformance):
 
 
 class TestUsual(EngineConformance):
-    """In the data type that is drafted with, where a step of another shape rounds differently."""
+    """Steps of another shape round differently in this data type."""
 
     @pytest.fixture
     def engine(self, usual: DraftEngine) -> DraftEngine:

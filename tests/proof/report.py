@@ -30,10 +30,7 @@ def text(document: Mapping[str, Any]) -> str:
     """The whole report."""
     stages = {stage["name"]: stage for stage in document["stages"]}
     lines = ["# Proof on a GPU", "", document["summary"], "", *_stage_table(stages.values()), "", *_speed_table(stages)]
-    profile = stages.get("profile", {}).get("result")
-    if profile:
-        rows = ", ".join(f"{rows}: {spread['median_ms']:.2f}" for rows, spread in profile["rows"].items())
-        lines += ["", f"Draft on {profile['device']} in {profile['dtype']}, ms of a step by rows: {rows}."]
+    lines += ["", *_engine_lines(stages)]
     for stage in stages.values():
         if stage["why"]:
             lines += [
@@ -90,6 +87,18 @@ def _speed_table(stages: Mapping[str, Any]) -> list[str]:
             cells = [name, batch, f"{run['tokens_per_s']:.1f}", over, *times, share, same]
             rows.append(f"| {' | '.join(cells)} |")
     return [*head, *rows] if rows else []
+
+
+def _engine_lines(stages: Mapping[str, Any]) -> list[str]:
+    """What the draft's engine did on its device: how it runs its steps, whether it conforms, and what a step takes."""
+    suite, profile = (stages.get(name, {}).get("result") for name in ("engine", "profile"))
+    lines = [f"- {name}: {said}" for name, said in suite["noted"].items() if said] if suite else []
+    if suite:
+        lines.append(f"- conformance: {suite['passed']} tests passed, failed: {', '.join(suite['failed']) or 'none'}")
+    if profile:
+        rows = ", ".join(f"{rows}: {spread['median_ms']:.2f}" for rows, spread in profile["rows"].items())
+        lines.append(f"- {profile['engine']} on {profile['device']} in {profile['dtype']}, ms by rows: {rows}")
+    return lines
 
 
 def _number(value: float | None) -> str:

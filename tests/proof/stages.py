@@ -81,12 +81,14 @@ def last_json(path: Path) -> dict[str, Any]:
 
 
 def read_junit(path: Path) -> dict[str, Any]:
-    """How many tests of a JUnit file passed, and the names of those that did not."""
-    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    """How many tests of a JUnit file passed, the names of those that did not, and what the suite noted."""
+    root = ElementTree.parse(path).getroot()
+    cases = list(root.iter("testcase"))
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     return {
         "passed": len(cases) - len(bad) - len(skipped),
         "skipped": len(skipped),
         "failed": [f"{case.get('classname')}::{case.get('name')}" for case in bad],
+        "noted": {one.get("name"): one.get("value") for one in root.iter("property")},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -113,12 +112,15 @@ def test_a_gpu_gets_every_stage_and_a_draft_beside_the_target() -> None:
     assert len(names) == len(set(names))
 
 
-def test_failed_tests_are_named(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+def test_failed_tests_are_named_and_notes_of_the_suite_are_kept(tmp_path: Path) -> None:
+    test = "def test_good(record_testsuite_property): record_testsuite_property('steps', 'with graphs')\n"
+    (tmp_path / "test_it.py").write_text(test + "def test_bad(): assert False\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", "out.xml", "test_it.py"]
-    subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, check=False)
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    found = read_junit(tmp_path / "out.xml")
 
-    assert read_junit(tmp_path / "out.xml") == {"passed": 1, "skipped": 0, "failed": ["test_it::test_bad"]}
+    assert (found["passed"], found["skipped"], found["failed"]) == (1, 0, ["test_it::test_bad"])
+    assert found["noted"] == {"steps": "with graphs"}
 
 
 def test_without_a_gpu_only_the_reduced_form_runs(
