@@ -243,3 +243,12 @@ def test_what_the_readme_says_that_a_command_prints_was_printed() -> None:
 
     assert len(quoted) == 1 and any(quoted[0] in line for line in kept["lines"])
     assert not kept["provenance"]["commit"].endswith("+")
+
+
+def test_the_table_of_step_costs_is_that_of_its_result_file() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_cost.py"), "--table"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert made.stdout in (ROOT / "docs" / "gpu.md").read_text(), (
+        "put what benchmarks/step_cost.py --table prints there"
+    )

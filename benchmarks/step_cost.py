@@ -1,0 +1,377 @@
+#!/usr/bin/env python
+"""What drafts cost a step of vLLM that is as short as on a GPU: the hook, the client, the wait, the service's lookup.
+
+benchmarks/step_cost.py STAND_IN, a model of scripts/stand_in.py, is the target on one core and the draft on another.
+All requests begin with the same text, so that both sides prefill it once. Nothing of the product is changed: what is
+timed is wrapped from here, in this process and in that of the service. `--table` prints the kept result for the docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbranch.child import PIPE, Child
+from specbranch.core.planners import DEFAULT_PLANNER
+from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.target import Request, Target, TargetOptions
+from specbranch.provenance import provenance
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.process import DraftOptions
+
+RESULT = Path(__file__).parent / "step-cost.json"
+GAMMA = 8
+MAX_MODEL_LEN = 24576
+WARM_UP = 10  # steps
+OWN_LEN = 16  # tokens at the end of a prompt that no other request has
+_START_S = 120.0
+_CATCH_UP_S = 60.0  # for the draft to read all prompts; after that the steps are measured as they are
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stand_in", nargs="?", help="directory of the model")
+    parser.add_argument("--requests", type=numbers, default=[1, 8, 64], help="decoded together; default: 1,8,64")
+    parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 16384], help="default: 1024,4096,16384")
+    parser.add_argument("--steps", type=int, default=300, help="measured at each size")
+    parser.add_argument("--planner", default=DEFAULT_PLANNER)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--table", action="store_true", help="print the table of the kept result")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # the service's process
+    args = parser.parse_args()
+    if args.serve:
+        serve(Path(args.serve[0]), args.serve[1:])
+    elif args.table:
+        print(table(json.loads(args.out.read_text())))
+    elif args.stand_in is None:
+        parser.error("name the directory of a stand-in, made by scripts/stand_in.py")
+    else:
+        measure_all(args)
+        print(table(json.loads(args.out.read_text())))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of the hook; `client_s` and `wait_s` are parts of it, the second also of the first."""
+
+    start_s: float
+    end_s: float = 0.0
+    client_s: float = 0.0
+    wait_s: float = 0.0
+    num_drafted: int = 0  # rows that got a draft
+    lookup_s: float = 0.0  # in the service
+    num_held: int = 0  # rows that the service let wait
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of the engine, with the call of the hook in it."""
+
+    start_s: float
+    end_s: float
+    num_rows: int
+    num_tokens: int
+    call: Call | None
+
+
+class Watch:
+    """Times steps, hook and client of this process from outside."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._call: Call | None = None  # that is under way
+        self._last: Call | None = None  # of this step
+
+    def install(self) -> None:
+        """Wrap the classes; to be called before vLLM makes its proposer."""
+        import zmq
+
+        from specbranch.plugins.vllm.proposer import SpecBranchProposer
+
+        wrap(SpecBranchProposer, "propose", self._hook)
+        wrap(DraftClient, "propose", functools.partial(self._part, "client_s"))
+        wrap(zmq.Poller, "poll", functools.partial(self._part, "wait_s"))
+
+    def follow(self, llm_engine: Any) -> None:
+        """Time the steps of an engine."""
+        wrap(llm_engine, "step", self._step)
+
+    def _step(self, inner: Callable[..., Any]) -> Any:
+        self._last = None
+        start_s = time.monotonic()
+        outputs = inner()
+        end_s = time.monotonic()
+        num_tokens = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+        self.steps.append(Step(start_s, end_s, len(outputs), num_tokens, self._last))
+        return outputs
+
+    def _hook(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._call = self._last = call = Call(time.monotonic())
+        try:
+            drafts = inner(*args, **kwargs)
+        finally:
+            call.end_s = time.monotonic()
+            self._call = None
+        call.num_drafted = sum(len(draft) > 0 for draft in drafts)
+        return drafts
+
+    def _part(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start_s = time.monotonic()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            if self._call is not None:
+                setattr(self._call, name, getattr(self._call, name) + time.monotonic() - start_s)
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `around` be called in place of a method, with the method first. A method that does not exist is left out."""
+    inner = getattr(owner, name, None)
+    if inner is not None:
+        setattr(owner, name, functools.wraps(inner)(lambda *args, **kwargs: around(inner, *args, **kwargs)))
+
+
+def serve(log_file: Path, words: Sequence[str]) -> None:
+    """`specbranch` with these words; when it ends, the log has the spans of all lookups and who was held back."""
+    from specbranch.cli import app
+    from specbranch.service.dispatch import Dispatch
+    from specbranch.service.observer import Observer
+
+    lookups: list[tuple[float, float]] = []
+    held: list[tuple[float, int]] = []
+
+    def look_up(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start_s = time.monotonic()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            lookups.append((start_s, time.monotonic()))
+
+    def answer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(inner.__code__.co_varnames, args, strict=False)) | kwargs
+        held.append((given["since_s"], given["num_held"]))
+        return inner(*args, **kwargs)
+
+    wrap(Dispatch, "handle", look_up)
+    wrap(Observer, "answered", answer)
+    try:
+        app(words, prog_name="specbranch")
+    finally:
+        log_file.write_text(json.dumps({"lookups": lookups, "held": held}))
+
+
+@contextlib.contextmanager
+def service(model: str, core: int, directory: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a watched draft service, and the log that it writes when it ends."""
+    address, log_file = f"ipc://{directory}/draft.sock", directory / "service.json"
+    log_file.unlink(missing_ok=True)
+    options = DraftOptions(model, engine="torch", dtype="float32", cores=[core], threads=1)
+    command = [sys.executable, __file__, "--serve", str(log_file), *options.arguments(address)]
+    child = Child(command, cores=[core], log_file=directory / "draft.log", stdin=PIPE)
+    try:
+        with contextlib.closing(DraftClient(ClientOptions(address))) as client:
+            if child.wait_until(lambda: client.hello(0.5), _START_S) is None:
+                raise SystemExit(f"the draft service {child.ending}:\n{child.last_words()}")
+        yield address, log_file
+        child.close_input()
+        child.wait(30.0)
+    finally:
+        child.kill()
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """Every size, one after the other, each with a fresh service; the file is written again after each."""
+    source = provenance()
+    target_core, draft_core = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, {target_core})
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    watch = Watch()
+    watch.install()
+    with tempfile.TemporaryDirectory(prefix="specbranch-") as name:
+        target = Target(TargetOptions(args.stand_in, settings("none"), GAMMA, arguments(max(args.requests))))
+        watch.follow(target.llm.llm_engine)
+        document: dict[str, Any] = {"provenance": source, "engine": describe(target), "model": model_of(args.stand_in)}
+        document |= {"planner": args.planner, "gamma": GAMMA, "sizes": []}
+        for context_len in args.contexts:
+            for num_requests in args.requests:
+                requests = make_requests(target, num_requests, context_len)
+                plain, _ = measure(target, watch, settings("none"), requests, args.steps)
+                with service(args.stand_in, draft_core, Path(name)) as (address, log_file):
+                    steps, has_caught_up = measure(target, watch, settings(args.planner, address), requests, args.steps)
+                join(steps, json.loads(log_file.read_text()))
+                size = {"requests": num_requests, "context": context_len, "has_caught_up": has_caught_up}
+                document["sizes"].append(size | summary(plain, steps))
+                args.out.write_text(json.dumps(document, indent=1) + "\n")
+                print(json.dumps(document["sizes"][-1]), flush=True)
+
+
+def arguments(num_requests: int) -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": num_requests,
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "enable_prefix_caching": True,  # of the text that all requests begin with
+        "seed": 0,
+    }
+
+
+def describe(target: Target) -> dict[str, Any]:
+    import msgspec
+
+    from specbranch.plugins.vllm.compat import engine
+
+    found: dict[str, Any] = msgspec.to_builtins(engine.describe(target.llm))
+    return found
+
+
+def model_of(stand_in: str) -> dict[str, Any]:
+    config = json.loads((Path(stand_in) / "config.json").read_text())
+    return {name: config[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+
+
+def settings(planner: str, address: str = "ipc:///nowhere") -> ProposerSettings:
+    return ProposerSettings(address=address, planner=planner, is_gated=False)
+
+
+def make_requests(target: Target, num_requests: int, context_len: int) -> list[Request]:
+    """Random prompts that differ in their last tokens only."""
+    chance = np.random.default_rng(context_len)
+    vocab_len = len(target.llm.get_tokenizer())
+    common = chance.integers(1000, vocab_len, context_len - OWN_LEN).tolist()
+    sampling = {"temperature": 0.0, "max_tokens": MAX_MODEL_LEN - context_len - GAMMA, "ignore_eos": True}
+    own = chance.integers(1000, vocab_len, (num_requests, OWN_LEN)).tolist()
+    return [Request([*common, *tokens], sampling) for tokens in own]
+
+
+def measure(
+    target: Target, watch: Watch, chosen: ProposerSettings, requests: Sequence[Request], num_steps: int
+) -> tuple[list[Step], bool]:
+    """So many steps that decode all requests, and whether half of them had a draft before the first was counted."""
+    target.use(chosen)
+    watch.steps.clear()
+    num_requests, needed = len(requests), 0 if chosen.planner == "none" else -(-len(requests) // 2)
+    whole: list[Step] = []
+    first: int | None = None
+    has_caught_up, num_seen = False, 0
+    with contextlib.closing(target.stream(requests)) as pieces:
+        for _ in pieces:
+            new, num_seen = watch.steps[num_seen:], len(watch.steps)
+            whole += [step for step in new if step.num_rows == num_requests and step.call is not None]
+            if not whole:
+                continue
+            if first is None and len(whole) >= WARM_UP:
+                call = whole[-1].call
+                has_caught_up = call is not None and call.num_drafted >= needed
+                if has_caught_up or whole[-1].end_s - whole[0].start_s > _CATCH_UP_S:
+                    first = len(whole)
+            if first is not None and len(whole) >= first + num_steps:
+                break
+    if first is None or len(whole) < first + num_steps:
+        raise SystemExit(f"{num_requests} requests ended before {num_steps} steps were measured; give fewer --steps")
+    return whole[first : first + num_steps], has_caught_up
+
+
+def join(steps: Sequence[Step], served: dict[str, Any]) -> None:
+    """Add to every call what the service did for it: from its start to that of the next."""
+    calls = [step.call for step in steps if step.call is not None]
+    starts = [call.start_s for call in calls]
+    ends = [*starts[1:], steps[-1].end_s]
+
+    def call_at(at_s: float) -> Call | None:
+        index = bisect_right(starts, at_s) - 1
+        return calls[index] if index >= 0 and at_s < ends[index] else None
+
+    for start_s, end_s in served["lookups"]:
+        if call := call_at(start_s):
+            call.lookup_s += end_s - start_s
+    for since_s, num_held in served["held"]:
+        if call := call_at(since_s):
+            call.num_held += num_held
+
+
+def is_hit(step: Step) -> bool:
+    """Whether a draft came at once: the service held no row back."""
+    return step.call is not None and step.call.num_drafted > 0 and not step.call.num_held
+
+
+def summary(plain: Sequence[Step], steps: Sequence[Step]) -> dict[str, Any]:
+    """Times without drafts and with them, apart for hits and other steps."""
+    num_rows = steps[0].num_rows
+    hits = [step for step in steps if is_hit(step)]
+    others = [step for step in steps if not is_hit(step)]
+    drafted = sum(step.call.num_drafted for step in steps if step.call)
+    return {
+        "plain_step_ms": spread([step.end_s - step.start_s for step in plain]),
+        "tokens_per_row": round(sum(step.num_tokens for step in steps) / len(steps) / num_rows, 2),
+        "drafted_rows": round(drafted / len(steps) / num_rows, 3),
+        "hits": parts(hits),
+        "others": parts(others),
+    }
+
+
+def parts(steps: Sequence[Step]) -> dict[str, Any]:
+    """The parts of the hook in these steps, in milliseconds and, for all of it, as a share of its step."""
+    if not steps:
+        return {"steps": 0}
+    calls = [(step.end_s - step.start_s, step.call) for step in steps if step.call is not None]
+    return {
+        "steps": len(steps),
+        "step_ms": spread([step_s for step_s, _ in calls]),
+        "hook_ms": spread([call.end_s - call.start_s for _, call in calls]),
+        "client_ms": spread([call.client_s - call.wait_s for _, call in calls]),
+        "wait_ms": spread([call.wait_s for _, call in calls]),
+        "lookup_ms": spread([call.lookup_s for _, call in calls]),
+        "hook_share": round(float(np.median([(call.end_s - call.start_s) / step_s for step_s, call in calls])), 4),
+    }
+
+
+def spread(times_s: Sequence[float]) -> list[float]:
+    """Median and 99th percentile in milliseconds."""
+    return [round(1e3 * float(value), 3) for value in np.percentile(times_s, [50, 99])]
+
+
+_COLUMNS = "requests|context|plain|hits|step|hook|share|client|wait|lookup|others|hook|share"
+
+
+def table(document: dict[str, Any]) -> str:
+    """The result as Markdown: hits in the middle, other steps at the right."""
+    lines = [f"|{_COLUMNS}|", "---".join("|" * (_COLUMNS.count("|") + 2))]
+    for size in document["sizes"]:
+        hits, others = size["hits"], size["others"]
+        shown = [f"{size['requests']}", f"{size['context']:,}", _ms(size["plain_step_ms"]), f"{hits['steps']}"]
+        shown += [_ms(hits.get(f"{name}_ms")) for name in ("step", "hook")]
+        shown += [_share(hits), *(_ms(hits.get(f"{name}_ms")) for name in ("client", "wait", "lookup"))]
+        shown += [f"{others['steps']}", _ms(others.get("hook_ms")), _share(others)]
+        lines.append(f"|{'|'.join(shown)}|")
+    return "\n".join(lines)
+
+
+def _ms(found: Sequence[float] | None) -> str:
+    return "-" if found is None else "/".join(f"{value:.2g}" if value < 1 else f"{value:.1f}" for value in found)
+
+
+def _share(found: dict[str, Any]) -> str:
+    return f"{found['hook_share']:.0%}" if "hook_share" in found else "-"
+
+
+if __name__ == "__main__":
+    main()
