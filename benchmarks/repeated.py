@@ -21,7 +21,13 @@ EDITS = (
     "Return the whole file and add a function `main` at its end that calls the first function.",
     "Return the whole file with a blank line before each `return`.",
 )
-NOTES = ("# tools\n", "# tools, reviewed\n", "# tools, third edition\n", "# tools, with main\n", "# tools, in the end\n")
+NOTES = (
+    "# tools\n",
+    "# tools, reviewed\n",
+    "# tools, third edition\n",
+    "# tools, with main\n",
+    "# tools, in the end\n",
+)
 
 
 def main() -> None:
