@@ -43,7 +43,15 @@ RUNS = (
         "Guesses, prices and heads, without AMX",
         "The flagship pair in float32 on a CPU that only emulates bfloat16; a further token in the target's step is not free "
         "there. Four prompts of each task. Our own methods take turns prompt by prompt; memory holds one engine at a time, so "
-        "vLLM's methods and bare vLLM are measured in turns of eight prompts.",
+        "vLLM's methods and bare vLLM are measured in turns of eight prompts. The commit that the file names was joined with "
+        "others before it came here.",
+    ),
+    Run(
+        "not-flat",
+        "A target whose verification is not flat",
+        "bfloat16 on a CPU that only emulates it: a step with one draft token costs about as much as three plain steps. `budget` "
+        "learns that and submits long drafts or none; a fixed length loses. Three prompts of each task. Memory holds one engine "
+        "at a time, so bare vLLM answers all prompts first.",
     ),
     Run(
         "planners",
