@@ -23,7 +23,9 @@ def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OURS = {"address": "ipc:///d", "planner": "pearl"}  # what `specbranch serve` sets
-DEFAULTS = {"settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True, "pad": "auto", "runner": "auto"}
+DEFAULTS = {
+    "settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True, "pad": "auto", "runner": "auto"
+}  # fmt: skip
 
 
 def options(*words: str, cores: tuple[int, ...] | None = (0,)) -> ServeOptions:
