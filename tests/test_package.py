@@ -14,8 +14,8 @@ for name in {HEAVY!r}:
 import specbranch
 from specbranch.cli import app
 from specbranch.engines.protocol import EngineError
-on_torch = ("answer", "arena", "attention", "dtype", "engine", "flashinfer", "forward", "fused", "graph", "guess", "head")
-on_torch += ("int8", "joined", "load", "paged", "spans", "static", "step")
+on_torch = ("answer", "arena", "attention", "dtype", "engine", "flashinfer", "forward", "fused", "graph", "guess")
+on_torch += ("head", "int8", "joined", "load", "paged", "spans", "static", "step")
 extras = {{f"specbranch.engines.torch.{{name}}": "specbranch[torch]" for name in on_torch}}
 extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"
 for module in pkgutil.walk_packages(specbranch.__path__, "specbranch."):

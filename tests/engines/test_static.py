@@ -249,13 +249,12 @@ def test_a_step_ends_with_one_copy_to_the_host_and_none_is_as_large_as_the_vocab
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("a second way to the host")
 
-    with forks(deep, 8, 2) as rows:
-        with monkeypatch.context() as patch:
-            for module in (engine, static):
-                patch.setattr(module, "to_host", counted)
-            for method in ("tolist", "item", "__array__"):
-                patch.setattr(torch.Tensor, method, fail)
-            deep.run(rows)
+    with forks(deep, 8, 2) as rows, monkeypatch.context() as patch:
+        for module in (engine, static):
+            patch.setattr(module, "to_host", counted)
+        for method in ("tolist", "item", "__array__"):
+            patch.setattr(torch.Tensor, method, fail)
+        deep.run(rows)
 
     assert sizes == [16 * (3 * TOP_K + 1)]
     assert sizes[0] < VOCAB

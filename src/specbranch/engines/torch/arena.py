@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-
-import numpy as np
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from specbranch.engines.extras import extra
 from specbranch.engines.protocol import EngineError
@@ -33,7 +32,7 @@ class Arena:
         arena = cls(num_slots, other.device, by_head=other._by_head)
         try:
             arena._layers = {layer: arena._store(store) for layer, store in other._layers.items()}
-        except (MemoryError, RuntimeError) as error:  # CUDA's error is a RuntimeError
+        except (OSError, RuntimeError) as error:  # of the system, of CUDA
             raise EngineError(
                 f"{other.device} has no memory for a cache of {num_slots} tokens; give fewer by --cache-tokens"
             ) from error
@@ -96,5 +95,7 @@ class Arena:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The system gives NumPy's zeros their memory where they are first written to; torch's zeros take it at once.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    # The system gives a mapping its memory page by page, where it is first written to; torch's zeros take all at once.
+    # NumPy's ask for huge pages, of which every head of every layer would take one for a session of a few tokens.
+    memory = mmap(-1, math.prod(shape) * dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -131,7 +131,7 @@ class TorchEngine:
 
     def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
         tokens, positions, slots = (self._tensor(part) for part in (batch.tokens, batch.positions, batch.slots))
-        return tokens, positions, slots, Spans(batch, self._options.device, self._arena.dtype)
+        return tokens, positions, slots, Spans(batch, self._options.device)
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._options.device)

@@ -14,6 +14,7 @@ with extra("torch"):
     from torch import nn
     from torch.nn.functional import silu
 
+
 def narrowed(model: Any, heads: Heads) -> nn.Linear:
     """The part of the model's output layer, not packed yet, that heads use; refuses heads of another model."""
     full = model.get_output_embeddings()

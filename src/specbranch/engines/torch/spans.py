@@ -29,9 +29,9 @@ _SPARSE = 4  # a span of so many times the slots in use is not read: its slots a
 class Spans:
     """The attention of one step."""
 
-    def __init__(self, batch: Batch, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, batch: Batch, device: str) -> None:
         groups = (list(group) for _, group in groupby(batch.pieces, key=attrgetter("session")))
-        self._spans = [_span(group, device, dtype) for group in groups]
+        self._spans = [_span(group, device) for group in groups]
 
     def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attend with queries [tokens, heads, head_dim] to a store; [tokens, kv_heads, heads of each, head_dim]."""
@@ -59,7 +59,7 @@ class _Span:
                 query.transpose(0, 1)[None],
                 keys,
                 values,
-                attn_mask=self.mask,
+                attn_mask=self._mask_of(query, 1),
                 is_causal=self.mask is None,
                 scale=scaling,
                 enable_gqa=group_len > 1,
@@ -68,17 +68,19 @@ class _Span:
         # The query heads of a group become further queries of one head: keys are read once, not once per query head.
         queries = query.view(num_tokens, num_keys, group_len, head_dim).transpose(0, 1)
         queries = queries.reshape(1, num_keys, num_tokens * group_len, head_dim)
-        out = scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask_of(group_len), scale=scaling)
+        out = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=self._mask_of(query, group_len), scale=scaling
+        )
         return out[0].view(num_keys, num_tokens, group_len, head_dim).transpose(0, 1)
 
-    def _mask_of(self, group_len: int) -> torch.Tensor | None:
+    def _mask_of(self, query: torch.Tensor, group_len: int) -> torch.Tensor | None:
         """The mask for several queries of each token; every layer of a step asks for the same one."""
         if self._repeated is None and self.mask is not None:
-            self._repeated = self.mask.repeat_interleave(group_len, dim=0)
+            self._repeated = self.mask.to(query.dtype).repeat_interleave(group_len, dim=0)
         return self._repeated
 
 
-def _span(pieces: Sequence[Piece], device: str, dtype: torch.dtype) -> _Span:
+def _span(pieces: Sequence[Piece], device: str) -> _Span:
     start, stop = pieces[0].start, pieces[-1].stop
     low = min(int(piece.path.min()) for piece in pieces)
     high = max(int(piece.path.max()) for piece in pieces) + 1
@@ -87,10 +89,10 @@ def _span(pieces: Sequence[Piece], device: str, dtype: torch.dtype) -> _Span:
         return _Span(start, stop, slice(low, high), None)
     if high - low <= _SPARSE * sum(len(piece.path) for piece in pieces):
         mask = _mask([piece.path - low for piece in pieces], pieces, high - low)
-        return _Span(start, stop, slice(low, high), torch.from_numpy(mask).to(device, dtype))
+        return _Span(start, stop, slice(low, high), torch.from_numpy(mask).to(device))
     used = np.unique(np.concatenate([piece.path for piece in pieces]))
     mask = _mask([np.searchsorted(used, piece.path) for piece in pieces], pieces, len(used))
-    return _Span(start, stop, torch.from_numpy(used).to(device), torch.from_numpy(mask).to(device, dtype))
+    return _Span(start, stop, torch.from_numpy(used).to(device), torch.from_numpy(mask).to(device))
 
 
 def _is_prompt(piece: Piece) -> bool:

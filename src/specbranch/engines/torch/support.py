@@ -15,7 +15,9 @@ def require_full_attention(model: Any, max_tokens: int | None) -> None:
     A cache of no given size has no more tokens than the model's sliding window.
     """
     if type(model)._is_stateful or not type(model)._supports_attention_backend:
-        raise unsupported(type(model).__name__, "it is recurrent, or Transformers does not let its attention be replaced")
+        raise unsupported(
+            type(model).__name__, "it is recurrent, or Transformers does not let its attention be replaced"
+        )
     kinds = set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention"}
     window, max_tokens = sliding_window(text_config(model)), _LEAST_WINDOW if max_tokens is None else max_tokens
     if window is not None and window >= max_tokens:  # no sequence is long enough to leave it
