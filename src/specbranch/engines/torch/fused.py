@@ -12,7 +12,7 @@ from typing import Any
 from specbranch.engines.extras import extra
 from specbranch.engines.torch.head import CandidateHead, is_worth_narrowing
 from specbranch.engines.torch.int8 import PackedLinear
-from specbranch.engines.torch.joined import JoinedLinear, linear_of
+from specbranch.engines.torch.joined import JoinedLinear
 from specbranch.engines.torch.step import Step
 
 with extra("torch"):
@@ -59,7 +59,7 @@ class _Attention(nn.Module):
         self.num_queries = attention.q_proj.out_features // self._head_dim
         self._num_rotated = self.num_queries + attention.k_proj.out_features // self._head_dim
         self._qkv = kind(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._out = kind(self._reordered(attention.o_proj))
+        self._out = kind(attention.o_proj)
         self._norms = None
         if hasattr(attention, "q_norm"):
             self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
@@ -74,21 +74,12 @@ class _Attention(nn.Module):
         turned = rotated.roll(self._head_dim // 2, dims=-1)
         rotated.mul_(cos).addcmul_(turned, sin)
         found = step.attend(self._layer, *self._split(heads), self.scaling)
-        out: torch.Tensor = self._out(found.transpose(1, 2).flatten(1), residual)
+        out: torch.Tensor = self._out(found.flatten(1), residual)
         return out
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, and what comes behind them."""
         return heads[:, : self.num_queries], heads[:, self.num_queries :]
-
-    def _reordered(self, out: nn.Linear) -> nn.Linear:
-        """The output projection for heads in the order in which attention leaves them in memory.
-
-        Heads that share keys lie apart: the first of each key head, then the second of each, and so on.
-        """
-        num_keys = self._num_rotated - self.num_queries
-        by_key = out.weight.view(len(out.weight), num_keys, -1, self._head_dim)
-        return linear_of(by_key.transpose(1, 2).flatten(1), out.bias)
 
 
 class _Layer(nn.Module):

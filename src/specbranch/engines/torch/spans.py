@@ -23,7 +23,7 @@ with extra("torch"):
     from torch.nn.functional import scaled_dot_product_attention
 
 _FEW = 16  # new tokens of a session, up to which query heads of one key-value head are computed together
-_SPARSE = 4  # a span of so many times the slots in use is not read: its slots are copied
+_SPARSE = 4  # a span of so many times the longest path is not read as it is: the slots in use are copied
 
 
 class Spans:
@@ -87,7 +87,7 @@ def _span(pieces: Sequence[Piece], device: str) -> _Span:
     path = pieces[0].path
     if len(pieces) == 1 and high - low == len(path) and (stop - start == 1 or _is_prompt(pieces[0])):
         return _Span(start, stop, slice(low, high), None)
-    if high - low <= _SPARSE * sum(len(piece.path) for piece in pieces):
+    if high - low <= _SPARSE * max(len(piece.path) for piece in pieces):
         mask = _mask([piece.path - low for piece in pieces], pieces, high - low)
         return _Span(start, stop, slice(low, high), torch.from_numpy(mask).to(device))
     used = np.unique(np.concatenate([piece.path for piece in pieces]))
