@@ -1,19 +1,24 @@
 """Steps of fixed shapes, on the CPU: right with every bucket, few operations, one small copy, and memory that stays.
 
-What only a GPU can show is not here: recorded graphs and FlashInfer.
+CUDA graphs and FlashInfer need a GPU. In their place are a recorder of ATen's calls, which runs the same calls on the
+same memory again, and a wrapper that does in plain operations what FlashInfer's documentation says.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
@@ -24,8 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from specbranch.engines.options import EngineOptions  # noqa: E402
 from specbranch.engines.protocol import DraftEngine, EngineFull, Row  # noqa: E402
 from specbranch.engines.torch import TorchEngine, answer, engine, static  # noqa: E402
+from specbranch.engines.torch.flashinfer import FlashInfer  # noqa: E402
+from specbranch.engines.torch.graph import Graphs  # noqa: E402
 from specbranch.engines.torch.int8 import can_int8  # noqa: E402
-from specbranch.engines.torch.paged import Bucket, Buckets  # noqa: E402
+from specbranch.engines.torch.paged import Bucket, Buckets, Frame, Gathered  # noqa: E402
 from tests.engines.closeness import close_distributions  # noqa: E402
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
 
@@ -97,6 +104,122 @@ class TestFilledUpPlain(TestFilledUp):
     @pytest.fixture
     def engine(self, olmo2: TorchEngine) -> DraftEngine:
         return olmo2
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Keeps the calls of ATen with the tensors that they were given and gave, to make them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a recording cannot wait for a number"
+        out = function(*args, **(kwargs or {}))
+        outs = list(out) if isinstance(out, tuple | list) else [out]
+        if not (function.is_view and all(_shares_memory(one, args[0]) for one in outs)):
+            self._calls.append((function, args, kwargs or {}, outs))
+        return out
+
+    def replay(self) -> None:
+        for function, args, kwargs, outs in self._calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(outs, again if isinstance(again, tuple | list) else [again], strict=True):
+                if old is not new:
+                    old.copy_(new)
+
+
+class RecordedGraphs(Graphs):
+    """Graphs as CUDA's are, on the CPU."""
+
+    def __init__(self, compute: Any) -> None:
+        self._compute = compute
+        self._recorded = {}
+
+    def record(self, bucket: Bucket) -> None:
+        with Recorder() as recorder:
+            out = self._compute(bucket)
+        self._recorded[bucket] = recorder, out
+
+
+class DocumentedWrapper:
+    """`flashinfer.BatchDecodeWithPagedKVCacheWrapper` as its documentation has it, in plain operations."""
+
+    def __init__(self, workspace: Any, kv_layout: str, **buffers: Any) -> None:
+        assert kv_layout == "NHD" and buffers.pop("use_cuda_graph") and buffers.pop("use_tensor_cores")
+        self._indptr, self._indices, self._last = (buffers.pop(f"paged_kv_{name}_buffer") for name in BUFFERS)
+        assert not buffers and len(self._last) == len(self._indptr) - 1
+
+    def plan(
+        self, indptr: Any, indices: Any, last: Any, heads: int, kv_heads: int, width: int, page_size: int, **more: Any
+    ) -> None:
+        assert page_size == 1 and more.keys() == {"q_data_type", "kv_data_type", "sm_scale"}
+        assert {part.dtype for part in (indptr, indices, last)} == {torch.int32}
+        self._shape, self._scale = (heads, kv_heads, width), more["sm_scale"]
+        self._indptr.copy_(indptr)
+        self._indices[: len(indices)].copy_(indices)
+        self._last.copy_(last)
+
+    def run(self, q: Any, cache: Any) -> Any:
+        heads, kv_heads, width = self._shape
+        assert q.shape[1:] == (heads, width) and cache.shape[1:] == (2, 1, kv_heads, width)
+        out = torch.empty_like(q)
+        for row, (start, stop) in enumerate(pairwise(self._indptr.tolist())):
+            keys, values = (cache[self._indices[start:stop].long(), which, 0].transpose(0, 1) for which in (0, 1))
+            grouped = q[row].view(kv_heads, -1, width)
+            scores = (grouped @ keys.transpose(1, 2) * self._scale).softmax(-1)
+            out[row] = (scores @ values).view(heads, width)
+        return out
+
+
+BUFFERS = ("indptr", "indices", "last_page_len")
+
+
+@pytest.fixture(scope="module")
+def recorded(save: Save) -> TorchEngine:
+    def ways(forward: Any, buckets: Buckets) -> Any:
+        frame = Frame(buckets, forward.arena.scratch, "cpu")
+        yield "a recorder", lambda: static.StaticSteps(forward, frame, Gathered(64, "cpu", torch.float32), record=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static, "_ways", ways)
+        patch.setattr(static, "Graphs", RecordedGraphs)
+        one = TorchEngine(EngineOptions(save("qwen2"), dtype="float32", max_tokens=2000), SMALL)
+    assert one._static is not None and isinstance(one._static._run, RecordedGraphs)
+    return one
+
+
+@pytest.fixture(scope="module")
+def documented(save: Save) -> TorchEngine:
+    def ways(forward: Any, buckets: Buckets) -> Any:
+        frame = Frame(buckets, forward.arena.scratch, "cpu")
+        reader = FlashInfer(buckets, forward.arena, forward.model.num_heads, forward.model.scaling)
+        yield "FlashInfer", lambda: static.StaticSteps(forward, frame, reader, record=False)
+
+    library = ModuleType("flashinfer")
+    library.BatchDecodeWithPagedKVCacheWrapper = DocumentedWrapper  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static, "_ways", ways)
+        patch.setitem(sys.modules, "flashinfer", library)
+        one = TorchEngine(EngineOptions(save("llama"), dtype="float32", max_tokens=2000), SMALL)
+    assert one._static is not None
+    return one
+
+
+class TestRecorded(TestFilledUp):
+    @pytest.fixture
+    def engine(self, recorded: TorchEngine) -> DraftEngine:
+        return recorded
+
+
+class TestDocumented(TestFilledUp):
+    @pytest.fixture
+    def engine(self, documented: TorchEngine) -> DraftEngine:
+        return documented
+
+
+def test_random_histories_of_recorded_steps_never_give_a_wrong_distribution(recorded: TorchEngine) -> None:
+    run_state_machine_as_test(machine_for(recorded, close_distributions), settings=settings(STATEFUL, max_examples=50))
 
 
 def test_random_histories_never_give_a_wrong_distribution_or_leave_a_cell(llama: TorchEngine) -> None:
@@ -189,7 +312,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        parts = out if isinstance(out, (tuple, list)) else [out]
+        parts = out if isinstance(out, tuple | list) else [out]
         is_view = function.is_view and all(_shares_memory(part, args[0]) for part in parts)
         if is_view:
             self.num_views += 1

@@ -1,7 +1,7 @@
 """Attention over page tables by FlashInfer, which reads keys and values where they are.
 
-Written without a GPU at hand and tested on none. The engine compares its first step with the form that runs
-everywhere, and leaves it out if it fails or differs.
+Written without a GPU at hand and run on none; tests have a stand-in that follows FlashInfer's documentation. The engine
+compares a first step with one that needs no such library, and leaves this out if it fails or differs.
 """
 
 from __future__ import annotations

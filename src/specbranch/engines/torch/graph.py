@@ -1,6 +1,7 @@
 """Steps of fixed shape recorded as CUDA graphs: one launch instead of hundreds.
 
-Written without a GPU at hand and tested on none. The engine runs steps one operation at a time if recording fails.
+Written without a GPU at hand and run on none; tests record a step's operations on the CPU instead. If recording fails,
+the engine runs steps one operation at a time.
 """
 
 from __future__ import annotations
