@@ -92,15 +92,16 @@ def _teach(engines: dict[str, DraftEngine]) -> None:
     """Let the output layers of 8 bits see traffic, as they would in service; one engine reads for all of them."""
     from specbranch.engines.torch.head import LEARNED, CandidateHead
 
-    models: dict[str, Any] = {name: engine._model for name, engine in engines.items() if hasattr(engine, "_model")}
+    torch_engines: dict[str, Any] = {name: one for name, one in engines.items() if hasattr(one, "_forward")}
+    models = {name: engine._forward.model for name, engine in torch_engines.items()}
     heads = [model.lm_head for model in models.values() if isinstance(getattr(model, "lm_head", None), CandidateHead)]
-    reader, base = engines["int8"], models["int8"].base_model
+    reader, norm = engines["int8"], models["int8"].norm
 
     def learn(_: Any, __: Any, out: Any) -> None:
         for head in heads[1:]:  # the first is the reader's own
-            head.learn(out.last_hidden_state[0])
+            head.learn(out)
 
-    hook = base.register_forward_hook(learn)
+    hook = norm.register_forward_hook(learn)
     order = random.Random(0)
     for _ in range(LEARNED // _CONTEXT + 1):
         handle = reader.open()

@@ -36,16 +36,16 @@ def main() -> None:
     engine = TorchEngine(options)
     part = load_file(max(args.states.glob("*.safetensors"), key=lambda path: path.stat().st_size))
     text = part["tokens"][: CONTEXT + 8].tolist()
-    output = engine._model.get_output_embeddings()
+    output = engine._forward.model.get_output_embeddings()
     if hasattr(output, "learn"):
         output.learn(torch.from_numpy(part["states"]).float())
     handle = engine.open()
     engine.run([Row(handle, tuple(text[:CONTEXT]))])
-    head, found = engine._guess_head, []
+    head, found = engine._forward.guesser, []
     for count in (1, 4, 8):
         times: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(2 * args.turns + 2):
-            engine._guess_head = head if turn % 2 else None
+            engine._forward.guesser = head if turn % 2 else None
             start_s = time.perf_counter()
             engine.run([Row(handle, tuple(text[CONTEXT : CONTEXT + count]), num_outputs=count)])
             times[bool(turn % 2)].append(time.perf_counter() - start_s)

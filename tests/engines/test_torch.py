@@ -173,7 +173,7 @@ def test_eight_bits_say_nearly_what_the_whole_model_says(
     assert in_8_bits.info.weight_bytes < 0.6 * smollm2.info.weight_bytes
 
 
-@pytest.mark.parametrize("dtype", ["int8", "w8a16"])
+@pytest.mark.parametrize("dtype", ["int8", "w8a16", "float32"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_fused_layers_say_what_the_layers_one_by_one_say(
     name: str, dtype: str, save: Save, monkeypatch: pytest.MonkeyPatch
@@ -181,21 +181,22 @@ def test_fused_layers_say_what_the_layers_one_by_one_say(
     more = {"sliding_window": None} if name == "mistral" else {}
     options = EngineOptions(save(name, head_dim=8, **more), dtype=dtype)
     fused = TorchEngine(options)
-    monkeypatch.setattr("specbranch.engines.torch.load.fuse", lambda model, attend, kind: model)
+    monkeypatch.setattr("specbranch.engines.torch.load.can_fuse", lambda model: False)
     plain = TorchEngine(options)
-    kinds = [{type(module).__name__ for module in engine._model.modules()} for engine in (fused, plain)]
+    kinds = [{type(module).__name__ for module in engine._forward.model.modules()} for engine in (fused, plain)]
 
     # Without this line the test would pass if nothing were fused.
     assert {"_Layer", "_Attention", "_MLP", "_Norm"} <= kinds[0]
     assert not {"_Layer", "_Attention", "_MLP", "_Norm"} & kinds[1]
     for tokens in ([1, 2, 3, 4], [5] * 30, list(range(60))):
-        assert close_distributions(fresh_distribution(fused, tokens), fresh_distribution(plain, tokens), tolerance=2e-3)
+        tolerance = 1e-4 if dtype == "float32" else 2e-3
+        assert close_distributions(fresh_distribution(fused, tokens), fresh_distribution(plain, tokens), tolerance)
 
 
 def test_a_family_that_is_not_known_is_left_as_it_is(save: Save) -> None:
     engine = TorchEngine(EngineOptions(save("olmo2"), dtype="int8"))
 
-    assert "Olmo2Attention" in {type(module).__name__ for module in engine._model.modules()}
+    assert "Olmo2Attention" in {type(module).__name__ for module in engine._forward.model.modules()}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -206,7 +207,7 @@ def test_random_histories_never_give_a_wrong_distribution_or_leave_a_cell(
 
     run_state_machine_as_test(machine_for(engine, close_distributions), settings=STATEFUL)
 
-    assert (engine.num_tokens, engine.num_bytes) == (0, 0)
+    assert engine.num_tokens == 0
 
 
 def test_random_histories_of_a_real_model_never_give_a_wrong_distribution(smollm2: TorchEngine) -> None:
@@ -214,7 +215,7 @@ def test_random_histories_of_a_real_model_never_give_a_wrong_distribution(smollm
 
     run_state_machine_as_test(machine_for(smollm2, close_distributions), settings=few)
 
-    assert (smollm2.num_tokens, smollm2.num_bytes) == (0, 0)
+    assert smollm2.num_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -317,37 +318,33 @@ def test_a_token_outside_the_vocabulary_is_refused(llama: TorchEngine, token: in
     llama.close(handle)
 
 
-def test_a_fork_of_a_long_sequence_is_quick_and_adds_no_bytes(llama: TorchEngine) -> None:
+def test_a_fork_of_a_long_sequence_is_quick(llama: TorchEngine) -> None:
     trunk = llama.open()
     llama.run([Row(trunk, tuple(position % 64 for position in range(4000)))])
-    bytes_before = llama.num_bytes
     forks, times_s = [], []
     for _ in range(100):
         start_s = time.perf_counter()
         forks.append(llama.fork(trunk, 4000))
         times_s.append(time.perf_counter() - start_s)
-    bytes_after = llama.num_bytes
     for handle in (trunk, *forks):
         llama.close(handle)
 
     record("fork", engine="torch", tokens=4000, median_us=round(median(times_s) * 1e6))
-    assert bytes_after == bytes_before > 4000 * 4
     assert median(times_s) < 1e-3
-    assert llama.num_bytes == 0
 
 
-def test_cells_of_closed_branches_are_used_again(llama: TorchEngine) -> None:
-    trunk = llama.open()
-    llama.run([Row(trunk, tuple(range(50)))])
-    bytes_before = llama.num_bytes
-    for _ in range(30):
-        fork = llama.fork(trunk, 50)
-        llama.run([Row(fork, (1, 2, 3, 4))])
-        llama.close(fork)
-    bytes_after = llama.num_bytes
-    llama.close(trunk)
+def test_a_session_whose_cells_are_scattered_gives_the_same_distributions(llama_path: str) -> None:
+    """In a full cache: the new cells of a session lie behind those of another, far from its own."""
+    engine = TorchEngine(EngineOptions(llama_path, dtype="float32", max_tokens=400))
+    tokens = [(7 * position + position * position) % 64 for position in range(40)]
+    first, second = engine.open(), engine.open()
+    engine.run([Row(first, tuple(tokens[:20]))])
+    engine.run([Row(second, (1,) * 360)])
+    distributions = [engine.run([Row(first, (token,))])[0] for token in tokens[20:39]]
 
-    assert bytes_after == bytes_before
+    engine.close(second)
+    for length, distribution in enumerate(distributions, start=21):
+        assert close_distributions(distribution, fresh_distribution(engine, tokens[:length]))
 
 
 def test_auto_takes_a_type_by_measuring_and_says_so(llama_path: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -369,8 +366,8 @@ def test_positions_keep_their_32_bits_in_every_type(
     engine = TorchEngine(EngineOptions(llama_path, dtype=dtype))
 
     assert engine.info.dtype == "bfloat16"
-    assert {weight.dtype for weight in engine._model.parameters()} == {torch.bfloat16}
-    assert engine._model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert {weight.dtype for weight in engine._forward.model.parameters()} == {torch.bfloat16}
+    assert engine._forward.model.angles.dtype == torch.float32
 
 
 def test_an_engine_is_opened_by_name_and_shut_down(llama_path: str) -> None:
@@ -432,8 +429,7 @@ def test_a_cache_of_no_given_size_takes_a_share_of_the_memory_or_the_sliding_win
 ) -> None:
     config = transformers.AutoConfig.from_pretrained(llama_path)
     numbers = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-    # In 4 bytes; and arenas may be half empty.
-    monkeypatch.setattr("specbranch.engines.torch.engine.free_host_memory", lambda: 500_000 * 2 * 4 * numbers)
+    monkeypatch.setattr("specbranch.engines.torch.engine.free_host_memory", lambda: 500_000 * 4 * numbers)
     with caplog.at_level("INFO"):
         engine = TorchEngine(EngineOptions(llama_path, dtype="float32"))
     windowed = TorchEngine(EngineOptions(save("mistral", sliding_window=20_000), dtype="float32"))

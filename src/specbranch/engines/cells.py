@@ -1,15 +1,14 @@
 """Bookkeeping of a key-value cache: which handle holds which cells. Never touches a tensor.
 
-A handle that is opened begins an arena of its own; its forks share the arena, and the cells of their common prefix. A
-cell is free when no handle holds it. Engines ask here for room before they compute.
+All handles share one range of cells. A handle that is opened begins a session; its forks belong to it and share the
+cells of their common prefix. A cell is free when no handle holds it. Engines ask here for room before they compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,112 +17,65 @@ from specbranch.engines.protocol import EngineFull, Row, require_length, require
 
 CellIds = NDArray[np.int64]
 _NO_CELLS: CellIds = np.empty(0, dtype=np.int64)
-_FIRST_LEN = 64  # cells of a new arena
+_LOOK = 64  # cells that are looked at for free ones, beyond as many as are needed; then twice as many, and so on
 
 
-def capacity_for(length: int) -> int:
-    """The capacity of an arena that needs `length` cells: a power of two, so that it seldom has to grow."""
-    return max(_FIRST_LEN, 1 << (length - 1).bit_length())
+@dataclass(slots=True, eq=False)
+class Session:
+    """A handle that was opened, and all forks. Its cells lie close together, as far as others leave room for it."""
 
-
-class Arena:
-    """The cells of one handle and its forks, numbered from zero, and how many handles hold each.
-
-    An engine that stores something per arena, such as tensors, does so in a subclass.
-    """
-
-    def __init__(self) -> None:
-        self._num_holders = np.zeros(_FIRST_LEN, dtype=np.int32)
-        self._free: list[int] = []  # a heap of cells that were used before
-        self._num_touched = 0
-
-    @property
-    def num_used(self) -> int:
-        """Cells that some handle holds."""
-        return self._num_touched - len(self._free)
-
-    def take(self, count: int) -> CellIds:
-        """New cells with one holder, lowest first: attention runs over all cells up to the highest of a path."""
-        reused = [heappop(self._free) for _ in range(min(count, len(self._free)))]
-        fresh = range(self._num_touched, self._num_touched + count - len(reused))
-        self._num_touched = fresh.stop
-        if fresh.stop > len(self._num_holders):
-            self._num_holders = np.pad(self._num_holders, (0, capacity_for(fresh.stop) - len(self._num_holders)))
-        cells: CellIds = np.array([*reused, *fresh], dtype=np.int64)
-        self._num_holders[cells] = 1
-        return cells
-
-    def hold(self, path: CellIds) -> None:
-        """Count one more holder for every cell of a path."""
-        self._num_holders[path] += 1
-
-    def release(self, path: CellIds) -> None:
-        """Count one holder less for every cell of a path; cells without a holder become free."""
-        self._num_holders[path] -= 1
-        for cell in path[self._num_holders[path] == 0].tolist():
-            heappush(self._free, cell)
-
-
-ArenaT = TypeVar("ArenaT", bound=Arena)
+    first: int  # where its cells begin
+    end: int  # behind the highest cell that it ever had
+    low: int  # where to look for the next free cell
 
 
 @dataclass(slots=True)
-class _Held(Generic[ArenaT]):
-    """What a handle holds: a path of cells through its arena."""
+class _Held:
+    """What a handle holds: a path of cells."""
 
-    arena: ArenaT
+    session: Session
     path: CellIds
 
 
-class Cells(Generic[ArenaT]):
-    """The handles of one cache and the cells they hold. Handles are small numbers, reused after they are closed.
+class Cells:
+    """The handles of one cache and the cells they hold. Handles are small numbers, reused after they are closed."""
 
-    `max_cells` limits all arenas together.
-    """
-
-    def __init__(self, max_cells: int, max_handles: int, new_arena: Callable[[], ArenaT]) -> None:
+    def __init__(self, max_cells: int, max_handles: int) -> None:
         self.max_cells = max_cells
-        self._new_arena = new_arena
+        self.num_used = 0  # cells that some handle holds; shared ones count once
+        self._num_holders = np.zeros(max_cells, dtype=np.int32)
         self._free_handles = list(range(max_handles))  # sorted, so it is a heap
-        self._held: dict[int, _Held[ArenaT]] = {}
-
-    @property
-    def num_used(self) -> int:
-        """Cells that some handle holds; shared ones count once."""
-        return sum(arena.num_used for arena in self.arenas())
+        self._held: dict[int, _Held] = {}
 
     @property
     def num_handles(self) -> int:
         """Handles open now."""
         return len(self._held)
 
-    def arenas(self) -> set[ArenaT]:
-        """The arenas of all open handles."""
-        return {held.arena for held in self._held.values()}
-
-    def arena(self, handle: int) -> ArenaT:
-        """The arena that a handle's cells are in."""
-        return self._held[handle].arena
+    def session(self, handle: int) -> Session:
+        """The session that a handle belongs to."""
+        return self._held[handle].session
 
     def path(self, handle: int) -> CellIds:
         """The cells of a handle's tokens, in order."""
         return self._held[handle].path
 
     def open(self) -> int:
-        """A handle with no cells, in a new arena."""
-        return self._hold(_Held(self._new_arena(), _NO_CELLS))
+        """A handle with no cells, in a new session."""
+        first = self._widest_room()
+        return self._hold(_Held(Session(first, first, first), _NO_CELLS))
 
     def fork(self, handle: int, length: int) -> int:
         """A handle that shares the first `length` cells of another."""
         origin = self._held[handle]
         require_length(handle, len(origin.path), length)
-        return self._hold(_Held(origin.arena, origin.path[:length]))
+        return self._hold(_Held(origin.session, origin.path[:length]))
 
     def truncate(self, handle: int, length: int) -> None:
         """Release all cells behind the first `length`."""
         held = self._held[handle]
         require_length(handle, len(held.path), length)
-        held.arena.release(held.path[length:])
+        self._release(held.session, held.path[length:])
         held.path = held.path[:length]
 
     def close(self, handle: int) -> None:
@@ -140,17 +92,51 @@ class Cells(Generic[ArenaT]):
             raise EngineFull(f"the cache has room for {room} more tokens, not {wanted}; close handles or truncate them")
         for row in rows:
             held = self._held[row.handle]
-            held.path = np.concatenate((held.path, held.arena.take(len(row.tokens))))
+            held.path = np.concatenate((held.path, self._take(held.session, len(row.tokens))))
 
     def clear(self) -> None:
         """Close all handles."""
         for handle in list(self._held):
             self.close(handle)
 
-    def _hold(self, held: _Held[ArenaT]) -> int:
+    def _hold(self, held: _Held) -> int:
         if not self._free_handles:
             raise EngineFull(f"all {len(self._held)} handles are in use; close some")
         handle = heappop(self._free_handles)
-        held.arena.hold(held.path)
+        self._num_holders[held.path] += 1
         self._held[handle] = held
         return handle
+
+    def _take(self, session: Session, count: int) -> CellIds:
+        """New cells with one holder, the next free ones of the session; there must be room for them."""
+        found: list[CellIds] = []
+        start, missing, look = session.low, count, _LOOK
+        while missing:
+            stop, look = start + missing + look, 2 * look
+            cells = (start + np.flatnonzero(self._num_holders[start:stop] == 0))[:missing]
+            self._num_holders[cells] = 1
+            found.append(cells)
+            missing -= len(cells)
+            start = stop if stop < self.max_cells else 0
+        taken = np.concatenate(found)
+        session.low = int(taken[-1]) + 1
+        session.end = max(session.end, int(taken.max()) + 1)
+        self.num_used += count
+        return taken
+
+    def _release(self, session: Session, cells: CellIds) -> None:
+        self._num_holders[cells] -= 1
+        free = cells[self._num_holders[cells] == 0]
+        if len(free):
+            session.low = min(session.low, max(session.first, int(free.min())))
+            self.num_used -= len(free)
+
+    def _widest_room(self) -> int:
+        """Where a new session has most room to grow; the one before it keeps half of the room between the two."""
+        sessions = sorted({(held.session.first, held.session.end) for held in self._held.values()})
+        firsts = [first for first, _ in sessions[1:]] + [self.max_cells]
+        places = [(0, sessions[0][0] if sessions else self.max_cells)]
+        for (_, end), following in zip(sessions, firsts, strict=False):
+            start = (end + following + 1) // 2
+            places.append((start, following - start))
+        return max(places, key=lambda place: place[1])[0]

@@ -18,7 +18,7 @@ import numpy as np
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.cache_size import CacheSize, cache_size
-from specbranch.engines.cells import Arena, Cells
+from specbranch.engines.cells import Cells
 from specbranch.engines.extras import extra
 from specbranch.engines.ggml_gpus import GgmlGpus
 from specbranch.engines.options import EngineOptions, local_model
@@ -78,7 +78,7 @@ class LlamaCppEngine:
         max_handles = min(options.max_handles, llama_cpp.llama_max_parallel_sequences())
         size = self._cache_size(params.main_gpu)
         log.info("the draft's KV cache: %s", size)
-        self._cells = Cells(size.tokens, max_handles, Arena)
+        self._cells = Cells(size.tokens, max_handles)
         self._top_k = options.top_k
         self._context = self._make_context(size, max_handles)
         self._memory = llama_cpp.llama_get_memory(self._context)

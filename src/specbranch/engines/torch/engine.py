@@ -1,14 +1,14 @@
 """A draft engine on a model of Transformers.
 
-A step is one forward pass: the rows of all sessions are concatenated to one sequence, and only attention treats each
-session by itself.
+A step is one forward pass over the tokens of all rows of all sessions. Small steps on a GPU have fixed shapes
+(`static`), all others have the shapes of their rows (`spans`); both read and write the same arena.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,15 @@ from specbranch.engines.cells import Cells
 from specbranch.engines.extras import extra
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
-from specbranch.engines.top_k import top_k_of
-from specbranch.engines.torch.cache import KeyValueArena, Share, shares_of, tensor_of
-from specbranch.engines.torch.guess import Guess
+from specbranch.engines.torch.answer import Words, to_host, unpack
+from specbranch.engines.torch.arena import Arena
+from specbranch.engines.torch.batch import Batch, batch_of
+from specbranch.engines.torch.forward import Forward
 from specbranch.engines.torch.load import load, weight_bytes
-from specbranch.engines.torch.support import first_line, sliding_window, text_config, unsupported
+from specbranch.engines.torch.paged import Buckets
+from specbranch.engines.torch.spans import Spans
+from specbranch.engines.torch.static import StaticSteps, fastest_steps
+from specbranch.engines.torch.support import first_line, sliding_window, unsupported
 from specbranch.engines.vocabulary import read_sample
 from specbranch.memory import free_host_memory
 
@@ -32,23 +36,31 @@ with extra("torch"):
 
 log = logging.getLogger(__name__)
 
-_Output = tuple[NDArray[np.float32], Guess | None]  # logits [vocab], and what a head guesses behind the first choice
-_PROBE = ((0, 0), (0,))  # tokens of the first steps: one without a mask, one with
+_PROBE = ((0, 0), (0, 0))  # tokens of the first steps: one without a mask, one with
 
 
 class TorchEngine:
     """A draft engine on a model of Transformers."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, buckets: Buckets | None = None) -> None:
+        """`buckets` are the sizes that small steps are filled up to; None: as suits the device, none on a CPU."""
         if options.threads is not None and options.device == "cpu":
             torch.set_num_threads(options.threads)
+        if buckets is None and options.device != "cpu":
+            buckets = Buckets()
         self._options = options
-        self._model, dtype, self._guess_head = load(options)
-        self._cells = Cells(sum(map(len, _PROBE)), 1, KeyValueArena)
-        vocab_len, bytes_per_token = self._probe()
-        size = self._cache_size(bytes_per_token)
+        loaded = load(options)
+        self._name, self._config = loaded.name, loaded.config
+        self._static: StaticSteps | None = None
+        self._cells = Cells(sum(map(len, _PROBE)), 1)
+        self._arena = Arena(self._cells.max_cells, options.device, by_head=buckets is None)
+        self._forward = Forward(loaded.model, None, self._arena, 1)
+        vocab_len = self._probe()
+        size = self._cache_size()
         log.info("the draft's KV cache: %s", size)
-        self._cells = Cells(size.tokens, options.max_handles, KeyValueArena)
+        self._cells = Cells(size.tokens, options.max_handles)
+        self._arena = Arena.sized_like(self._arena, size.tokens)
+        self._forward = Forward(loaded.model, loaded.guess_head, self._arena, min(options.top_k, vocab_len))
         self.info = EngineInfo(
             model=options.model,
             device=options.device,
@@ -56,10 +68,13 @@ class TorchEngine:
             row_limit=options.row_limit,
             max_handles=options.max_handles,
             max_tokens=size.tokens,
-            dtype=dtype,
-            weight_bytes=weight_bytes(self._model),
+            dtype=loaded.dtype,
+            weight_bytes=weight_bytes(loaded.model),
             vocab_sample=read_sample(options.model),
         )
+        if buckets is not None:
+            with self._device():
+                self._static = fastest_steps(self._forward, buckets.up_to(size.tokens), self._probe_steps)
 
     @property
     def num_tokens(self) -> int:
@@ -67,8 +82,8 @@ class TorchEngine:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all keys and values."""
-        return sum(arena.num_bytes for arena in self._cells.arenas())
+        """Memory of all keys and values; it is taken at the start and stays."""
+        return self._arena.num_bytes
 
     def open(self) -> int:
         return self._cells.open()
@@ -89,86 +104,84 @@ class TorchEngine:
         lengths = [len(self._cells.path(row.handle)) for row in rows]
         try:
             self._cells.extend(rows)
-            outputs = self._outputs(rows)
+            with torch.inference_mode(), self._device():
+                words = self._words(batch_of(self._cells, rows))
         except BaseException as error:
             for row, length in zip(rows, lengths, strict=True):
                 self.truncate(row.handle, length)
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise EngineFull(f"{self._options.device} has no memory for this step; close handles") from error
             raise
-        top_k = min(self._options.top_k, self.info.vocab_len)
-        return [replace(top_k_of(logits, top_k), guess=guess) for logits, guess in outputs]
+        return unpack(words, self._forward.top_k)
 
     def shutdown(self) -> None:
         self._cells.clear()
-        del self._model, self._guess_head
+        del self._forward, self._static, self._arena
         if self._options.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def _outputs(self, rows: Sequence[Row]) -> list[_Output]:
-        """Run the model on rows that have their cells; what each output gave."""
-        shares = shares_of(self._cells, rows, self._options.device, self._model.dtype)
-        packed = [row for share in shares for row in share.rows]
-        outputs = iter(self._forward(packed, shares))
-        by_handle = {row.handle: [next(outputs) for _ in range(row.num_outputs)] for row in packed}
-        return [output for row in rows for output in by_handle[row.handle]]
+    def _words(self, batch: Batch) -> Words:
+        """Run the model on rows that have their cells; what came back from the device."""
+        words = None if self._static is None else self._static.run(batch)
+        if words is not None:
+            return words
+        is_all = len(batch.outputs) == len(batch.tokens)
+        found = to_host(self._forward(*self._given(batch), None if is_all else self._tensor(batch.outputs)))
+        return found[batch.outputs] if is_all else found  # the rows of a step may be in another order
 
-    def _forward(self, rows: Sequence[Row], shares: Sequence[Share]) -> list[_Output]:
+    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
+        tokens, positions, slots = (self._tensor(part) for part in (batch.tokens, batch.positions, batch.slots))
+        return tokens, positions, slots, Spans(batch, self._options.device)
+
+    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._options.device)
+
+    def _device(self) -> AbstractContextManager[object]:
+        """Launches on the engine's GPU, whichever the thread's is."""
         device = self._options.device
-        tokens = np.array([token for row in rows for token in row.tokens])
-        positions = [np.arange(len(self._cells.path(row.handle)))[-len(row.tokens) :] for row in rows]
-        ends = np.cumsum([len(row.tokens) for row in rows])
-        outputs = np.concatenate([np.arange(end - row.num_outputs, end) for row, end in zip(rows, ends, strict=True)])
-        with torch.inference_mode():
-            output = self._model(
-                input_ids=tensor_of(tokens, device)[None],
-                position_ids=tensor_of(np.concatenate(positions), device)[None],
-                logits_to_keep=tensor_of(outputs, device),
-                use_cache=False,
-                specbranch_shares=shares,
-            )
-        logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()  # [outputs, vocab]
-        guesses = self._guesses(logits)
-        return list(zip(logits, guesses, strict=True))
+        return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
-    def _guesses(self, logits: NDArray[np.float32]) -> Sequence[Guess | None]:
-        """What follows the first choice of each output."""
-        if self._guess_head is None:
-            return [None] * len(logits)
-        return self._guess_head.guesses(tensor_of(logits.argmax(axis=-1), self._options.device))
-
-    def _cache_size(self, bytes_per_token: int) -> CacheSize:
+    def _cache_size(self) -> CacheSize:
         device = self._options.device
         if device.startswith("cuda"):
             free_bytes: int | None = torch.cuda.mem_get_info(device)[0]
         else:
             free_bytes = free_host_memory()
-        # Arenas grow by doubling, so that half of their cells may be empty.
         return cache_size(
             self._options.max_tokens,
-            2 * bytes_per_token,
+            self._arena.bytes_per_slot,
             free_bytes,
             is_cpu=not device.startswith("cuda"),
-            most=min(MOST, sliding_window(self._model) or MOST),
+            most=min(MOST, sliding_window(self._config) or MOST),
         )
 
-    def _probe(self) -> tuple[int, int]:
-        """Size of the vocabulary and bytes of a token in the cache, by steps that show whether our attention works."""
+    def _probe(self) -> int:
+        """The size of the vocabulary, by steps that show whether our attention works and what a slot holds."""
         handle = self.open()
         try:
             for tokens in _PROBE:
-                row = Row(handle, tokens)
-                self._cells.extend([row])
-                ((logits, _),) = self._outputs([row])
+                rows = [Row(handle, tokens)]
+                self._cells.extend(rows)
+                with torch.inference_mode(), self._device():
+                    logits = self._forward.logits(*self._given(batch_of(self._cells, rows)))
         except EngineError:
             raise
         except Exception as error:
-            raise unsupported(self._model, f"its first step failed ({first_line(error)})") from error
-        arena = self._cells.arena(handle)
-        num_layers = len(arena.layers)
-        if num_layers != text_config(self._model).num_hidden_layers:
-            raise unsupported(self._model, f"only {num_layers} of its layers use attention that can be replaced")
-        return len(logits), arena.bytes_per_cell
+            raise unsupported(self._name, f"its first step failed ({first_line(error)})") from error
+        if self._arena.num_layers != self._config.num_hidden_layers:
+            cause = f"only {self._arena.num_layers} of its layers use attention that can be replaced"
+            raise unsupported(self._name, cause)
+        return int(logits.shape[-1])
+
+    def _probe_steps(self, steps: StaticSteps | None) -> list[Distribution]:
+        """The distributions of a short text, by steps of fixed shape or without them; they are used from then on."""
+        self._static = steps
+        handle = self.open()
+        try:
+            tokens = tuple(range(min(4, self.info.vocab_len, self.info.max_tokens)))
+            return self.run([Row(handle, tokens, num_outputs=len(tokens))])
+        finally:
+            self.close(handle)
 
     def _require_known_tokens(self, rows: Sequence[Row]) -> None:
         vocab_len = self.info.vocab_len

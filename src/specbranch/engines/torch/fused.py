@@ -1,18 +1,19 @@
-"""Llama-like models with fewer, larger operations, and an output layer that reads little.
+"""Llama-like models with fewer, larger operations, and in 8 bits an output layer that reads little.
 
 A step of one row is hundreds of small operations beside the reading of the weights. Here the projections of one input
-are one product, queries and keys are rotated together, and a norm is one call. Models of other families are left as
-they are.
+are one product, queries and keys are rotated together where they are, and a norm is one call. Models of other families
+are run as Transformers has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from specbranch.engines.extras import extra
 from specbranch.engines.torch.head import CandidateHead, is_worth_narrowing
 from specbranch.engines.torch.int8 import PackedLinear
+from specbranch.engines.torch.joined import JoinedLinear
+from specbranch.engines.torch.step import Step
 
 with extra("torch"):
     import torch
@@ -21,11 +22,10 @@ with extra("torch"):
 
 # Families whose attention, MLP and norm differ in nothing but names.
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+_CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the length of a sequence
 
-# Takes a layer's index, the shares of a step, queries, keys and values [1, heads, tokens, head_dim] and the scale of
-# the scores; returns the attention's output [1, tokens, heads, head_dim].
-Attend = Callable[[int, Any, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the positions, each [1, tokens, head_dim]
+Kind = type[PackedLinear] | type[JoinedLinear]  # of linear layers
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines of the positions, each [tokens, 1, head_dim]
 
 
 class _Norm(nn.Module):
@@ -39,7 +39,7 @@ class _Norm(nn.Module):
 
 
 class _MLP(nn.Module):
-    def __init__(self, mlp: Any, kind: type[PackedLinear]) -> None:
+    def __init__(self, mlp: Any, kind: Kind) -> None:
         super().__init__()
         self._gate_up = kind(mlp.gate_proj, mlp.up_proj)
         self._down = kind(mlp.down_proj)
@@ -51,74 +51,114 @@ class _MLP(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, attention: Any, attend: Attend, kind: type[PackedLinear]) -> None:
+    def __init__(self, attention: Any, kind: Kind) -> None:
         super().__init__()
-        self._attend = attend
         self._layer = attention.layer_idx
-        self._scaling = attention.scaling
+        self.scaling = attention.scaling
         self._head_dim = attention.head_dim
-        self._num_queries = attention.q_proj.out_features // self._head_dim
-        self._num_keys = attention.k_proj.out_features // self._head_dim
+        self.num_queries = attention.q_proj.out_features // self._head_dim
+        self._num_rotated = self.num_queries + attention.k_proj.out_features // self._head_dim
         self._qkv = kind(attention.q_proj, attention.k_proj, attention.v_proj)
         self._out = kind(attention.o_proj)
         self._norms = None
         if hasattr(attention, "q_norm"):
             self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
 
-    def forward(self, rows: torch.Tensor, residual: torch.Tensor, rotary: Rotary, shares: Any) -> torch.Tensor:
-        heads = self._qkv(rows).view(1, rows.shape[1], -1, self._head_dim)  # [1, tokens, heads, head_dim]
-        num_rotated = self._num_queries + self._num_keys
-        rotated, values = heads[:, :, :num_rotated], heads[:, :, num_rotated:]
+    def forward(self, rows: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: Step) -> torch.Tensor:
+        heads = self._qkv(rows).view(len(rows), -1, self._head_dim)  # [tokens, heads, head_dim]
+        rotated = heads[:, : self._num_rotated]
         if self._norms is not None:
-            queries, keys = rotated[:, :, : self._num_queries], rotated[:, :, self._num_queries :]
-            rotated = torch.cat((self._norms[0](queries), self._norms[1](keys)), dim=2)
-        rotated = _rotate(rotated, rotary).transpose(1, 2)
-        queries, keys = rotated[:, : self._num_queries], rotated[:, self._num_queries :]
-        found = self._attend(self._layer, shares, queries, keys, values.transpose(1, 2), self._scaling)
-        out: torch.Tensor = self._out(found.flatten(2), residual)
+            for norm, part in zip(self._norms, self._split(rotated), strict=True):
+                part.copy_(norm(part))
+        cos, sin = rotary
+        turned = rotated.roll(self._head_dim // 2, dims=-1)
+        rotated.mul_(cos).addcmul_(turned, sin)
+        found = step.attend(self._layer, *self._split(heads), self.scaling)
+        out: torch.Tensor = self._out(found.flatten(1), residual)
         return out
 
-
-def _rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Queries and keys [1, tokens, heads, head_dim] with their rotary position embedding applied."""
-    cos, sin = (part[:, :, None] for part in rotary)
-    low, high = heads.chunk(2, dim=-1)
-    return torch.addcmul(heads * cos, torch.cat((-high, low), dim=-1), sin)
+    def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, and what comes behind them."""
+        return heads[:, : self.num_queries], heads[:, self.num_queries :]
 
 
 class _Layer(nn.Module):
-    """Replaces a layer of Transformers, which passes on a dozen arguments that nobody here reads."""
-
-    def __init__(self, layer: Any, attend: Attend, kind: type[PackedLinear]) -> None:
+    def __init__(self, layer: Any, kind: Kind) -> None:
         super().__init__()
         self._attention_norm, self._mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._attention = _Attention(layer.self_attn, attend, kind)
+        self.attention = _Attention(layer.self_attn, kind)
         self._mlp = _MLP(layer.mlp, kind)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [1, tokens, hidden]
-        position_embeddings: Rotary,
-        specbranch_shares: Any,
-        **_: Any,
-    ) -> torch.Tensor:
-        normed = self._attention_norm(hidden_states)
-        rows = self._attention(normed, hidden_states, position_embeddings, specbranch_shares)
+    def forward(self, rows: torch.Tensor, rotary: Rotary, step: Step) -> torch.Tensor:
+        rows = self.attention(self._attention_norm(rows), rows, rotary, step)
         out: torch.Tensor = self._mlp(self._mlp_norm(rows), rows)
         return out
 
 
-def fuse(model: Any, attend: Attend, kind: type[PackedLinear]) -> Any:
-    """The model, given in float32, with fused layers of 8-bit weights if its family is known."""
-    family = type(model).__name__.removesuffix("ForCausalLM")
-    if family not in _FAMILIES:
-        return model
+class FusedModel(nn.Module):
+    """A model of a known family. Its weights are those of the given one, which is not to be used any more."""
+
+    def __init__(self, model: Any, kind: Kind) -> None:
+        super().__init__()
+        base = model.base_model
+        self.embed_tokens = base.embed_tokens
+        for index, layer in enumerate(base.layers):  # one by one: joined weights are copies
+            base.layers[index] = _Layer(layer, kind)
+        self.layers = base.layers
+        self.norm = _Norm(base.norm)
+        self.lm_head = model.lm_head
+        if issubclass(kind, PackedLinear) and is_worth_narrowing(model.lm_head):
+            self.lm_head = CandidateHead(model.lm_head, kind)
+        # Cosines are the same for the negative angles, and sines have the signs that turned halves need.
+        frequencies = base.rotary_emb.inv_freq
+        self.register_buffer("angles", torch.cat((-frequencies, frequencies)), persistent=False)
+        self._rotary_scale = float(base.rotary_emb.attention_scaling)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: Step
+    ) -> torch.Tensor:
+        """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
+        rows = self.embed_tokens(tokens)
+        rotary = self._rotary(positions, rows.dtype)
+        for layer in self.layers:
+            rows = layer(rows, rotary, step)
+        rows = self.norm(rows)
+        if isinstance(self.lm_head, CandidateHead):
+            self.lm_head.learn(rows)
+        logits: torch.Tensor = self.lm_head(rows if outputs is None else rows[outputs])
+        return logits
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries in a layer."""
+        return int(self.layers[0].attention.num_queries)
+
+    @property
+    def scaling(self) -> float:
+        """What the scores of attention are multiplied with."""
+        return float(self.layers[0].attention.scaling)
+
+    def get_input_embeddings(self) -> Any:
+        """The input embedding, by the name that Transformers has for it."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """The output layer, by the name that Transformers has for it."""
+        return self.lm_head
+
+    def _rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        angles = positions[:, None, None] * self.angles
+        cos, sin = angles.cos(), angles.sin()
+        if self._rotary_scale != 1:
+            cos, sin = cos * self._rotary_scale, sin * self._rotary_scale
+        return cos.to(dtype), sin.to(dtype)
+
+
+def can_fuse(model: Any) -> bool:
+    """Whether a model of Transformers is of a known family, with nothing that `FusedModel` does not do."""
+    if type(model).__name__.removesuffix("ForCausalLM") not in _FAMILIES:
+        return False
     base = model.base_model
-    if not all(layer.mlp.act_fn(torch.ones(1)) == silu(torch.ones(1)) for layer in base.layers):
-        return model
-    base.layers = nn.ModuleList(_Layer(layer, attend, kind) for layer in base.layers)
-    base.norm = _Norm(base.norm)
-    if is_worth_narrowing(model.lm_head):
-        head = model.lm_head = CandidateHead(model.lm_head, kind)
-        base.register_forward_hook(lambda _, __, out: head.learn(out.last_hidden_state[0]))
-    return model
+    rotary, attention = base.rotary_emb, base.layers[0].self_attn
+    is_known = all(layer.mlp.act_fn(torch.ones(1)) == silu(torch.ones(1)) for layer in base.layers)
+    return is_known and rotary.rope_type not in _CHANGING and 2 * len(rotary.inv_freq) == attention.head_dim

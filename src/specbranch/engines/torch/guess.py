@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from specbranch.engines.extras import extra
 from specbranch.engines.heads import Heads
 from specbranch.engines.torch.int8 import PackedLinear
+from specbranch.engines.torch.joined import linear_of
 
 with extra("torch"):
     import torch
     from torch import nn
     from torch.nn.functional import silu
-
-Guess = tuple[int, float]  # a token, and how sure the head is
 
 
 def narrowed(model: Any, heads: Heads) -> nn.Linear:
@@ -23,7 +20,7 @@ def narrowed(model: Any, heads: Heads) -> nn.Linear:
     full = model.get_output_embeddings()
     heads.require_fit(full.in_features, full.out_features)
     chosen = torch.from_numpy(heads.tokens).long().to(full.weight.device)
-    return _linear(full.weight[chosen], None if full.bias is None else full.bias[chosen])
+    return linear_of(full.weight[chosen], None if full.bias is None else full.bias[chosen])
 
 
 class GuessHead:
@@ -31,36 +28,26 @@ class GuessHead:
 
     def __init__(self, heads: Heads, model: Any, narrow: nn.Linear, kind: type[PackedLinear] | None) -> None:
         """`kind` packs weights as the model's are packed, if they are."""
-        self._tokens = heads.tokens
         self._embedding = model.get_input_embeddings()
         plain = (
-            _linear(torch.from_numpy(heads.w_in), torch.from_numpy(heads.b_in)),
-            _linear(torch.from_numpy(heads.w_out)),
+            linear_of(torch.from_numpy(heads.w_in), torch.from_numpy(heads.b_in)),
+            linear_of(torch.from_numpy(heads.w_out)),
             narrow,
         )
         weight = self._embedding.weight
+        self._tokens = torch.from_numpy(heads.tokens).long().to(weight.device)
         self._in, self._out, self._narrow = (kind(one.float()) if kind else one.to(weight) for one in plain)
         self._hidden: torch.Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep)
 
-    def guesses(self, firsts: torch.Tensor) -> list[Guess]:
-        """What follows the first choices [outputs] of the last step."""
+    def __call__(self, firsts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What follows the first choices [outputs] of the last step, and how sure the heads are."""
         assert self._hidden is not None
         hidden, self._hidden = self._hidden, None
-        with torch.inference_mode():
-            inputs = torch.cat([hidden, self._embedding(firsts).to(hidden.dtype)], dim=-1)
-            logits = self._narrow(hidden + self._out(silu(self._in(inputs)))).float()  # [outputs, tokens]
-            best = logits.max(dim=-1)
-            sureness = (best.values - logits.logsumexp(dim=-1)).exp()
-        places = best.indices.cpu().numpy()
-        return list(zip(np.asarray(self._tokens)[places].tolist(), sureness.cpu().tolist(), strict=True))
+        inputs = torch.cat([hidden, self._embedding(firsts).to(hidden.dtype)], dim=-1)
+        logits = self._narrow(hidden + self._out(silu(self._in(inputs)))).float()  # [outputs, tokens]
+        best = logits.max(dim=-1)
+        return self._tokens[best.indices], (best.values - logits.logsumexp(dim=-1)).exp()
 
     def _keep(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
         self._hidden = given[0].reshape(-1, given[0].shape[-1])
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-    return linear

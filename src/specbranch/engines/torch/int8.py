@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from specbranch.engines.extras import extra
+from specbranch.engines.torch.joined import joined_bias
 
 with extra("torch"):
     import torch
@@ -34,7 +35,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         parts = [_quantized(part, largest) for linear in linears for part in linear.weight.detach().split(_CHUNK)]
         self._scales = torch.cat([scales for _, scales in parts])
-        self._bias = _joined_bias(linears)
+        self._bias = joined_bias(linears)
         integers = torch.cat([integers for integers, _ in parts])
         self._pack(integers)
         self.num_bytes = integers.numel()
@@ -127,13 +128,6 @@ def _quantized(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torc
     """Weights [outputs, inputs] as integers of at most `largest`, and the scale of each output."""
     scales = weight.abs().amax(dim=1).float().clamp_(min=_MIN_PEAK).div_(largest)
     return (weight / scales[:, None]).round_().to(torch.int8), scales
-
-
-def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
-    if all(linear.bias is None for linear in linears):
-        return None
-    biases = [torch.zeros(len(one.weight)) if one.bias is None else one.bias.detach().float() for one in linears]
-    return torch.cat(biases)
 
 
 def can_int8() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ from specbranch.engines.extras import extra
 from specbranch.engines.heads import read_heads
 from specbranch.engines.options import DTYPES, EngineOptions, local_model
 from specbranch.engines.protocol import EngineError
-from specbranch.engines.torch import attention
+from specbranch.engines.torch.attention import PlainModel
 from specbranch.engines.torch.dtype import PLAIN, fastest_dtype
-from specbranch.engines.torch.fused import fuse
+from specbranch.engines.torch.fused import FusedModel, Kind, can_fuse
 from specbranch.engines.torch.guess import GuessHead, narrowed
 from specbranch.engines.torch.int8 import PACKED, can_int8, pack_linears, packed_bytes
-from specbranch.engines.torch.support import first_line, require_full_attention
+from specbranch.engines.torch.joined import JoinedLinear
+from specbranch.engines.torch.support import first_line, require_full_attention, text_config
 
 with extra("torch"):
     from transformers import AutoModelForCausalLM, GgufConfig
@@ -23,18 +25,31 @@ with extra("torch"):
 log = logging.getLogger(__name__)
 
 
-def load(options: EngineOptions) -> tuple[Any, str, GuessHead | None]:
-    """The model, ready to be run with our attention, the dtype of its weights, and its heads, if it is to have any."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to be run."""
+
+    name: str  # of its class in Transformers
+    model: Any  # a FusedModel or a PlainModel
+    dtype: str  # of its weights
+    config: Any  # of its language model, as Transformers has it
+    guess_head: GuessHead | None  # what its heads guess, if it is to have any
+
+
+def load(options: EngineOptions) -> Loaded:
+    """The model of the options, with our attention in its layers."""
     _require_dtype(options)
     heads = read_heads(Path(options.heads)) if options.heads else None
     source, arguments = _source(options.model)
     is_here = local_model(options.model) is not None
     options.tell("loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
-        model = model.to(options.device).eval()
-        narrow = narrowed(model, heads) if heads else None  # before the output layer is packed
-        model, dtype = _converted(model, options)
+        given = AutoModelForCausalLM.from_pretrained(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
+        require_full_attention(given, options.max_tokens)
+        name, config = type(given).__name__, text_config(given)
+        given = given.to(options.device).eval()
+        narrow = narrowed(given, heads) if heads else None  # before the output layer is packed
+        model, dtype = _converted(given, options)
     except EngineError:
         raise
     except Exception as error:
@@ -43,13 +58,11 @@ def load(options: EngineOptions) -> tuple[Any, str, GuessHead | None]:
             "config.json and safetensors, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face "
             "hub"
         ) from error
-    require_full_attention(model, options.max_tokens)
-    model.set_attn_implementation(attention.NAME)
     if heads is None or narrow is None:
-        return model, dtype, None
+        return Loaded(name, model, dtype, config, None)
     if heads.card.draft != Path(options.model).name:
         log.warning("the heads were trained for %s, the draft is %s", heads.card.draft, options.model)
-    return model, dtype, GuessHead(heads, model, narrow, PACKED.get(dtype))
+    return Loaded(name, model, dtype, config, GuessHead(heads, model, narrow, PACKED.get(dtype)))
 
 
 def weight_bytes(model: Any) -> int:
@@ -59,7 +72,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
-    """The model with its weights in the dtype of the options, and that dtype."""
+    """The model with its weights in the dtype of the options and with our layers, and that dtype."""
     dtype = options.dtype
     if dtype == "auto" and options.device == "cpu":
         options.tell("timing data types")
@@ -67,13 +80,17 @@ def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
         log.info("draft on the CPU in %s", choice)
         dtype = choice.dtype
     if dtype in PACKED:
-        kind = PACKED[dtype]
         options.tell(f"packing weights in {dtype}")
-        return pack_linears(fuse(model.float(), attention.attend, kind), kind), dtype
+        return pack_linears(_ours(model.float(), PACKED[dtype]), PACKED[dtype]), dtype
     # Weights only: what a model keeps beside them, such as its rotary frequencies, needs 32 bits.
     for weight in model.parameters():
         weight.data = weight.data.to(PLAIN.get(dtype, weight.dtype))
-    return model, str(model.dtype).removeprefix("torch.")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return _ours(model, JoinedLinear), dtype
+
+
+def _ours(model: Any, kind: Kind) -> Any:
+    return FusedModel(model, kind) if can_fuse(model) else PlainModel(model)
 
 
 def _require_dtype(options: EngineOptions) -> None:

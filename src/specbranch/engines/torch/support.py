@@ -15,21 +15,22 @@ def require_full_attention(model: Any, max_tokens: int | None) -> None:
     A cache of no given size has no more tokens than the model's sliding window.
     """
     if type(model)._is_stateful or not type(model)._supports_attention_backend:
-        raise unsupported(model, "it is recurrent, or Transformers does not let its attention be replaced")
+        raise unsupported(
+            type(model).__name__, "it is recurrent, or Transformers does not let its attention be replaced"
+        )
     kinds = set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention"}
-    window, max_tokens = sliding_window(model), _LEAST_WINDOW if max_tokens is None else max_tokens
+    window, max_tokens = sliding_window(text_config(model)), _LEAST_WINDOW if max_tokens is None else max_tokens
     if window is not None and window >= max_tokens:  # no sequence is long enough to leave it
         window = None
         kinds.discard("sliding_attention")
     if window is not None:
-        raise unsupported(model, f"its sliding window is {window}, less than max_tokens ({max_tokens})")
+        raise unsupported(type(model).__name__, f"its sliding window is {window}, less than max_tokens ({max_tokens})")
     if kinds:
-        raise unsupported(model, f"it has layers of {', '.join(sorted(kinds))}")
+        raise unsupported(type(model).__name__, f"it has layers of {', '.join(sorted(kinds))}")
 
 
-def sliding_window(model: Any) -> int | None:
+def sliding_window(config: Any) -> int | None:
     """How many tokens a token sees at most; None if it sees all."""
-    config = text_config(model)
     window: int | None = getattr(config, "sliding_window", None)
     return window if getattr(config, "use_sliding_window", True) else None
 
@@ -44,9 +45,9 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def unsupported(model: Any, why: str) -> EngineError:
-    """The error for a model that this engine cannot run."""
+def unsupported(name: str, why: str) -> EngineError:
+    """The error for a class of models that this engine cannot run."""
     return EngineError(
-        f"{type(model).__name__} cannot be a draft on the torch engine: {why}; choose a model with full attention in "
+        f"{name} cannot be a draft on the torch engine: {why}; choose a model with full attention in "
         "every layer, such as Llama, Qwen2, Qwen3 or SmolLM2"
     )

@@ -1,0 +1,64 @@
+"""What a step gives back: the top-k of each output, computed where the logits are, and copied to the host at once.
+
+All numbers go into one tensor of 32-bit words, so that a step ends with one small copy. Nothing as large as the
+vocabulary leaves the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbranch.core.distribution import Distribution
+from specbranch.engines.extras import extra
+
+with extra("torch"):
+    import torch
+
+# From the first choices [outputs], tokens that follow them and how sure that is, each [outputs].
+Guesser = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Words = NDArray[np.int32]
+
+
+def pack(logits: torch.Tensor, top_k: int, guesser: Guesser | None) -> torch.Tensor:
+    """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, entropy, and perhaps a guess."""
+    log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    mean = torch.bmm(log_probs.exp()[:, None], log_probs[:, :, None])[:, 0]  # [outputs, 1], minus the entropy
+    top = log_probs.topk(top_k, dim=-1)
+    parts = [top.indices, top.values, mean]
+    if guesser is not None:
+        parts += [part[:, None] for part in guesser(top.indices[:, 0])]
+    return torch.cat([part.view(torch.int32) for part in parts], dim=-1)
+
+
+def unpack(words: Words, top_k: int) -> list[Distribution]:
+    """The distributions of words that are on the host."""
+    ids = _longs(words[:, : 2 * top_k])
+    probs = np.exp(_floats(words[:, 2 * top_k : 3 * top_k]))
+    entropies = -_floats(words[:, 3 * top_k : 3 * top_k + 1])[:, 0]
+    rest = words[:, 3 * top_k + 1 :]
+    guesses: list[tuple[int, float] | None] = [None] * len(words)
+    if rest.shape[1]:
+        guesses = list(zip(_longs(rest[:, :2])[:, 0].tolist(), _floats(rest[:, 2:])[:, 0].tolist(), strict=True))
+    return [
+        Distribution(tuple(one_ids), tuple(one_probs), max(entropy, 0.0), guess)
+        for one_ids, one_probs, entropy, guess in zip(
+            ids.tolist(), probs.tolist(), entropies.tolist(), guesses, strict=True
+        )
+    ]
+
+
+def to_host(words: torch.Tensor) -> Words:
+    """The one copy of a step from the device."""
+    found: Words = words.cpu().numpy()
+    return found
+
+
+def _longs(words: Words) -> NDArray[np.int64]:
+    return np.ascontiguousarray(words).view(np.int64)
+
+
+def _floats(words: Words) -> NDArray[np.float32]:
+    return np.ascontiguousarray(words).view(np.float32)
