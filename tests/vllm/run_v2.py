@@ -28,6 +28,7 @@ from tests.vllm.runs import CORES, num_equal
 
 assert tests.vllm.interpreter
 ROWS, TOKENS, GAMMA = 8, 20, 4
+SOME = ("budget", "sps")
 ARGUMENTS = {
     "dtype": "float32",
     "max_model_len": 128,
@@ -48,8 +49,8 @@ def main() -> None:
 
 
 def some_planners(target: str, draft: str) -> dict[str, Any]:
-    """The default planner and two others; requests that are aborted; a draft that is killed."""
-    return _decode(target, draft, ("budget", "sps", "none"))
+    """The default planner and one that always waits for drafts; requests that are aborted; a draft that is killed."""
+    return _decode(target, draft, SOME)
 
 
 def all_planners(target: str, draft: str) -> dict[str, Any]:
@@ -69,13 +70,13 @@ def asynchronous(target: str, draft: str) -> dict[str, Any]:
         config.scheduler_config.async_scheduling = wanted
 
     CpuPlatform.check_and_update_config = staticmethod(keep)
-    return _decode(target, draft, ("budget", "sps", "none"))
+    return _decode(target, draft, SOME)
 
 
 def by_load(target: str, draft: str) -> dict[str, Any]:
     """Another number of places at each load: all at up to 2 rows, 1 at up to 5, none above."""
     return _decode(
-        target, draft, ("budget",), num_speculative_tokens_per_batch_size=[[1, 2, GAMMA], [3, 5, 1], [6, ROWS, 0]]
+        target, draft, SOME, num_speculative_tokens_per_batch_size=[[1, 2, GAMMA], [3, 5, 1], [6, ROWS, 0]]
     )
 
 
