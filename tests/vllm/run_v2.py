@@ -74,9 +74,9 @@ def asynchronous(target: str, draft: str) -> dict[str, Any]:
 
 
 def by_load(target: str, draft: str) -> dict[str, Any]:
-    """Another number of places at each load: all at up to 2 rows, 1 at up to 5, none above."""
+    """Another number of places at each load: none at up to 4 rows, all at up to 7, then 1."""
     return _decode(
-        target, draft, SOME, num_speculative_tokens_per_batch_size=[[1, 2, GAMMA], [3, 5, 1], [6, ROWS, 0]]
+        target, draft, SOME, num_speculative_tokens_per_batch_size=[[1, 4, 0], [5, 7, GAMMA], [8, ROWS, 1]]
     )
 
 
@@ -88,7 +88,7 @@ def two_ranks(target: str, draft: str) -> dict[str, Any]:
     known = _answers(bare)
     bare.llm.llm_engine.engine_core.shutdown()
     with _service(draft) as service:
-        settings = _settings(service.address, runner="v2")
+        settings = _settings(service.address, "sps", runner="v2")
         ours = Target(TargetOptions(target, arguments={**arguments, **proposer_arguments(settings, GAMMA)}))
         equal = num_equal(known, _answers(ours))
         drafted = ours.draft_tokens()
