@@ -20,4 +20,4 @@ os.environ |= {
 import triton.backends
 
 _DRIVER = SimpleNamespace(is_active=lambda: True)
-triton.backends.backends["cpu"] = SimpleNamespace(driver=_DRIVER, compiler=None)  # type: ignore[assignment]
+triton.backends.backends["cpu"] = SimpleNamespace(driver=_DRIVER, compiler=None)

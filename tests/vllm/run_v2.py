@@ -75,9 +75,7 @@ def asynchronous(target: str, draft: str) -> dict[str, Any]:
 
 def by_load(target: str, draft: str) -> dict[str, Any]:
     """Another number of places at each load: none at up to 4 rows, all at up to 7, then 1."""
-    return _decode(
-        target, draft, SOME, num_speculative_tokens_per_batch_size=[[1, 4, 0], [5, 7, GAMMA], [8, ROWS, 1]]
-    )
+    return _decode(target, draft, SOME, num_speculative_tokens_per_batch_size=[[1, 4, 0], [5, 7, GAMMA], [8, ROWS, 1]])
 
 
 def two_ranks(target: str, draft: str) -> dict[str, Any]:
