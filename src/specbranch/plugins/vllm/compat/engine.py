@@ -43,7 +43,7 @@ def ignore_interrupts(llm: Any) -> None:
 
 
 def shut_down(llm: Any) -> None:
-    """End the engine and its workers. At the end of this process they would end too, but vLLM would call it an error."""
+    """End the engine and its workers. They would end with this process too, but vLLM would call that an error."""
     llm.llm_engine.engine_core.shutdown()
 
 
