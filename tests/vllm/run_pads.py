@@ -63,8 +63,8 @@ def _decode(llm: Any, num_tokens: int) -> list[list[int]]:
     """Plain greedy rows, then some with penalties, log-probabilities, a schema and a least length."""
     from vllm import SamplingParams
 
-    greedy = {"temperature": 0.0, "max_tokens": num_tokens}
-    special = [
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens}
+    special: list[dict[str, Any]] = [
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
         {"logprobs": 2, "bad_words": [" the"]},
         {"structured_outputs": engine.json_shape(SCHEMA)},
