@@ -33,7 +33,7 @@ CONTRACT: tuple[Term, ...] = (
     Members(_RUNNER, "GPUModelRunner", ("drafter", "input_batch", "requests", "execute_model_state", "device")),
     Members(_RUNNER, "ExecuteModelState", ("sample_hidden_states", "spec_decode_metadata")),
     Members("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", ("num_draft_tokens",)),
-    Members("vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids", "request_lora_mapping")),
+    Members("vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids", "request_lora_mapping", "all_greedy")),
     Members("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mm_features", "sampling_params")),
     Members(
         "vllm.v1.core.sched.output",

@@ -156,8 +156,8 @@ class Pair:
                 self.target = Target(how)
             except Exception as error:
                 # Workers in processes of their own tell the cause to the log only.
-                lines = [*log_file.read_text(errors="replace").splitlines(), f"{type(error).__name__}: {error}"]
-                cause = FailureLog(lines).cause(None)
+                told = f"{log_file.read_text(errors='replace')}\n{type(error).__name__}: {error}"
+                cause = FailureLog(told.splitlines()).cause(None)
                 raise LoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
             self._exit.callback(self.target.close)
             if draft is not None:
