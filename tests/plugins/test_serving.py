@@ -23,7 +23,7 @@ def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OURS = {"address": "ipc:///d", "planner": "pearl"}  # what `specbranch serve` sets
-DEFAULTS = {"settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True}
+DEFAULTS = {"settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True, "runner": "auto"}
 
 
 def options(*words: str, cores: tuple[int, ...] | None = (0,)) -> ServeOptions:
