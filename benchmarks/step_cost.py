@@ -3,7 +3,8 @@
 
 benchmarks/step_cost.py STAND_IN, a model of scripts/stand_in.py, is the target on one core and the draft on another.
 All requests begin with the same text, so that both sides prefill it once. Nothing of the product is changed: what is
-timed is wrapped from here, in this process and in that of the service. `--table` prints the kept result for the docs.
+timed is wrapped from here, in this process and in that of the service. Beside each time stands what the processor worked
+in it: on a busy machine only that can be compared. `--table` prints the kept result for the docs.
 """
 
 from __future__ import annotations
@@ -69,14 +70,19 @@ def numbers(text: str) -> list[int]:
 
 @dataclass(slots=True)
 class Call:
-    """One call of the hook; `client_s` and `wait_s` are parts of it, the second also of the first."""
+    """One call of the hook; `client_s` and `wait_s` are parts of it, the second also of the first.
+
+    `work_s` and `lookup_work_s` are processor time.
+    """
 
     start_s: float
     end_s: float = 0.0
+    work_s: float = 0.0
     client_s: float = 0.0
     wait_s: float = 0.0
     num_drafted: int = 0  # rows that got a draft
     lookup_s: float = 0.0  # in the service
+    lookup_work_s: float = 0.0
     num_held: int = 0  # rows that the service let wait
 
 
@@ -86,6 +92,7 @@ class Step:
 
     start_s: float
     end_s: float
+    work_s: float
     num_rows: int
     num_tokens: int
     call: Call | None
@@ -115,19 +122,20 @@ class Watch:
 
     def _step(self, inner: Callable[..., Any]) -> Any:
         self._last = None
-        start_s = time.monotonic()
+        start_s, start_work_s = time.monotonic(), time.process_time()
         outputs = inner()
-        end_s = time.monotonic()
+        end_s, work_s = time.monotonic(), time.process_time() - start_work_s
         num_tokens = sum(len(part.token_ids) for output in outputs for part in output.outputs)
-        self.steps.append(Step(start_s, end_s, len(outputs), num_tokens, self._last))
+        self.steps.append(Step(start_s, end_s, work_s, len(outputs), num_tokens, self._last))
         return outputs
 
     def _hook(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start_work_s = time.process_time()
         self._call = self._last = call = Call(time.monotonic())
         try:
             drafts = inner(*args, **kwargs)
         finally:
-            call.end_s = time.monotonic()
+            call.end_s, call.work_s = time.monotonic(), time.process_time() - start_work_s
             self._call = None
         call.num_drafted = sum(len(draft) > 0 for draft in drafts)
         return drafts
@@ -154,15 +162,15 @@ def serve(log_file: Path, words: Sequence[str]) -> None:
     from specbranch.service.dispatch import Dispatch
     from specbranch.service.observer import Observer
 
-    lookups: list[tuple[float, float]] = []
+    lookups: list[tuple[float, float, float]] = []
     held: list[tuple[float, int]] = []
 
     def look_up(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        start_s = time.monotonic()
+        start_s, start_work_s = time.monotonic(), time.thread_time()
         try:
             return inner(*args, **kwargs)
         finally:
-            lookups.append((start_s, time.monotonic()))
+            lookups.append((start_s, time.monotonic(), time.thread_time() - start_work_s))
 
     def answer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(inner.__code__.co_varnames, args, strict=False)) | kwargs
@@ -300,9 +308,10 @@ def join(steps: Sequence[Step], served: dict[str, Any]) -> None:
         index = bisect_right(starts, at_s) - 1
         return calls[index] if index >= 0 and at_s < ends[index] else None
 
-    for start_s, end_s in served["lookups"]:
+    for start_s, end_s, work_s in served["lookups"]:
         if call := call_at(start_s):
             call.lookup_s += end_s - start_s
+            call.lookup_work_s += work_s
     for since_s, num_held in served["held"]:
         if call := call_at(since_s):
             call.num_held += num_held
@@ -321,6 +330,7 @@ def summary(plain: Sequence[Step], steps: Sequence[Step]) -> dict[str, Any]:
     drafted = sum(step.call.num_drafted for step in steps if step.call)
     return {
         "plain_step_ms": spread([step.end_s - step.start_s for step in plain]),
+        "plain_step_work_ms": spread([step.work_s for step in plain]),
         "tokens_per_row": round(sum(step.num_tokens for step in steps) / len(steps) / num_rows, 2),
         "drafted_rows": round(drafted / len(steps) / num_rows, 3),
         "hits": parts(hits),
@@ -332,16 +342,28 @@ def parts(steps: Sequence[Step]) -> dict[str, Any]:
     """The parts of the hook in these steps, in milliseconds and, for all of it, as a share of its step."""
     if not steps:
         return {"steps": 0}
-    calls = [(step.end_s - step.start_s, step.call) for step in steps if step.call is not None]
+    pairs = [(step, step.call) for step in steps if step.call is not None]
+    times_s = {
+        "step": [step.end_s - step.start_s for step, _ in pairs],
+        "step_work": [step.work_s for step, _ in pairs],
+        "hook": [call.end_s - call.start_s for _, call in pairs],
+        "hook_work": [call.work_s for _, call in pairs],
+        "client": [call.client_s - call.wait_s for _, call in pairs],
+        "wait": [call.wait_s for _, call in pairs],
+        "lookup": [call.lookup_s for _, call in pairs],
+        "lookup_work": [call.lookup_work_s for _, call in pairs],
+    }
     return {
         "steps": len(steps),
-        "step_ms": spread([step_s for step_s, _ in calls]),
-        "hook_ms": spread([call.end_s - call.start_s for _, call in calls]),
-        "client_ms": spread([call.client_s - call.wait_s for _, call in calls]),
-        "wait_ms": spread([call.wait_s for _, call in calls]),
-        "lookup_ms": spread([call.lookup_s for _, call in calls]),
-        "hook_share": round(float(np.median([(call.end_s - call.start_s) / step_s for step_s, call in calls])), 4),
+        **{f"{name}_ms": spread(found) for name, found in times_s.items()},
+        "hook_share": share(times_s["hook"], times_s["step"]),
+        "hook_work_share": share(times_s["hook_work"], times_s["step_work"]),
     }
+
+
+def share(parts_s: Sequence[float], wholes_s: Sequence[float]) -> float:
+    """The median share of a part."""
+    return round(float(np.median(np.divide(parts_s, wholes_s))), 4)
 
 
 def spread(times_s: Sequence[float]) -> list[float]:
@@ -349,28 +371,25 @@ def spread(times_s: Sequence[float]) -> list[float]:
     return [round(1e3 * float(value), 3) for value in np.percentile(times_s, [50, 99])]
 
 
-_COLUMNS = "requests|context|plain|hits|step|hook|share|client|wait|lookup|others|hook|share"
+_COLUMNS = "requests|context|plain step|steps|step|hook|client|wait|lookup|share|work"
 
 
 def table(document: dict[str, Any]) -> str:
-    """The result as Markdown: hits in the middle, other steps at the right."""
+    """The result as Markdown, two lines for each size: hits and other steps."""
     lines = [f"|{_COLUMNS}|", "---".join("|" * (_COLUMNS.count("|") + 2))]
     for size in document["sizes"]:
-        hits, others = size["hits"], size["others"]
-        shown = [f"{size['requests']}", f"{size['context']:,}", _ms(size["plain_step_ms"]), f"{hits['steps']}"]
-        shown += [_ms(hits.get(f"{name}_ms")) for name in ("step", "hook")]
-        shown += [_share(hits), *(_ms(hits.get(f"{name}_ms")) for name in ("client", "wait", "lookup"))]
-        shown += [f"{others['steps']}", _ms(others.get("hook_ms")), _share(others)]
-        lines.append(f"|{'|'.join(shown)}|")
+        for kind in ("hits", "others"):
+            found = size[kind]
+            cells = [f"{size['requests']}", f"{size['context']:,}", _ms(size["plain_step_ms"])]
+            cells.append(f"{found['steps']} {kind}")
+            cells += [_ms(found.get(f"{name}_ms")) for name in ("step", "hook", "client", "wait", "lookup")]
+            cells += [f"{found[name]:.0%}" if name in found else "-" for name in ("hook_share", "hook_work_share")]
+            lines.append(f"|{'|'.join(cells)}|")
     return "\n".join(lines)
 
 
 def _ms(found: Sequence[float] | None) -> str:
     return "-" if found is None else "/".join(f"{value:.2g}" if value < 1 else f"{value:.1f}" for value in found)
-
-
-def _share(found: dict[str, Any]) -> str:
-    return f"{found['hook_share']:.0%}" if "hook_share" in found else "-"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="directory with config.json and a tokenizer")
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=128, help=f"hidden size, a multiple of {_HEAD}")
+    parser.add_argument("--hidden", type=int, default=64, help=f"hidden size, a multiple of {_HEAD}")
     parser.add_argument("--context", type=int, default=32768, help="most tokens of a text")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -27,16 +27,17 @@ STEP_COST = load(ROOT / "benchmarks" / "step_cost.py")
 
 def step(start_s: float, *, drafted: int = 1, wait_s: float = 0.001) -> Any:
     """Ten milliseconds, the hook in the last four of them."""
-    call = STEP_COST.Call(start_s + 0.006, start_s + 0.010, client_s=0.003, wait_s=wait_s, num_drafted=drafted)
-    return STEP_COST.Step(start_s, start_s + 0.010, 1, 2, call)
+    call = STEP_COST.Call(start_s + 0.006, start_s + 0.010, 0.002, client_s=0.003, wait_s=wait_s, num_drafted=drafted)
+    return STEP_COST.Step(start_s, start_s + 0.010, 0.008, 1, 2, call)
 
 
 def test_what_the_service_did_goes_to_the_call_that_asked_for_it() -> None:
     steps = [step(1.00), step(1.01)]
-    spans = [(1.005, 1.0055), (1.0065, 1.0070), (1.0165, 1.0175), (2.0, 2.1)]
+    spans = [(1.005, 1.0055, 0.0), (1.0065, 1.0070, 0.0004), (1.0165, 1.0175, 0.0005), (2.0, 2.1, 0.1)]
     STEP_COST.join(steps, {"lookups": spans, "held": [(1.0166, 1), (2.0, 1)]})
 
     assert [one.call.lookup_s for one in steps] == [pytest.approx(0.0005), pytest.approx(0.001)]
+    assert [one.call.lookup_work_s for one in steps] == [0.0004, 0.0005]
     assert [one.call.num_held for one in steps] == [0, 1]
 
 
@@ -48,16 +49,17 @@ def test_hits_and_others_are_told_apart() -> None:
     assert (found["hits"]["steps"], found["others"]["steps"]) == (1, 2)
     assert found["hits"]["hook_ms"] == [4.0, 4.0]
     assert (found["hits"]["client_ms"][0], found["hits"]["wait_ms"][0]) == (2.0, 1.0)
-    assert found["hits"]["hook_share"] == 0.4
+    assert (found["hits"]["hook_share"], found["hits"]["hook_work_share"]) == (0.4, 0.25)
     assert (found["tokens_per_row"], found["drafted_rows"]) == (2.0, 0.667)
 
 
-def test_a_table_has_a_line_for_each_size_also_without_hits() -> None:
+def test_a_table_has_two_lines_for_each_size_also_without_hits() -> None:
     size = {"requests": 8, "context": 4096, **STEP_COST.summary([step(0.5)], [step(1.0, drafted=0)])}
-    head, rule, line = STEP_COST.table({"sizes": [size]}).splitlines()
+    head, rule, hits, others = STEP_COST.table({"sizes": [size]}).splitlines()
 
-    assert head.count("|") == rule.count("|") == line.count("|")
-    assert line == "|8|4,096|10.0/10.0|0|-|-|-|-|-|-|1|4.0/4.0|40%|"
+    assert head.count("|") == rule.count("|") == hits.count("|") == others.count("|")
+    assert hits == "|8|4,096|10.0/10.0|0 hits|-|-|-|-|-|-|-|"
+    assert others == "|8|4,096|10.0/10.0|1 others|10.0/10.0|4.0/4.0|2.0/2.0|1.0/1.0|0/0|40%|25%|"
 
 
 def test_a_method_that_does_not_exist_is_not_timed() -> None:

@@ -33,7 +33,7 @@ CONTRACT: tuple[Term, ...] = (
     Members(_RUNNER, "GPUModelRunner", ("drafter", "input_batch", "requests", "execute_model_state", "device")),
     Members(_RUNNER, "ExecuteModelState", ("sample_hidden_states", "spec_decode_metadata")),
     Members("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", ("num_draft_tokens",)),
-    Members("vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids", "request_lora_mapping")),
+    Members("vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids", "request_lora_mapping", "all_greedy")),
     Members("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mm_features", "sampling_params")),
     Members(
         "vllm.v1.core.sched.output",
@@ -89,12 +89,13 @@ CONTRACT: tuple[Term, ...] = (
     Names("vllm", ("__version__",)),
     Members("vllm.entrypoints.llm", "LLM", ("llm_engine", "get_metrics", "get_tokenizer")),
     Arguments("vllm.entrypoints.llm", "LLM.collective_rpc", ("method", "args")),
+    Members("vllm.v1.engine.core_client", "InprocClient", ("shutdown",)),
     Members("vllm.v1.worker.cpu_worker", "CPUWorker", ("model_runner",)),
     Members("vllm.v1.worker.gpu_worker", "Worker", ("model_runner",)),
     Members(
         "vllm.v1.engine.llm_engine",
         "LLMEngine",
-        ("vllm_config", "has_unfinished_requests", "step", "abort_request"),
+        ("vllm_config", "engine_core", "has_unfinished_requests", "step", "abort_request"),
     ),
     Arguments("vllm.v1.engine.llm_engine", "LLMEngine.add_request", ("request_id", "prompt", "params")),
     Members("vllm.sampling_params", "StructuredOutputsParams", ("json",)),

@@ -53,14 +53,17 @@ class Hearer(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "given"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model" in metafunc.fixturenames:
+        given = ["given"] if metafunc.config.getoption("--device-model") else []
+        metafunc.parametrize("model", ["llama", "qwen2", *given], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tiny models of random but fixed weights, and the one of `--device-model`."""
     if request.param == "given":
-        given = request.config.getoption("--device-model")
-        if given is None:
-            pytest.skip("--device-model is not set; it names a draft model")
-        return str(given)
+        return str(request.config.getoption("--device-model"))
     path: Path = tmp_path_factory.mktemp(request.param)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -222,6 +222,7 @@ class FakeBatch:
 
     def __init__(self, *names: str, lora: int | None = None) -> None:
         self.req_ids = list(names)
+        self.all_greedy = False
         self.request_lora_mapping = np.zeros(8, dtype=np.int64)
         if lora is not None:
             self.request_lora_mapping[lora] = 3
@@ -233,6 +234,7 @@ class FakeRunner:
     def __init__(self, drafter: Any, *images: str, lora: int | None = None) -> None:
         names = ["a", "b", "c", "d"]
         self.drafter = drafter
+        self.device = SimpleNamespace(type="cuda")
         self.input_batch = FakeBatch(*names, lora=lora)
         self.requests = {
             name: SimpleNamespace(mm_features=[name] if name in images else [], sampling_params=SimpleNamespace())
@@ -432,6 +434,17 @@ def test_beside_a_thinking_budget_nothing_is_padded(padding: SpecBranchProposer)
     client._proposal = [5]
 
     assert padding.propose([[3], [5]], lengths, table) == [[5], [5]]
+
+
+def test_on_the_cpu_only_greedy_rows_are_padded(padding: SpecBranchProposer) -> None:
+    lengths, table = tokens([1, 2, 3])
+    client: Any = padding._client
+    client._proposal = [5]
+    padding._runner.device.type = "cpu"
+    assert padding.propose([[3]], lengths, table) == [[5]]
+
+    padding._runner.input_batch.all_greedy = True
+    assert padding.propose([[3]], lengths, table) == [[5, PAD]]
 
 
 @pytest.mark.parametrize(

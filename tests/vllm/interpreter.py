@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 os.environ |= {
     "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # it would ask the backend for more
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",

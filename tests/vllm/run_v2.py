@@ -27,6 +27,7 @@ from tests.vllm.runs import CORES, num_equal, proposer_of
 
 assert tests.vllm.interpreter
 ROWS, TOKENS, GAMMA = 8, 20, 4
+SOME = ("budget", "sps")
 ARGUMENTS = {
     "dtype": "float32",
     "max_model_len": 128,
@@ -47,8 +48,8 @@ def main() -> None:
 
 
 def some_planners(target: str, draft: str) -> dict[str, Any]:
-    """The default planner and two others; requests that are aborted; a draft that is killed."""
-    return _decode(target, draft, ("budget", "sps", "none"))
+    """The default planner and one that always waits for drafts; requests that are aborted; a draft that is killed."""
+    return _decode(target, draft, SOME)
 
 
 def all_planners(target: str, draft: str) -> dict[str, Any]:
@@ -68,14 +69,12 @@ def asynchronous(target: str, draft: str) -> dict[str, Any]:
         config.scheduler_config.async_scheduling = wanted
 
     CpuPlatform.check_and_update_config = staticmethod(keep)
-    return _decode(target, draft, ("budget", "sps", "none"))
+    return _decode(target, draft, SOME)
 
 
 def by_load(target: str, draft: str) -> dict[str, Any]:
-    """Another number of places at each load: all at up to 2 rows, 1 at up to 5, none above."""
-    return _decode(
-        target, draft, ("budget",), num_speculative_tokens_per_batch_size=[[1, 2, GAMMA], [3, 5, 1], [6, ROWS, 0]]
-    )
+    """Another number of places at each load: none at up to 4 rows, all at up to 7, then 1."""
+    return _decode(target, draft, SOME, num_speculative_tokens_per_batch_size=[[1, 4, 0], [5, 7, GAMMA], [8, ROWS, 1]])
 
 
 def two_ranks(target: str, draft: str) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def two_ranks(target: str, draft: str) -> dict[str, Any]:
     known = _answers(bare)
     bare.llm.llm_engine.engine_core.shutdown()
     with _service(draft) as service:
-        settings = _settings(service.address, runner="v2")
+        settings = _settings(service.address, "sps", runner="v2")
         ours = Target(TargetOptions(target, arguments={**arguments, **proposer_arguments(settings, GAMMA)}))
         equal = num_equal(known, _answers(ours))
         drafted = ours.draft_tokens()

@@ -155,8 +155,11 @@ class Pair:
             try:
                 self.target = Target(how)
             except Exception as error:
-                cause = FailureLog(f"{type(error).__name__}: {error}".splitlines()).cause(None)
+                # Workers in processes of their own tell the cause to the log only.
+                told = f"{log_file.read_text(errors='replace')}\n{type(error).__name__}: {error}"
+                cause = FailureLog(told.splitlines()).cause(None)
                 raise LoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
+            self._exit.callback(self.target.close)
             if draft is not None:
                 draft.wait_until_up()
 

@@ -5,10 +5,10 @@ vLLM takes `--a-b X`, `--a_b X`, `--a-b=X`, and for JSON options also `--a-b.key
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from specbranch.errors import SpecBranchError
@@ -84,7 +84,7 @@ class Flags:
         starts = [index for index, word in enumerate(words) if FLAG_NAME.match(word)]
         if words[: starts[0] if starts else None]:
             raise FlagError(f"unexpected word {words[0]!r}; flags of vLLM begin with --")
-        for start, end in itertools.pairwise([*starts, len(words)]):
+        for start, end in pairwise([*starts, len(words)]):
             whole, is_joined, joined = words[start].partition("=")
             values = [*([joined] if is_joined else []), *words[start + 1 : end]]
             _merge(table, _argument(whole, [json_or_text(value) for value in values]))

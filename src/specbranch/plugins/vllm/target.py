@@ -83,6 +83,10 @@ class Target:
         self._has_proposer = options.settings is not None
         self._num_requests = 0
 
+    def close(self) -> None:
+        """End the engine and its workers."""
+        engine.shut_down(self.llm)
+
     def use(self, settings: ProposerSettings) -> None:
         """Give the proposer other settings, from the next request on."""
         engine.use(self.llm, settings)

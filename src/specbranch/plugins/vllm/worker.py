@@ -5,6 +5,7 @@ A process for each engine: vLLM keeps global state, and its environment must be 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -31,9 +32,10 @@ def main() -> None:
 def serve(lines: Iterator[bytes]) -> Iterator[News]:
     """Load what the first line asks for, then do one run for each further line."""
     target = Target(msgspec.json.decode(next(lines), type=TargetOptions))
-    yield News(engine=engine.describe(target.llm))
-    for line in lines:
-        yield from decode(target, msgspec.json.decode(line, type=Run))
+    with contextlib.closing(target):
+        yield News(engine=engine.describe(target.llm))
+        for line in lines:
+            yield from decode(target, msgspec.json.decode(line, type=Run))
 
 
 def decode(target: Target, run: Run) -> Iterator[News]:

@@ -42,6 +42,11 @@ def ignore_interrupts(llm: Any) -> None:
     llm.collective_rpc(_ignore_interrupts)
 
 
+def shut_down(llm: Any) -> None:
+    """End the engine and its workers. They would end with this process too, but vLLM would call that an error."""
+    llm.llm_engine.engine_core.shutdown()
+
+
 def _use(worker: Any, settings: ProposerSettings) -> str | None:
     # An error must not be raised in a worker: vLLM would take the answers of the others for those of the next call.
     try:

@@ -144,8 +144,14 @@ def row_names(runner: Any, num_rows: int) -> Sequence[str | None]:
 
 
 def allows_pads(runner: Any) -> bool:
-    """Whether pads cannot make a difference to any row. A thinking budget looks at the draft tokens of its row."""
+    """Whether pads cannot make a difference to any row.
+
+    A thinking budget looks at the draft tokens of its row. On the CPU, vLLM's sampler takes a pad for a token above
+    temperature 0, and reads beyond its memory.
+    """
     try:
+        if runner.device.type == "cpu" and not runner.input_batch.all_greedy:
+            return False
         parameters = (runner.requests[name].sampling_params for name in runner.input_batch.req_ids)
         return all(getattr(one, "thinking_token_budget", None) is None for one in parameters)
     except (AttributeError, KeyError, TypeError) as error:
