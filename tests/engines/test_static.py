@@ -249,9 +249,14 @@ def test_small_and_large_steps_say_what_the_plain_model_says(save: Save, name: s
 
 def test_a_step_is_filled_up_to_the_next_bucket(llama: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Bucket] = []
-    compute = static.StaticSteps._compute
-    assert llama._static is not None
-    monkeypatch.setattr(llama._static, "_run", lambda bucket: used.append(bucket) or compute(llama._static, bucket))
+    steps = llama._static
+    assert steps is not None
+
+    def run(bucket: Bucket) -> Any:
+        used.append(bucket)
+        return steps._compute(bucket)
+
+    monkeypatch.setattr(steps, "_run", run)
     a, b = llama.open(), llama.open()
     llama.run([Row(a, (1, 2, 3))])
     llama.run([Row(a, (1,)), Row(b, (1, 2, 3, 4))])
@@ -283,7 +288,7 @@ def test_a_way_that_fails_or_differs_is_left_out(
             raise RuntimeError("no such kernel\nand more")
 
         def wrong() -> Any:
-            steps = plain()
+            steps: Any = plain()
             run = steps.run
             monkeypatch.setattr(steps, "run", lambda batch: run(batch)[::-1].copy())
             return steps
