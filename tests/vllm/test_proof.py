@@ -21,7 +21,7 @@ def test_the_reduced_proof_passes_and_writes_one_report(tmp_path: Path) -> None:
     target, _ = require_pair("torch", "transformers", name=SHORT)
     out = tmp_path / "proof.md"
     script, minutes = ROOT / "scripts" / "gpu-proof", "18"  # for busy machines; two or three are enough on an idle one
-    command = [script, target, target, "--reduced", "--minutes", minutes, "--out", out]
+    command = [str(script), str(target), str(target), "--reduced", "--minutes", minutes, "--out", str(out)]
     environment = {**os.environ, "SPECBRANCH_VENV": sys.prefix}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
