@@ -225,6 +225,7 @@ def measure_all(args: argparse.Namespace) -> None:
                     steps, has_caught_up = measure(target, watch, settings(args.planner, address), requests, args.steps)
                 join(steps, json.loads(log_file.read_text()))
                 size = {"requests": num_requests, "context": context_len, "has_caught_up": has_caught_up}
+                size["load"] = round(os.getloadavg()[0], 1)  # two on an idle machine: target and draft
                 document["sizes"].append(size | summary(plain, steps))
                 args.out.write_text(json.dumps(document, indent=1) + "\n")
                 print(json.dumps(document["sizes"][-1]), flush=True)
@@ -371,25 +372,35 @@ def spread(times_s: Sequence[float]) -> list[float]:
     return [round(1e3 * float(value), 3) for value in np.percentile(times_s, [50, 99])]
 
 
-_COLUMNS = "requests|context|plain step|steps|step|hook|client|wait|lookup|share|work"
+_COLUMNS = "requests|context|kind|n|step|hook|client|wait|lookup|share|CPU step|CPU hook|CPU lookup|CPU share"
 
 
 def table(document: dict[str, Any]) -> str:
-    """The result as Markdown, two lines for each size: hits and other steps."""
+    """The result as Markdown, a line for the hits of each size and one for its other steps: medians, and the hook's p99."""
     lines = [f"|{_COLUMNS}|", "---".join("|" * (_COLUMNS.count("|") + 2))]
     for size in document["sizes"]:
         for kind in ("hits", "others"):
-            found = size[kind]
-            cells = [f"{size['requests']}", f"{size['context']:,}", _ms(size["plain_step_ms"])]
-            cells.append(f"{found['steps']} {kind}")
-            cells += [_ms(found.get(f"{name}_ms")) for name in ("step", "hook", "client", "wait", "lookup")]
-            cells += [f"{found[name]:.0%}" if name in found else "-" for name in ("hook_share", "hook_work_share")]
-            lines.append(f"|{'|'.join(cells)}|")
+            if size[kind]["steps"]:
+                cells = [f"{size['requests']}", f"{size['context']:,}", kind, *_cells(size[kind])]
+                lines.append(f"|{'|'.join(cells)}|")
     return "\n".join(lines)
 
 
-def _ms(found: Sequence[float] | None) -> str:
-    return "-" if found is None else "/".join(f"{value:.2g}" if value < 1 else f"{value:.1f}" for value in found)
+def _cells(found: dict[str, Any]) -> list[str]:
+    times = {name.removesuffix("_ms"): value for name, value in found.items() if name.endswith("_ms")}
+    return [
+        f"{found['steps']}",
+        _ms(times["step"][0]),
+        "/".join(map(_ms, times["hook"])),
+        *(_ms(times[name][0]) for name in ("client", "wait", "lookup")),
+        f"{found['hook_share']:.0%}",
+        *(_ms(times[f"{name}_work"][0]) for name in ("step", "hook", "lookup")),
+        f"{found['hook_work_share']:.0%}",
+    ]
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2g}" if value < 1 else f"{value:.1f}"
 
 
 if __name__ == "__main__":

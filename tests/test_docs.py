@@ -53,7 +53,7 @@ _NAMED = re.compile(
 )
 # Files and folders that readers make or bring themselves.
 _THEIRS = re.compile(
-    r"(mine|more|tickets|chat|humaneval|gsm8k|spec_bench)\.jsonl(\.gz)?|run\.(json|png)|report\.md|card\.json"
+    r"(mine|more|tickets|chat|humaneval|gsm8k|spec_bench)\.jsonl(\.gz)?|run\.(json|png)|(report|gpu-proof)\.md|card\.json"
     r"|(config|tokenizer)\.json|hrad/scores\.json|keys/(clients/)?|.*[A-Z]{3,}\.(md|toml|json)"
 )
 _UNCLEAN = "benchmarks.md#result-files-without-a-clean-commit"
