@@ -121,10 +121,11 @@ def test_a_plan_is_made_for_two_workers_and_its_command_serves_them(model: str, 
 @pytest.mark.timeout(3600)
 def test_check_compares_two_workers_with_two_workers(model: str) -> None:
     size = ["--quick", "--num-prompts", "4", "--num-tokens", "16", "--num-samples", "16", "--alpha", "1e-4"]
-    pair = [model, "--draft", model, "--dtype", "float32", "--planner", "sps", "--all-planners"]
+    pair = [model, "--draft", model, "--dtype", "float32", "--planner", "sps", "--deadline-ms", "30000"]
     found = document(specbranch("check", *pair, *size, *DRAFT, *CORES, *TWO, "--json", codes=(0, 1)))
     greedy = [one for one in found["findings"] if one["name"].startswith("greedy in float32: ")]
 
-    assert [one for one in found["findings"] if one["result"] == FAILED] == []
-    assert len(greedy) > 4 and all(one["figures"]["equal"] == 4 for one in greedy)
-    assert all(one["figures"]["accepted"] > 0 for one in greedy)
+    failed = [one for one in found["findings"] if one["result"] == FAILED]
+    assert failed == [], json.dumps(failed, indent=1)
+    assert [one["name"] for one in greedy] == ["greedy in float32: sps"]
+    assert greedy[0]["figures"]["equal"] == 4 and greedy[0]["figures"]["accepted"] > 0
