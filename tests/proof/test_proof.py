@@ -45,14 +45,13 @@ def test_a_stage_without_a_result_has_failed_and_says_why(code: str, tmp_path: P
 
 
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    command = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path / 'pid'}; wait"]
     begin_s = time.monotonic()
-    outcome = carry_out(stage(code, most_s=2.0), tmp_path / "1", 60)
+    outcome = carry_out(Stage("one", command, last_json, 3.0), tmp_path / "1", 60)
 
     assert outcome.ending == "timed out"
     assert time.monotonic() - begin_s < 20
-    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
