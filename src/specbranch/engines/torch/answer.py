@@ -43,7 +43,7 @@ def _top(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same: the `top_k` largest of a row are in the `top_k` blocks with the largest maxima, or behind all blocks."""
+    """The same: the `top_k` largest are in the `top_k` blocks with the largest maxima, or behind all blocks."""
     num_rows, width = values.shape
     num_blocks = width // _BLOCK
     if num_blocks <= top_k:
