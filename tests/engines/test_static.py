@@ -449,3 +449,11 @@ def test_rows_that_fill_up_a_step_leave_the_cache_alone(llama: TorchEngine) -> N
 
     assert all(torch.equal(one, same) for one, same in zip(before, after, strict=True))
     assert close_distributions(found, fresh_distribution(llama, [1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("vocab_len", [64, 5000, 5003, 49152])
+def test_the_top_k_by_blocks_is_the_top_k(vocab_len: int) -> None:
+    logits = 3 * torch.randn(5, vocab_len, generator=torch.Generator().manual_seed(0))
+
+    plain, by_blocks = (answer.pack(logits, TOP_K, None, by_blocks=how).numpy() for how in (False, True))
+    assert answer.unpack(plain, TOP_K) == answer.unpack(by_blocks, TOP_K)

@@ -20,17 +20,41 @@ with extra("torch"):
 # From the first choices [outputs], tokens that follow them and how sure that is, each [outputs].
 Guesser = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Words = NDArray[np.int32]
+_BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 
 
-def pack(logits: torch.Tensor, top_k: int, guesser: Guesser | None) -> torch.Tensor:
-    """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, entropy, and perhaps a guess."""
+def pack(logits: torch.Tensor, top_k: int, guesser: Guesser | None, *, by_blocks: bool = False) -> torch.Tensor:
+    """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, entropy, and perhaps a guess.
+
+    `by_blocks` finds the top-k with more operations that look at less: faster on a CPU, where operations are cheap.
+    """
     log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    mean = torch.bmm(log_probs.exp()[:, None], log_probs[:, :, None])[:, 0]  # [outputs, 1], minus the entropy
-    top = log_probs.topk(top_k, dim=-1)
-    parts = [top.indices, top.values, mean]
+    mean = log_probs.exp().mul_(log_probs).sum(dim=-1, keepdim=True)  # minus the entropy
+    ids, values = _top_by_blocks(log_probs, top_k) if by_blocks else _top(log_probs, top_k)
+    parts = [ids, values, mean]
     if guesser is not None:
-        parts += [part[:, None] for part in guesser(top.indices[:, 0])]
+        parts += [part[:, None] for part in guesser(ids[:, 0])]
     return torch.cat([part.view(torch.int32) for part in parts], dim=-1)
+
+
+def _top(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    best = values.topk(top_k, dim=-1)
+    return best.indices, best.values
+
+
+def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same: the `top_k` largest are in the `top_k` blocks with the largest maxima, or behind all blocks."""
+    num_rows, width = values.shape
+    num_blocks = width // _BLOCK
+    if num_blocks <= top_k:
+        return _top(values, top_k)
+    blocked = num_blocks * _BLOCK
+    peaks = values[:, :blocked].view(num_rows, num_blocks, _BLOCK).amax(dim=-1)
+    starts = peaks.topk(top_k, dim=-1, sorted=False).indices * _BLOCK
+    inside = (starts[:, :, None] + torch.arange(_BLOCK)).flatten(1)
+    ids = torch.cat((inside, torch.arange(blocked, width).expand(num_rows, -1)), dim=-1)
+    places, best = _top(values.gather(1, ids), top_k)
+    return ids.gather(1, places), best
 
 
 def unpack(words: Words, top_k: int) -> list[Distribution]:

@@ -17,11 +17,12 @@ with extra("torch"):
 class Forward:
     """A model with the arena that it reads and writes. Its tensors are on the model's device."""
 
-    def __init__(self, model: Any, guesser: Guesser | None, arena: Arena, top_k: int) -> None:
+    def __init__(self, model: Any, guesser: Guesser | None, arena: Arena, top_k: int, *, by_blocks: bool) -> None:
         self.model = model
         self.guesser = guesser
         self.arena = arena
         self.top_k = top_k
+        self.by_blocks = by_blocks  # see `pack`
 
     def __call__(
         self,
@@ -32,7 +33,8 @@ class Forward:
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The words of some of the tokens, or of all; tokens, positions and slots to write to are [tokens]."""
-        return pack(self.logits(tokens, positions, slots, attention, outputs), self.top_k, self.guesser)
+        logits = self.logits(tokens, positions, slots, attention, outputs)
+        return pack(logits, self.top_k, self.guesser, by_blocks=self.by_blocks)
 
     def logits(
         self,
