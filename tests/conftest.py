@@ -11,5 +11,5 @@ settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where tests/engines/test_device.py runs, such as cuda:0")
+    parser.addoption("--device", help="where tests/engines/test_device.py runs, such as cuda:0; it is skipped without")
     parser.addoption("--device-model", help="a real draft model that it tests too: a path, or a name on the hub")

@@ -1,7 +1,8 @@
 """Every engine for models of Transformers on the device of `--device`: the conformance suite, and what a CPU says.
 
-On the CPU, tiny models only. On a GPU, `scripts/gpu-proof` also gives the draft model that is to be used. What engines
-say when they are opened, such as how they run their steps, becomes a property of the JUnit file.
+Without `--device` all are skipped: other tests hold engines on the CPU to the same. On a GPU, `scripts/gpu-proof` also
+gives the draft model that is to be used. What engines say when they are opened, such as how they run their steps,
+becomes a property of the JUnit file.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tiny models of random but fixed weights, and the one of `--device-model`."""
+    if request.config.getoption("--device") is None:
+        pytest.skip("no --device was given; scripts/gpu-proof gives one")
     if request.param == "given":
         return str(request.config.getoption("--device-model"))
     path: Path = tmp_path_factory.mktemp(request.param)
