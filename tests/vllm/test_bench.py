@@ -66,7 +66,8 @@ def run(directory: Path, more: str = "", peers: str = "") -> Path:
     return out
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_methods_and_peers_are_measured_and_reported(directory: Path) -> None:
     """Memory for two engines only, so that they take turns as large ones must."""
     out = run(directory, "engines_at_once = 2\nblock = 2", PEER)
@@ -97,7 +98,7 @@ def test_servers_are_measured_under_load(directory: Path) -> None:
         assert record["times_ms"]["tpot"]["p99"] >= record["times_ms"]["tpot"]["p50"] > 0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_plan_is_made_from_what_is_measured(directory: Path) -> None:
     trace = directory / "own.jsonl.gz"
     words = ["--prompts", str(directory / "own.jsonl"), "--field", "text", "--num-prompts", "2", "--max-tokens", "24"]

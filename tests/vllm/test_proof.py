@@ -16,6 +16,7 @@ from tests.vllm.pair import SHORT, require_pair
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_reduced_proof_passes_and_writes_one_report(tmp_path: Path) -> None:
     target, _ = require_pair("torch", "transformers", name=SHORT)
