@@ -10,7 +10,7 @@ from typing import Any
 from specbranch.core.chance import Chance, RandomChance
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.distribution import Distribution, Prob, distribution_of
-from specbranch.core.draw import Draw, SampledDraw, TopDraw
+from specbranch.core.draw import Draw, SampledDraw, ServedDraw, TopDraw
 from specbranch.core.node import Node
 from specbranch.core.planners import make_planner
 from specbranch.core.planners.protocol import Planner, Predictor
@@ -137,7 +137,12 @@ def decode(
 ) -> Session:
     """Decode one sequence in virtual time."""
     costs = Costs()
-    draw: Draw = TopDraw() if rule == "match" else SampledDraw(chance)
+    draws: dict[Rule, Draw] = {
+        "match": TopDraw(),
+        "reject": SampledDraw(chance),
+        "serve": ServedDraw(lambda one: one, lambda node, probs: chance.pick(probs), costs.calibration),
+    }
+    draw = draws[rule]
     session = Session(prompt, planner, draw, costs, ending)
     lane = CheckedLane(draft, StepCost(1.0))
     Loop([session], ScriptedTarget(target, StepCost(c), chance, rule), lane, costs).run()

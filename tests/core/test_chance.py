@@ -38,17 +38,17 @@ def test_rounding_never_chooses_what_has_no_weight() -> None:
 def test_the_top_draw_takes_the_most_likely_token_left() -> None:
     distribution = Distribution((7, 3), (0.6, 0.4), 0.67)
 
-    assert TopDraw().draw(distribution, ()) == 7
-    assert TopDraw().draw(distribution, (7,)) == 3
-    assert TopDraw().draw(distribution, (7, 3)) is None
+    assert TopDraw().further(distribution, ()) == 7
+    assert TopDraw().further(distribution, (7,)) == 3
+    assert TopDraw().further(distribution, (7, 3)) is None
 
 
 def test_the_sampled_draw_never_takes_a_token_twice() -> None:
     distribution = Distribution((7, 3), (0.6, 0.4), 0.67)
     draw = SampledDraw(RandomChance(random.Random(0)))
 
-    assert {draw.draw(distribution, (7,)) for _ in range(20)} == {3}
-    assert draw.draw(distribution, (3, 7)) is None
+    assert {draw.further(distribution, (7,)) for _ in range(20)} == {3}
+    assert draw.further(distribution, (3, 7)) is None
 
 
 def test_a_distribution_of_weights_is_ordered_and_leaves_impossible_tokens_out() -> None:

@@ -19,9 +19,9 @@ from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
 from specbranch.core.round import Round, Signal
-from specbranch.core.session import Ending
+from specbranch.core.session import Ending, Session
 from specbranch.core.verdict import Verdict
-from specbranch.engines.scripted import Rule, TextScript
+from specbranch.engines.scripted import Rule, TextScript, served_offers
 from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
 from tests.enumeration import exact_distribution
 from tests.toys import (
@@ -73,10 +73,12 @@ METHODS = list(_methods())
 PAPER = {"max_branches": 6, "waits": True, "is_thrifty": False}
 
 
-def emitted_distribution(pair: Pair, make: Make, rule: Rule, ending: Ending) -> dict[tuple[int, ...], Fraction]:
+def emitted_distribution(
+    pair: Pair, make: Make, rule: Rule, ending: Ending, c: float | None = None
+) -> dict[tuple[int, ...], Fraction]:
     target, draft = pair
-    # Rule B draws every drafted token by chance; a shorter overlap keeps the number of ways in bounds.
-    c = 2.0 if rule == "match" else 1.0
+    # Rule B draws drafted tokens by chance; a shorter overlap keeps the number of ways in bounds.
+    c = c or (2.0 if rule == "match" else 1.0)
     return exact_distribution(
         lambda chance: tuple(decode(target, draft, make(chance), chance, rule=rule, c=c, ending=ending).output)
     )
@@ -87,7 +89,7 @@ def target_distribution(pair: Pair, ending: Ending) -> dict[tuple[int, ...], Fra
 
 
 @pytest.mark.parametrize("make", METHODS)
-@pytest.mark.parametrize("rule", ["match", "reject"])
+@pytest.mark.parametrize("rule", ["match", "reject", "serve"])
 def test_emitted_sequences_follow_the_target_distribution_exactly(make: Make, rule: Rule) -> None:
     """Two tokens, three of them emitted: every way that chance can go, in rational numbers."""
     ending = Ending(max_new_tokens=3)
@@ -173,6 +175,86 @@ def test_the_distribution_is_exact_for_rule_b_on_three_tokens_with_an_end_token(
     )
 
 
+@pytest.mark.parametrize("make", [m for m in METHODS if "random" not in str(m.id) and "ssd" not in str(m.id)])
+def test_the_distribution_is_exact_for_the_served_form_of_rule_b_on_three_tokens(make: Make) -> None:
+    ending = Ending(max_new_tokens=3, eos_ids=frozenset({2}))
+
+    assert emitted_distribution(three_token_pair(), make, "serve", ending) == target_distribution(
+        three_token_pair(), ending
+    )
+
+
+@pytest.mark.parametrize(("prices", "length", "c"), [(False, 3, 2.0), (True, 4, 1.0)])
+def test_guesses_and_drawn_tokens_in_one_submission_leave_the_distribution_exact(
+    prices: bool, length: int, c: float
+) -> None:
+    """What nobody drew is certain: kept with the target's own probability. Both kinds are in many submissions."""
+    ending = Ending(max_new_tokens=length)
+    kinds: list[tuple[bool, ...]] = []
+
+    class Noting(BudgetPlanner):
+        def submit(self, round: Round) -> Sequence[Node]:
+            chain = super().submit(round) or ()
+            kinds.append(tuple(node.drawn_from is not None for node in chain))
+            return chain
+
+    def make(chance: Chance) -> Planner[Any]:
+        return Noting(BudgetSettings(gamma=3, max_rows=2, prices=prices), ConstantPredictor(Signal.SOME))
+
+    pair = with_heads(two_token_pair())
+    assert emitted_distribution(pair, make, "serve", ending, c) == target_distribution(pair, ending)
+    assert any(any(kind) for kind in kinds)
+    assert prices or any(len(set(kind)) == 2 for kind in kinds)
+
+
+def test_a_distribution_that_was_not_drawn_from_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that tells another temperature than it draws at."""
+
+    def wrong(session: Session, vocab_len: int) -> list[verify.Offer]:
+        told = served_offers(session, vocab_len)
+        return [
+            verify.Offer(offer.distribution**2 / (offer.distribution**2).sum(), offer.tokens) if offer.tokens else offer
+            for offer in told
+        ]
+
+    monkeypatch.setattr("specbranch.engines.scripted.served_offers", wrong)
+    ending = Ending(max_new_tokens=3)
+    make = lambda chance: planner_of("sps", {"gamma": 2})  # noqa: E731
+
+    assert emitted_distribution(two_token_pair(), make, "serve", ending) != target_distribution(
+        two_token_pair(), ending
+    )
+
+
+def test_testing_a_drawn_token_by_what_follows_it_is_noticed() -> None:
+    """Why `budget` may not ask what the whole chain would bring: the chain depends on its first token."""
+
+    class Choosy(SpecbranchPlanner):
+        def submit(self, round: Round) -> list[Node] | None:
+            tree = round.tree
+            if tree.unrun(tree.root, 2):
+                return None
+            chain = tree.walk(tree.root, 2)
+            last = chain[-1].parent
+            is_sure = last is not None and last.distribution is not None and last.distribution.confidence > 0.6
+            return chain if is_sure else []
+
+        def prepare(self, round: Round) -> list[Node]:
+            tip = round.tree.unrun(round.tree.root if round.is_waiting else round.tree.end, 2)
+            return [tip] if tip else []
+
+    def make(chance: Chance) -> Planner[Any]:
+        return Choosy(SpecbranchSettings(gamma=2), ConstantPredictor(Signal.SOME))
+
+    ending = Ending(max_new_tokens=3)
+    assert emitted_distribution(two_token_pair(), make, "match", ending) == target_distribution(
+        two_token_pair(), ending
+    )
+    assert emitted_distribution(two_token_pair(), make, "serve", ending) != target_distribution(
+        two_token_pair(), ending
+    )
+
+
 class TokenStop(SpecbranchPlanner):
     """The mistake that invites itself: the drawn token's own probability decides if it is submitted or forgotten."""
 
@@ -203,6 +285,14 @@ def test_stopping_on_the_token_instead_of_the_distribution_is_noticed_under_rule
     ending = Ending(max_new_tokens=3)
 
     assert emitted_distribution(two_token_pair(), _token_stop, "reject", ending) != target_distribution(
+        two_token_pair(), ending
+    )
+
+
+def test_stopping_on_the_token_is_noticed_in_the_served_form() -> None:
+    ending = Ending(max_new_tokens=3)
+
+    assert emitted_distribution(two_token_pair(), _token_stop, "serve", ending) != target_distribution(
         two_token_pair(), ending
     )
 

@@ -26,12 +26,16 @@ def under_verification(distribution: Distribution = LIKELY, steps: int = 6, **se
     return session
 
 
+def foreseen(session: Session) -> list[tuple[list[int], list[int]]]:
+    return [(committed, [node.token for node in nodes]) for committed, nodes in session.foresee(16)]
+
+
 @pytest.mark.parametrize("distribution", [SURE, LIKELY, DOUBTFUL], ids=["sure", "likely", "doubtful"])
 @pytest.mark.parametrize("uses_text", [True, False])
 def test_the_answer_after_a_verdict_is_the_one_that_was_told_before_it(
     distribution: Distribution, uses_text: bool
 ) -> None:
-    told = under_verification(distribution, uses_text=uses_text, uses_memory=False).foresee(16)
+    told = foreseen(under_verification(distribution, uses_text=uses_text, uses_memory=False))
 
     assert told and all(proposal for _, proposal in told)
     for committed, proposal in told:
@@ -86,7 +90,7 @@ def test_a_budget_that_waits_says_nothing_before() -> None:
 
 def test_what_was_taken_is_under_verification() -> None:
     session = under_verification()
-    (committed, proposal), *_ = session.foresee(8)
+    (committed, proposal), *_ = foreseen(session)
     assert (committed, proposal) == ([2], [1, 1, 1])
     session.commit(committed)
     session.adopt(proposal)

@@ -39,7 +39,7 @@ def test_a_root_drawn_without_replacement_and_chosen_by_rule_b_follows_the_targe
     def run(chance: object) -> int:
         tokens: list[int] = []
         for _ in range(count):
-            drawn = SampledDraw(chance).draw(distribution, tokens)  # type: ignore[arg-type]
+            drawn = SampledDraw(chance).further(distribution, tokens)  # type: ignore[arg-type]
             if drawn is not None:
                 tokens.append(drawn)
         return choose(p, Offer(q, tuple(tokens)), chance)  # type: ignore[arg-type]

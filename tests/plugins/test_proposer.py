@@ -47,6 +47,7 @@ class FixedClient:
         self.is_whole = is_whole
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.outlooks = [row.outlook for row in rows]
+        self.drawn_from: list[list[Any]] = [[] for _ in rows]
         return [list(self._proposal) for _ in rows]
 
 

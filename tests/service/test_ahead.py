@@ -107,7 +107,7 @@ def test_an_answer_is_taken_once_and_the_oldest_make_way(monkeypatch: pytest.Mon
         outcomes.hear(Ahead([AheadRow(name, [Outcome([4, 5], [6]), Outcome([7], [8])])]))
 
     assert outcomes.take(names[0], [4, 5]) is None
-    assert outcomes.take(names[1], [4, 5]) == [6]
+    assert outcomes.take(names[1], [4, 5]) == Outcome([4, 5], [6])
     assert outcomes.take(names[1], [4, 5]) is None
     assert outcomes.take(names[2], [4]) is None  # not foreseen; what was is no longer true
     assert outcomes.take(names[2], [7]) is None

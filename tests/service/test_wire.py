@@ -35,6 +35,7 @@ from specbranch.service.wire import (
     StepRow,
     Welcome,
     WireOutlook,
+    WireSampling,
     decode_reply,
     decode_request,
     encode,
@@ -55,6 +56,7 @@ REQUESTS: list[Request] = [
     Step(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
     Step(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
     Step(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(2)), StepRow(NAME, [4], NAME, 0)]),
+    Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(0.7, 0.9, 20, 5))]),
     Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, [5, 6]), StepRow(NAME, [4], NAME, 0, None, [])]),
     Open(
         b"ours",
@@ -70,7 +72,8 @@ REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152, bytes(range(8))),
     Welcome(VERSION, 7, "model", 49152, b"\xff" * MAX_SAMPLE),
     Proposals(8, [[1, 2, 3], None, []]),
-    Ahead([AheadRow(NAME, [Outcome([4, 5], [6]), Outcome([7], [])])]),
+    Proposals(8, [[1, 2], []], [b"\x01\x00" + bytes(8), b""]),
+    Ahead([AheadRow(NAME, [Outcome([4, 5], [6]), Outcome([7], []), Outcome([8], [9], bytes(9))])]),
     Refused("because"),
     stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000, 3, 2, 1),
 ]
@@ -106,6 +109,18 @@ def test_a_reply_is_no_request() -> None:
         Step(1, b"ours", 1.0, [StepRow(NAME, [1 << 31], NAME, 0)]),
         Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(-1))]),
         Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(3))]),
+        *(
+            Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(*wrong))])
+            for wrong in (
+                (0.0, 1.0, 0, 1),
+                (float("nan"), 1.0, 0, 1),
+                (1.0, 0.0, 0, 1),
+                (1.0, 1.5, 0, 1),
+                (1.0, 1.0, -1, 1),
+                (1.0, 1.0, 0, -1),
+                (1.0, 1.0, 0, 1 << 62),
+            )
+        ),
         Open(b"ours", "p" * 65, {}, "confidence", [pack([1])]),
         Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [pack([1])]),
         Open(b"ours", "pearl", {}, "confidence", [b""]),
@@ -114,7 +129,7 @@ def test_a_reply_is_no_request() -> None:
         StatsRequest(1, b""),
         StatsRequest(1, b"x" * 65),
     ],
-    ids=range(19),
+    ids=range(26),
 )
 def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
     with pytest.raises(FrameError):
@@ -164,16 +179,16 @@ def test_a_row_without_an_outlook_costs_one_byte() -> None:
     told, untold = StepRow(NAME, [4], NAME, 0, WireOutlook(1)), StepRow(NAME, [4], NAME, 0)
     frames = [encode(Step(1, b"ours", 1.0, [row])) for row in (told, untold)]
 
-    assert frames[1].endswith(b"\xc0\xc0\x00")  # no outlook, nothing taken, and no time of the step
+    assert frames[1].endswith(b"\xc0\xc0\xc0\x00")  # no outlook, nothing taken, not sampled, and no time of the step
     assert len(frames[0]) - len(frames[1]) == 1
 
 
 def test_a_row_of_the_first_version_is_still_understood() -> None:
     """It ended with the submission. Its sender is told to update by `Hello`, and is not misread meanwhile."""
     frame = encode(Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
-    place = frame.index(b"\x96\xc4")  # an array of six, a name of bytes
+    place = frame.index(b"\x97\xc4")  # an array of seven, a name of bytes
 
-    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -3] + frame[-1:])
+    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -4] + frame[-1:])
 
     assert old == Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
 

@@ -210,11 +210,12 @@ def _facts(results: Results) -> list[str]:
     scenario, source = results.scenario, results.provenance
     draft = f"{scenario.draft} as draft" if any(method.planner for method in scenario.methods) else "no draft"
     versions = ", ".join(f"{name} {source[name]}" for name in ("vllm", "torch", "transformers") if name in source)
+    top_p = f" with top-p {scenario.top_p:g}" if scenario.top_p < 1 else ""
     facts = [
         f"{scenario.target} ({scenario.dtype}) as target, {draft}",
         f"target on cores {_list(scenario.target_cores)}, draft on {_list(scenario.draft_cores)} of: "
         f"{source.get('cpu') or 'unknown processor'}",
-        f"temperature {scenario.temperature:g}, at most {scenario.max_tokens} tokens, natural end",
+        f"temperature {scenario.temperature:g}{top_p}, at most {scenario.max_tokens} tokens, natural end",
         f"result file {results.name}; specbranch {source.get('commit') or source.get('version')}, {versions}",
     ]
     if len(results.records) < scenario.num_trials:

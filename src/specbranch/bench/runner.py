@@ -195,7 +195,8 @@ class _Engines:
         return [stats.first_row_us, stats.more_row_us] if stats else None
 
     def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> Done:
-        sampling = {"temperature": self.scenario.temperature, "max_tokens": max_tokens}
+        scenario = self.scenario
+        sampling = {"temperature": scenario.temperature, "top_p": scenario.top_p, "max_tokens": max_tokens}
         settings = self.scenario.proposer_settings(method, self.draft.address)
         asks = [Ask(message, sampling, is_chat=True) for message in messages]
         return self.targets[method.engine].run(Run(asks, settings=settings))

@@ -51,6 +51,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predictor: str = "confidence"
     is_gated: bool = True
     pad: str = "auto"
+    rule: str = "auto"
 
     @property
     def engine(self) -> str:
@@ -98,6 +99,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int = 128
     max_model_len: int = 1024
     temperature: float = 0.0
+    top_p: float = 1.0
     gamma: int = 8
     deadline_ms: float = 1000.0
     groups: int | None = None
@@ -153,6 +155,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             predictor=method.predictor,
             is_gated=method.is_gated,
             pad=method.pad,
+            rule=method.rule,
             deadline_ms=self.deadline_ms,
             namespace=method.name,
         )

@@ -149,6 +149,7 @@ def _load(
     words += ["--model", scenario.target, "--tokenizer", found_model(scenario.target)]
     words += ["--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle"]
     words += ["--custom-output-len", str(scenario.max_tokens), "--temperature", str(scenario.temperature)]
+    words += ["--top-p", str(scenario.top_p)] if scenario.top_p < 1 else []
     words += ["--num-prompts", str(num_requests), "--request-rate", str(rate), "--seed", str(scenario.seed)]
     words += ["--percentile-metrics", ",".join(_TIMES), "--metric-percentiles", _joined(_PERCENTILES)]
     words += ["--save-result", "--result-dir", str(directory), "--result-filename", out.name, "--disable-tqdm"]

@@ -153,6 +153,7 @@ class Costs:
     draft: StepEstimate = field(default_factory=StepEstimate)
     target: TargetEstimate = field(default_factory=TargetEstimate)
     calibration: Calibration = field(default_factory=Calibration)
+    sampled: Calibration = field(default_factory=Calibration)  # of sequences that are sampled by rule B
     memory: AnswerMemory = field(default_factory=AnswerMemory)
     pace: Pace = field(default_factory=Pace)
 

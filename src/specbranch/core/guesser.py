@@ -47,17 +47,17 @@ class Guesser:
         guess: Guess = []
         while len(chain) < count and tip.distribution is None:
             if not guess:
-                guess = self._best(tip, count - len(chain), sources)
+                guess = self._best(tree, tip, count - len(chain), sources)
             if not guess:
                 break
             token, grounds = guess.pop(0)
-            if tree.chance(tip) * self._costs.calibration.guess_chance(grounds) < least:
+            if tree.chance(tip) * tree.calibration.guess_chance(grounds) < least:
                 break
             tip = tree.plant(tip, token, grounds)
             chain.append(tip)
         return chain
 
-    def _best(self, tip: Node, count: int, sources: Collection[str]) -> Guess:
+    def _best(self, tree: Tree, tip: Node, count: int, sources: Collection[str]) -> Guess:
         """The guess of whoever was right most often on such grounds."""
         tail = _tokens_to(tip)
         found: list[Guess] = []
@@ -69,7 +69,7 @@ class Guesser:
         if HEADS in sources and tip.guess is not None:
             token, confidence = tip.guess
             found.append([(token, (HEADS, min(int(confidence * _BUCKETS), _BUCKETS - 1)))])
-        chance = self._costs.calibration.guess_chance
+        chance = tree.calibration.guess_chance
         return max(filter(None, found), key=lambda guess: chance(guess[0][1]), default=[])
 
 

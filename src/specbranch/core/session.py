@@ -12,11 +12,12 @@ from typing import Any
 
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import Draw
+from specbranch.core.draw import Draw, served_draw
 from specbranch.core.guesser import Guesser
 from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner
 from specbranch.core.round import Outlook, Round
+from specbranch.core.sampling import Sampling
 from specbranch.core.stats import Stats
 from specbranch.core.tree import Tree
 from specbranch.core.verdict import Verdict
@@ -51,6 +52,8 @@ class Session:
         self.stats = Stats()
         self.is_finished = False
         self._planner = planner
+        self._draw = draw
+        self._sampling: Sampling | None = None
         self._ending = ending or Ending()
         self._answer = costs.memory.begin()
         tree = Tree(prompt, draw, costs.calibration)
@@ -71,6 +74,27 @@ class Session:
         """The tokens emitted so far."""
         return self.tokens[self.prompt_len :]
 
+    @property
+    def drawn_from(self) -> list[Distribution | None]:
+        """What each token under verification was drawn from by chance; None for those that were not."""
+        return [node.drawn_from for node in self.tree.submitted or ()]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn by chance."""
+        return self._sampling is not None
+
+    def sample(self, sampling: Sampling | None) -> None:
+        """Draw further tokens by chance, as the target samples (rule B); None: propose the likeliest (rule A)."""
+        if sampling == self._sampling:
+            return
+        self._sampling = sampling
+        costs = self.round.costs
+        if sampling is None:
+            self.tree.use(self._draw, costs.calibration)
+        else:
+            self.tree.use(served_draw(sampling, self.tokens, costs.sampled), costs.sampled)
+
     def propose(self) -> list[int] | None:
         """Tokens for the target to verify now; None while the planner lets it wait. Asking again repeats the answer."""
         if self.round.is_waiting:
@@ -80,17 +104,17 @@ class Session:
             self.tree.submit(nodes)
         return self.submitted
 
-    def foresee(self, count: int) -> list[tuple[list[int], list[int]]]:
-        """What `propose` will answer after the verdict that is awaited: committed tokens, and tokens to submit then.
+    def foresee(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
+        """What `propose` will answer after the verdict that is awaited: committed tokens, and the chain to submit then.
 
         For the likeliest verdicts, at most `count` of them. Nothing where the planner cannot say it before, or has
         nothing to submit so far: the verdict itself may help.
         """
-        foreseen: list[tuple[list[int], list[int]]] = []
+        foreseen: list[tuple[list[int], Sequence[Node]]] = []
         for node in () if self.round.is_waiting else self.tree.outcomes(count, _LEAST_CHANCE):
             nodes = self._planner.foresee(self.round, node)
             if nodes:
-                foreseen.append((self.tree.path(node), [one.token for one in nodes]))
+                foreseen.append((self.tree.path(node), nodes))
         return foreseen
 
     def adopt(self, tokens: Sequence[int]) -> None:

@@ -29,14 +29,18 @@ class Tree:
     def __init__(self, tokens: Sequence[int], draw: Draw, calibration: Calibration | None = None) -> None:
         if not tokens:
             raise ValueError("a draft tree needs at least one committed token to start from")
-        self._draw = draw
-        self._calibration = calibration or Calibration()
+        self.use(draw, calibration or Calibration())
         self.root = Node(tokens[-1], None, len(tokens) - 1, 0)
         self.submitted: list[Node] | None = None
         self.num_drafted = 0
         self.num_alive = 0
         self._submissions = 0
         self._unsettled: list[Abandoned] = []
+
+    def use(self, draw: Draw, calibration: Calibration) -> None:
+        """Draw further tokens this way from now on, and judge them by this."""
+        self._draw = draw
+        self.calibration = calibration
 
     @property
     def end(self) -> Node:
@@ -165,7 +169,7 @@ class Tree:
         """
         child = parent.child_with(token)
         if child is None:
-            child = self._add(parent, token, self._calibration.guess_chance(grounds))
+            child = self._add(parent, token, self.calibration.guess_chance(grounds))
             child.grounds = grounds
         return child
 
@@ -174,18 +178,31 @@ class Tree:
         node.distribution = distribution
         if not node.children:
             return
-        planted = list(node.children)
-        if distribution.ids and distribution.ids[0] not in [child.token for child in planted]:
-            self._grow(node)
-        for child in planted:
+        left = 1 - self.calibration.first_chance(distribution)
+        for child in node.children:
+            if child.token not in distribution.ids:
+                self._shift(child, math.log(max(left, _LEAST)))
+        self._draw_first(node)
+        self._judge_children(node)
+
+    def _judge_children(self, node: Node) -> None:
+        """Give the children of a node that was run their chances: the one to submit first, then the likeliest."""
+        distribution, drawn = node.distribution, _drawn_child(node)
+        assert distribution is not None, "a node that was run"
+        for child in node.children:
             _tell_first(child, distribution)
             if child.token in distribution.ids:
-                chance = self._calibration.chance(distribution, child.token)
-            else:
-                left = 1 - self._calibration.first_chance(distribution)
-                chance = left * math.exp(child.log_chance - node.log_chance)
-            self._shift(child, node.log_chance + math.log(max(chance, _LEAST)) - child.log_chance)
-        node.children.sort(key=lambda child: -child.log_chance)
+                chance = self._chance(distribution, child.token, drawn)
+                self._shift(child, node.log_chance + math.log(max(chance, _LEAST)) - child.log_chance)
+        node.children.sort(key=lambda child: (child is not drawn, -child.log_chance))
+
+    def _chance(self, distribution: Distribution, token: int, drawn: Node | None) -> float:
+        """How likely a token is right behind a node with this distribution, of which one child may have been drawn."""
+        if drawn is None or drawn.drawn_from is None:
+            return self.calibration.chance(distribution, token)
+        if token == drawn.token:
+            return self.calibration.kept_chance(drawn.drawn_from)
+        return self.calibration.chance_beside(distribution, token, drawn.token, drawn.drawn_from)
 
     def submit(self, nodes: Sequence[Node]) -> None:
         """Mark a chain that starts below the root as sent for verification."""
@@ -197,6 +214,11 @@ class Tree:
             parent = node
         self.submitted = list(nodes)
         self._submissions += 1
+        drawn = _drawn_child(self.end)
+        if drawn is not None:
+            # It is not tested: the target will say its own token here. So it is one guess of that among others.
+            drawn.drawn_from = None
+            self._judge_children(self.end)
 
     def retract(self, length: int) -> None:
         """Take back what was not sent after all: only the first `length` submitted tokens are under verification."""
@@ -252,10 +274,13 @@ class Tree:
             if node is None:
                 return
             if node.distribution is not None:
-                self._calibration.observe(node.distribution, token)
+                self.calibration.observe(node.distribution, token)
+                drawn = _drawn_child(node)
+                if drawn is not None and drawn.drawn_from is not None and drawn.is_submitted:
+                    self.calibration.observe_drawn(node.distribution, token, drawn.token, drawn.drawn_from)
             for child in node.children:
                 if child.grounds is not None:
-                    self._calibration.observe_guess(child.grounds, child.token == token)
+                    self.calibration.observe_guess(child.grounds, child.token == token)
             node = node.child_with(token)
 
     def distributions(self, tokens: Sequence[int]) -> list[Distribution | None]:
@@ -271,11 +296,35 @@ class Tree:
         """Draw one more child of a node; False if its distribution is unknown or has nothing left."""
         if node.distribution is None:
             return False
-        token = self._draw.draw(node.distribution, [child.token for child in node.children])
+        if not node.children:
+            return self._draw_first(node)
+        token = self._draw.further(node.distribution, [child.token for child in node.children])
         if token is None:
             return False
-        child = self._add(node, token, self._calibration.chance(node.distribution, token))
+        child = self._add(node, token, self._chance(node.distribution, token, _drawn_child(node)))
         _tell_first(child, node.distribution)
+        return True
+
+    def _draw_first(self, node: Node) -> bool:
+        """Draw the child of a node that is submitted behind it; it may have been planted already.
+
+        Behind all that is under verification the target says its own token: there the likeliest comes first. And so it
+        does where a guess is under verification already: whether that was drawn must not be decided afterwards.
+        """
+        is_decided = any(child.is_submitted for child in node.children)
+        is_tested = not is_decided and (self.submitted is None or node is not self.end)
+        distribution = node.distribution
+        assert distribution is not None, "a node that was run"
+        first = self._draw.first(node, is_tested)
+        if first is None:
+            return False
+        token, q = first
+        child = node.child_with(token)
+        if child is None:
+            chance = self.calibration.chance(distribution, token) if q is None else self.calibration.kept_chance(q)
+            child = self._add(node, token, chance)
+            _tell_first(child, distribution)
+        child.drawn_from = q
         return True
 
     def _add(self, node: Node, token: int, chance: float) -> Node:
@@ -302,6 +351,11 @@ class Tree:
             assert node.parent is not None, "below the root"
             node.parent.has_served = True
         return path
+
+
+def _drawn_child(node: Node) -> Node | None:
+    """The child that was drawn by chance, if one was."""
+    return next((child for child in node.children if child.drawn_from is not None), None)
 
 
 def _tell_first(child: Node, distribution: Distribution) -> None:

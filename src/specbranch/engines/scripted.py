@@ -22,7 +22,7 @@ from specbranch.engines.binding import Binding, Feed
 from specbranch.engines.protocol import DraftEngine, EngineInfo, Row, require_length, require_rows
 
 State = Hashable
-Rule = Literal["match", "reject"]
+Rule = Literal["match", "reject", "serve"]
 
 
 class Script(Protocol):
@@ -176,7 +176,7 @@ class EngineLane:
 
 
 class ScriptedTarget:
-    """A target lane whose model is a script, verifying by rule A (`match`) or rule B (`reject`).
+    """A target lane whose model is a script, verifying by rule A (`match`) or rule B (`reject`; `serve` as engines do).
 
     `entry_s` is what a step with drafts takes beyond the cost of its tokens.
     """
@@ -204,7 +204,8 @@ class ScriptedTarget:
             return match(session.submitted, lambda index: self._sample(self._script.distribution(states[index])))
         vocab_len = self._script.vocab_len
         distributions = [self._script.distribution(state).dense(vocab_len) for state in states]
-        return reject(offers(session, vocab_len), distributions, self._chance)
+        offered = offers(session, vocab_len) if self._rule == "reject" else served_offers(session, vocab_len)
+        return reject(offered, distributions, self._chance)
 
     def _sample(self, distribution: Distribution) -> int:
         return distribution.ids[self._chance.pick(distribution.probs)]
@@ -227,3 +228,12 @@ def offers(session: Session, vocab_len: int) -> list[Offer]:
         )
         for node in positions
     ]
+
+
+def served_offers(session: Session, vocab_len: int) -> list[Offer]:
+    """What a stock engine is told: one token a place, drawn from what is told with it, or certain; then none."""
+    told = []
+    for node in session.tree.submitted or ():
+        q = node.drawn_from or Distribution((node.token,), (1,), 0.0)
+        told.append(Offer(q.dense(vocab_len), (node.token,)))
+    return [*told, Offer(Distribution((), (), 0.0).dense(vocab_len), ())]

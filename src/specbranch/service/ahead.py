@@ -6,12 +6,13 @@ a verdict that was not foreseen is asked for as ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from specbranch.service.faults import Faults
 from specbranch.service.sessions import DraftSession
-from specbranch.service.wire import MAX_AHEAD, Ahead, AheadRow
+from specbranch.service.wire import MAX_AHEAD, MAX_REPLY, Ahead, AheadRow
 
+_MOST_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
 _MOST = 64  # messages to one client between two of its steps: by then all is drafted that a verdict could use
 
 
@@ -29,5 +30,19 @@ def tell_ahead(sessions: Iterable[DraftSession], faults: Faults) -> Iterator[tup
             counters[counter.client] = counter
     for client, told in rows.items():
         counters[client].num_ahead += 1
-        for start in range(0, len(told), MAX_AHEAD):
-            yield client, Ahead(told[start : start + MAX_AHEAD])
+        for part in _parts(told):
+            yield client, Ahead(part)
+
+
+def _parts(rows: Sequence[AheadRow]) -> Iterator[list[AheadRow]]:
+    """Rows that fit into one message, by number and by size."""
+    part: list[AheadRow] = []
+    size = 0
+    for row in rows:
+        row_size = sum(len(outcome.probs) for outcome in row.outcomes)
+        if part and (len(part) == MAX_AHEAD or size + row_size > _MOST_PROBS):
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += row_size
+    yield part

@@ -21,15 +21,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from specbranch.core.distribution import Distribution
 from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.core.round import Outlook
+from specbranch.core.sampling import TEXT_LEN, Sampling
 from specbranch.engines.vocabulary import VocabSample
 from specbranch.service.connection import Connection
+from specbranch.service.draft_probs import unpack_probs
 from specbranch.service.endpoint import ClientKeys
 from specbranch.service.fit import Fit
 from specbranch.service.outcomes import Outcomes
+from specbranch.service.redraw import redraw
 from specbranch.service.told import Told
 from specbranch.service.wire import (
     MAX_NEW,
@@ -48,6 +53,7 @@ from specbranch.service.wire import (
     StepRow,
     Welcome,
     WireOutlook,
+    WireSampling,
     pack,
 )
 
@@ -67,7 +73,8 @@ class Committed:
     An engine that does not know the last may leave it out: then it is what the client proposed for this sequence.
     `outlook` is what the target foresees for the tokens that come next, if it has looked. `name` is the engine's own
     name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
-    not of the whole sequence.
+    not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`drawn_from`), so
+    they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random one.
     """
 
     tokens: Tokens
@@ -75,6 +82,7 @@ class Committed:
     num_submitted: int | None = None
     outlook: Outlook | None = None
     name: str | None = None
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,7 @@ class ClientCounts:
     unawaited: int = 0  # told the service, did not wait for it
     late: int = 0
     foreseen: int = 0  # rows whose answer was here before they asked
+    drawn: int = 0  # draft tokens that were drawn by chance
     refused: int = 0
     foreign: int = 0  # drafts cut before a token that the target does not have
     other_vocab: int = 0  # calls without drafts, because the draft has another vocabulary
@@ -140,6 +149,7 @@ class DraftClient:
         self._fit = Fit(VocabSample(options.vocab_len, options.vocab_sample))
         self._asked_s = 0.0
         self.counts = ClientCounts()
+        self.drawn_from: list[list[Distribution | None]] = []  # of the last call: for each row, for each of its tokens
 
     @property
     def namespace(self) -> bytes:
@@ -163,6 +173,7 @@ class DraftClient:
         tells what verifying costs.
         """
         nothing: list[list[int]] = [[] for _ in rows]
+        self.drawn_from = [[] for _ in rows]
         if not self._connection.is_ours():
             return nothing
         self.counts.calls += 1
@@ -238,7 +249,7 @@ class DraftClient:
         self._round += 1
         wait_s = 0.0 if self._is_lagging else max(end_s - time.monotonic(), 0.0)
         # The service answers a little before we stop to listen.
-        step_rows = [self._step_row(rows[index]) for index in sent]
+        step_rows = [self._step_row(rows[index], index) for index in sent]
         self._proposed = {}
         self._sent = self._sent_before(step_rows)
         step_us = step_us if len(sent) == len(rows) else 0  # rows that are left out were in the step too
@@ -246,11 +257,11 @@ class DraftClient:
             self.counts.unreachable += 1
             self._sent = {}  # whoever comes will not know them
             return None
-        answers = self._answers(step_rows, end_s)
+        answers, probs = self._answers(step_rows, end_s)
         found: list[list[int]] = [[] for _ in rows]
         unknown: dict[bytes, Tokens] = {}
-        for index, row, answer in zip(sent, step_rows, answers, strict=True):
-            found[index] = row.taken if row.taken is not None else self._known_tokens(answer or [])
+        for index, row, answer, packed in zip(sent, step_rows, answers, probs, strict=True):
+            found[index] = row.taken if row.taken is not None else self._draft(index, rows[index], row, answer, packed)
             self._proposed[row.after] = len(found[index])
             if answer is None and row.after not in self._sent:
                 unknown[row.after] = rows[index].tokens
@@ -258,9 +269,9 @@ class DraftClient:
         self._sent |= dict.fromkeys(itertools.islice(unknown, num_sent), time.monotonic())
         return found
 
-    def _answers(self, rows: Sequence[StepRow], end_s: float) -> Sequence[Sequence[int] | None]:
-        """What the service says to the rows of a step; None where it does not know a sequence."""
-        nothing: list[list[int]] = [[] for _ in rows]
+    def _answers(self, rows: Sequence[StepRow], end_s: float) -> tuple[Sequence[Sequence[int] | None], Sequence[bytes]]:
+        """What the service says to the rows of a step, None where it knows no sequence; and what it drew from."""
+        nothing: tuple[list[list[int]], list[bytes]] = [[] for _ in rows], [b"" for _ in rows]
         if all(row.taken is not None for row in rows):
             return nothing
         if self._is_lagging:
@@ -271,7 +282,25 @@ class DraftClient:
         if not self._fit.is_known or not isinstance(reply, Proposals) or len(reply.rows) != len(rows):
             return nothing
         self.counts.answered += 1
-        return reply.rows
+        return reply.rows, reply.probs if len(reply.probs) == len(rows) else nothing[1]
+
+    def _draft(
+        self, index: int, committed: Committed, row: StepRow, told: Sequence[int] | None, packed: bytes
+    ) -> list[int]:
+        """What to submit for a row that was told this. What is said to be drawn by chance is drawn here."""
+        draft: Sequence[int] = told or ()
+        if packed and row.sampling is not None:
+            try:
+                drawn_from = unpack_probs(packed, len(draft))
+            except ValueError:
+                self.counts.refused += 1  # and its tokens are proposals like any others
+            else:
+                end, seed = committed.tokens[-TEXT_LEN:], row.sampling.seed
+                text = end.tolist() if isinstance(end, np.ndarray) else end
+                draft, used = redraw(text, len(committed.tokens), draft, drawn_from, seed, self._options.vocab_len)
+                self.drawn_from[index] = used
+                self.counts.drawn += sum(q is not None for q in used)
+        return self._known_tokens(draft)
 
     def _fits(self, row: Committed) -> bool:
         """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
@@ -318,17 +347,26 @@ class DraftClient:
         self.counts.foreign += 1
         return list(draft[:position])
 
-    def _step_row(self, row: Committed) -> StepRow:
+    def _step_row(self, row: Committed, index: int) -> StepRow:
         tokens = np.asarray(row.tokens, dtype="<i4")
         before, new = self._told.since(row.name, tokens, row.num_new)
         after = before.extend(new)
         self._told.note(row.name, tokens, after)
-        taken = self._outcomes.take(before.name, new) if self._fit.is_known else None
-        if taken is not None:
-            taken = self._known_tokens(taken)
-            self.counts.foreseen += 1
         submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
-        return StepRow(before.name, new, after.name, min(submitted, MAX_NEW), _on_wire(row.outlook), taken)
+        sampling = self._on_wire_sampling(row)
+        step_row = StepRow(before.name, new, after.name, min(submitted, MAX_NEW), _on_wire(row.outlook), None, sampling)
+        told = self._outcomes.take(before.name, new) if self._fit.is_known else None
+        if told is None:
+            return step_row
+        self.counts.foreseen += 1
+        return msgspec.structs.replace(step_row, taken=self._draft(index, row, step_row, told.proposal, told.probs))
+
+    def _on_wire_sampling(self, row: Committed) -> WireSampling | None:
+        sampling = row.sampling
+        if sampling is None or row.name is None:
+            return None
+        seed = sampling.seed or self._told.seed(row.name)
+        return WireSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed)
 
     def _open(self, sequences: Collection[Tokens], end_s: float) -> int:
         """Send whole sequences that the service does not know, each in a message of its own, until the time is up.

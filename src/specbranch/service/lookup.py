@@ -11,6 +11,7 @@ from specbranch.core.draw import TopDraw
 from specbranch.core.planners import SettingError, make_planner
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.round import Outlook, Signal
+from specbranch.core.sampling import Sampling
 from specbranch.core.session import Session
 from specbranch.engines.binding import Binding
 from specbranch.engines.protocol import DraftEngine
@@ -23,7 +24,7 @@ from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore
 from specbranch.service.tenants import Tenants
 from specbranch.service.undrafted import Reason
-from specbranch.service.wire import Open, StepRow, WireOutlook, unpack
+from specbranch.service.wire import Open, StepRow, WireOutlook, WireSampling, unpack
 
 _PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": ToldPredictor()}
 _ROOM = 64  # tokens that the cache must have left for drafting
@@ -110,7 +111,8 @@ class Lookup:
     def _commit(self, session: DraftSession, row: StepRow) -> bool:
         """Let a session take in a row's verdict; False if it was forgotten meanwhile."""
         before = self._observer.before_commit(session, row)
-        is_known = self._store.commit(session, row.tokens, row.num_submitted, _outlook(row.outlook))
+        outlook, sampling = _outlook(row.outlook), _sampling(row.sampling)
+        is_known = self._store.commit(session, row.tokens, row.num_submitted, outlook, sampling)
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)
         return is_known
 
@@ -144,3 +146,7 @@ class Lookup:
 
 def _outlook(told: WireOutlook | None) -> Outlook | None:
     return None if told is None else Outlook(Signal(told.signal))
+
+
+def _sampling(told: WireSampling | None) -> Sampling | None:
+    return None if told is None else Sampling(told.temperature, told.top_p, told.top_k, told.seed)

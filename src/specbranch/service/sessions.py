@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from enum import Enum
 
 from specbranch.core.round import Outlook
+from specbranch.core.sampling import Sampling
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats
 from specbranch.engines.binding import Binding
 from specbranch.service.digest import Digest
+from specbranch.service.draft_probs import pack_probs
 from specbranch.service.prefixes import Prefixes
 from specbranch.service.undrafted import Undrafted
 from specbranch.service.wire import MAX_OUTCOMES, Outcome
@@ -26,6 +28,7 @@ _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 _MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
 _REST_STEPS = 32
 _FAR_BEHIND = 32  # tokens yet to prefill: no draft will come soon, so no target waits for one
+_DRAWN_OUTCOMES = 4  # verdicts that are answered ahead where tokens come with their distributions, a kilobyte each
 _numbers = itertools.count(1)
 
 
@@ -116,9 +119,12 @@ class DraftSession:
         """The target with this step counter has just sent a verdict for the session."""
         self.step_counter, self._heard = step_counter, step_counter.steps
 
-    def commit(self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None) -> None:
+    def commit(
+        self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None, sampling: Sampling | None = None
+    ) -> None:
         """Take in a verdict; the caller holds the lock and moves the session in the store."""
         self.core.commit(tokens, num_submitted, outlook)
+        self.core.sample(sampling)
         self._digest = self._digest.extend(tokens)
         self.told = []
 
@@ -131,11 +137,19 @@ class DraftSession:
     def foresee(self) -> list[Outcome]:
         """What to submit after the verdict that is awaited, where that has changed since it was told."""
         with self.lock:
-            outcomes = [Outcome(*foreseen) for foreseen in self.core.foresee(MAX_OUTCOMES)]
+            outcomes = [
+                Outcome(tokens, [node.token for node in nodes], pack_probs([node.drawn_from for node in nodes]))
+                for tokens, nodes in self.core.foresee(_DRAWN_OUTCOMES if self.core.is_sampled else MAX_OUTCOMES)
+            ]
         if outcomes == self.told:
             return []
         self.told = outcomes
         return outcomes
+
+    def probs(self) -> bytes:
+        """What the tokens under verification were drawn from."""
+        with self.lock:
+            return pack_probs(self.core.drawn_from) if self.core.is_sampled else b""
 
     def propose(self) -> list[int] | None:
         """What there is to submit; None if the target should wait for it, and then it is awaited.
@@ -206,7 +220,12 @@ class SessionStore:
             self._shrink()
 
     def commit(
-        self, session: DraftSession, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None = None
+        self,
+        session: DraftSession,
+        tokens: Sequence[int],
+        num_submitted: int,
+        outlook: Outlook | None = None,
+        sampling: Sampling | None = None,
     ) -> bool:
         """Let a session take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
         with self._lock:
@@ -216,7 +235,7 @@ class SessionStore:
             held = len(session.core.tokens)
             try:
                 with session.lock:
-                    session.commit(tokens, num_submitted, outlook)
+                    session.commit(tokens, num_submitted, outlook, sampling)
             except Exception:
                 self._remove(session)  # it is half-way between two sequences
                 raise

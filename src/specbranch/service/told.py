@@ -6,6 +6,7 @@ new tokens only; and where the engine went on without asking, the service still 
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from typing import Any
 
@@ -25,6 +26,7 @@ class Told:
 
     def __init__(self) -> None:
         self._told: OrderedDict[str, tuple[int, Digest, bytes]] = OrderedDict()
+        self._seeds: dict[str, int] = {}
 
     def since(self, name: str | None, tokens: TokenArray, num_new: int) -> tuple[Digest, list[int]]:
         """The digest of what was told of a sequence, and the tokens since.
@@ -44,10 +46,18 @@ class Told:
         """All these tokens are told now; this is their digest."""
         if name is None:
             return
+        known = self._told.get(name)
+        if known is None or known[0] > len(tokens):
+            self._seeds[name] = int.from_bytes(os.urandom(8), "little") >> 2
         self._told[name] = (len(tokens), digest, _tail(tokens))
         self._told.move_to_end(name)
         if len(self._told) > _MOST:
-            self._told.popitem(last=False)
+            forgotten, _ = self._told.popitem(last=False)
+            del self._seeds[forgotten]
+
+    def seed(self, name: str | None) -> int:
+        """A random number that belongs to a sequence that was noted."""
+        return self._seeds.get(name, 0) if name is not None else 0
 
 
 def _tail(tokens: TokenArray) -> bytes:

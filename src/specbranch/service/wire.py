@@ -19,9 +19,9 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME = 8 << 20  # bytes
-MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over
+MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
 MAX_SEQUENCE = 1 << 20  # tokens
 MAX_NEW = 4096  # tokens committed in one step
@@ -38,6 +38,7 @@ Word = Annotated[str, Meta(min_length=1, max_length=64)]
 NewTokens = Annotated[list[Token], Meta(min_length=1, max_length=MAX_NEW)]
 PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]  # see `pack`
 Draft = Annotated[list[Token], Meta(max_length=MAX_WINDOW)]
+Probs = Annotated[bytes, Meta(max_length=1 << 17)]  # see `draft_probs`
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
 
 
@@ -73,6 +74,15 @@ class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
     signal: Annotated[int, Meta(ge=0, le=2)]
 
 
+class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How the target samples a sequence, and the seed of its draft tokens (`core/sampling.py`)."""
+
+    temperature: Annotated[float, Meta(gt=0, le=100)]
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    seed: Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
 MAX_STEP_US = 60_000_000  # a longer one teaches nothing
 
 
@@ -80,6 +90,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One sequence of an engine step: the sequence before, the tokens just committed, and the sequence with them.
 
     `taken`: what was told ahead for this verdict, which the target verifies already; None asks for a proposal.
+    `sampling`: draft tokens may be drawn by chance, and the target tests them by what they were drawn from (rule B).
     """
 
     before: Name
@@ -88,6 +99,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     num_submitted: Annotated[int, Meta(ge=0, le=MAX_NEW)]
     outlook: WireOutlook | None = None
     taken: Draft | None = None
+    sampling: WireSampling | None = None
 
 
 class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -105,10 +117,14 @@ class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What to submit for every row; None where the sequence is not known and must be opened."""
+    """What to submit for every row; None where the sequence is not known and must be opened.
+
+    `probs`: what the tokens of each row were drawn from; empty if no row has any that were drawn.
+    """
 
     round: Round
     rows: Annotated[list[Annotated[list[Token], Meta(max_length=MAX_NEW)] | None], Meta(max_length=MAX_ROWS)]
+    probs: Annotated[list[Probs], Meta(max_length=MAX_ROWS)] = []
 
 
 class Outcome(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -116,6 +132,7 @@ class Outcome(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
 
     committed: Annotated[list[Token], Meta(min_length=1, max_length=MAX_WINDOW + 1)]
     proposal: Draft
+    probs: Probs = b""
 
 
 class AheadRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

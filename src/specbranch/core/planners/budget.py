@@ -24,6 +24,7 @@ from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.rows import rows_that_pay
 from specbranch.core.planners.settings import Rows, Settings, Window
 from specbranch.core.round import Round
+from specbranch.core.tree import Tree
 
 _LEAST_CHANCE = 0.01
 _NEWEST = 64  # tokens of the sequence that are looked at before an answer
@@ -100,5 +101,22 @@ class BudgetPlanner(Planner[BudgetSettings]):
             round.guesser.catch_up(most=_NEWEST)
             least = max(_LEAST_REPEAT, price) * tree.chance(start)
             chain += round.guesser.plant(tree, tip, gamma - len(chain), least, self._sources)
-        gain = sum(tree.chance(node, start) - price for node in chain)
+        gain = self._gain(tree, start, chain, price)
         return chain if not self.settings.prices or gain >= round.costs.entry else []
+
+    def _gain(self, tree: Tree, start: Node, chain: Sequence[Node], price: float) -> float:
+        """Tokens that a submission is expected to bring beyond its price.
+
+        Behind a token that was drawn by chance all others count as if they were like it. What is known of them depends
+        on the token that it is, and whether it is tested must not (rule B).
+        """
+        gain = 0.0
+        for index, node in enumerate(chain):
+            chance = tree.chance(node, start)
+            gain += chance - price
+            if node.drawn_from is not None:
+                assert node.parent is not None, "below the start"
+                alike = tree.chance(node, node.parent)
+                further = (chance * alike**more for more in range(1, self.settings.gamma - index))
+                return gain + sum(takewhile(lambda one: one > 0, (one - price for one in further)))
+        return gain

@@ -33,6 +33,7 @@ _COUNTS = {
     "unreachable": ("unreachable", "Calls for which no draft service could be reached."),
     "unawaited": ("unawaited", "Calls that did not wait for an answer, because the draft service was lagging."),
     "foreseen": ("foreseen", "Rows whose draft was there before they asked for it."),
+    "drawn": ("drawn", "Draft tokens drawn by chance, to be tested against their probabilities."),
     "opened": ("opened", "Sequences sent to the draft service in full, because it did not know them."),
     "refused": ("refused", "Messages refused by the proposer or by the draft service."),
     "foreign": ("foreign", "Drafts cut at a token that is not in the target's vocabulary."),

@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from specbranch.core.distribution import Distribution
 from specbranch.core.gate import Gate
+from specbranch.core.sampling import Sampling
 from specbranch.engines.vocabulary import read_sample
 from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
+from specbranch.plugins.vllm.compat.probs import DraftProbs
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
@@ -50,6 +53,10 @@ class SpecBranchProposer:
         self._embed: Callable[[Sequence[int]], Any] | None = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
+        # Other ranks would have to get the same probabilities; with several, drafts stay certain.
+        is_alone = config.layout(vllm_config).tensor == 1
+        self._probs = DraftProbs(config.vocab_len(vllm_config), self._most) if is_alone else None
+        self._drawn_from: dict[int, Sequence[Distribution | None]] = {}
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.num_pads = 0  # that vLLM has verified, or rather rejected
         settings = read_settings(config.own_config(vllm_config))
@@ -130,6 +137,9 @@ class SpecBranchProposer:
             if len(sampled)
         }
         drafts = self.draft(sampled_token_ids, texts)
+        if self._probs is not None and self._drawn_from:
+            self._probs.hand_over(self._runner, drafts, self._drawn_from)
+            return drafts
         return self._padded(drafts) if self._can_pad(texts, len(drafts)) else drafts
 
     def draft(self, sampled_token_ids: Sequence[Sequence[int]], texts: Mapping[int, _Array]) -> list[list[int]]:
@@ -139,6 +149,7 @@ class SpecBranchProposer:
         none: the draft model knows neither, so the service is not asked.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        self._drawn_from = {}
         if self._client is None or not texts:
             return drafts
         num_new = [len(sampled) for sampled in sampled_token_ids]
@@ -147,8 +158,15 @@ class SpecBranchProposer:
             asked = self._without_aside(list(texts), len(drafts))
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             names = runner.row_names(self._runner, len(drafts))
+            samplings = self._samplings(asked)
             committed = {
-                index: Committed(texts[index], num_new[index], outlook=outlooks.get(index), name=names[index])
+                index: Committed(
+                    texts[index],
+                    num_new[index],
+                    outlook=outlooks.get(index),
+                    name=names[index],
+                    sampling=samplings.get(index),
+                )
                 for index in asked
             }
             is_whole = step_s is not None and len(committed) == len(drafts)
@@ -157,6 +175,12 @@ class SpecBranchProposer:
         self._had_drafts = any(drafts)
         self._show()
         return drafts
+
+    def _samplings(self, rows: Sequence[int]) -> dict[int, Sampling]:
+        """How rows sample whose draft tokens may be drawn by chance."""
+        if self._probs is None or self._runner is None or self._settings is None or self._settings.rule == "match":
+            return {}
+        return self._probs.samplings(self._runner, rows)
 
     def _can_pad(self, texts: Mapping[int, _Array], num_rows: int) -> bool:
         """Whether to fill up all rows: they must then be equal, and few enough for tokens to be cheap."""
@@ -219,10 +243,12 @@ class SpecBranchProposer:
         assert self._client is not None, "only called with a client"
         drafts: dict[int, list[int]] = {}
         proposals = self._client.propose(list(rows.values()), is_whole)
-        for (index, row), draft in zip(rows.items(), proposals, strict=True):
+        for (index, row), draft, drawn_from in zip(rows.items(), proposals, self._client.drawn_from, strict=True):
             # vLLM adds one token of its own after the draft; both must fit.
             room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]
+            if any(drawn_from):
+                self._drawn_from[index] = drawn_from
             self._lens[len(drafts[index])] += 1
         return drafts
 

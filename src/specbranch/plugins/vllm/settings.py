@@ -20,6 +20,7 @@ from specbranch.service.endpoint import ClientKeys, default_address
 _STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
 PADS = ("auto", "on", "off")
 RUNNERS = ("auto", "v1", "v2")
+RULES = ("auto", "match")
 
 
 class RunnerError(SpecBranchError, ValueError):
@@ -34,7 +35,9 @@ class ProposerSettings:
     share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay. `pad`: fill
     all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such graphs.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
-    `runner` is vLLM's model runner: `auto` leaves it to vLLM.
+    `runner` is vLLM's model runner: `auto` leaves it to vLLM. `rule`: with `auto`, draft tokens of sampled requests are
+    drawn by chance and tested against their probabilities where vLLM takes these; with `match`, the likeliest are
+    proposed and kept as often as the target would say them.
     """
 
     address: str = field(default_factory=default_address)
@@ -47,10 +50,13 @@ class ProposerSettings:
     is_gated: bool = True
     pad: str = "auto"
     runner: str = "auto"
+    rule: str = "auto"
 
     def __post_init__(self) -> None:
         if self.runner not in RUNNERS:
             raise SettingError(f"`runner` is {self.runner!r}; {suggest(str(self.runner), RUNNERS)}")
+        if self.rule not in RULES:
+            raise SettingError(f"`rule` is {self.rule!r}; {suggest(str(self.rule), RULES)}")
 
     @property
     def trained_predictor(self) -> Path | None:

@@ -15,7 +15,7 @@ _SEEDS = 1_000_000  # of one sample; the next has others, so that the samples ar
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One prompt and one set of sampling parameters, at temperature 1."""
+    """One prompt and one set of sampling parameters, at temperature 1 unless they say otherwise."""
 
     name: str
     prompt: str
@@ -40,7 +40,7 @@ class Feature:
 
 FEATURES = (
     Feature("temperature 1", COIN),
-    Feature("top-p 0.9", WEATHER, sampling={"top_p": 0.9}),
+    Feature("temperature 0.7, top-p 0.9", WEATHER, sampling={"temperature": 0.7, "top_p": 0.9}),
     Feature("top-k 5", WEATHER, sampling={"top_k": 5}),
     Feature(
         "penalties", WEATHER, sampling={"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.05}

@@ -1,0 +1,99 @@
+"""Rule B in vLLM's V1 runner: how its requests sample, and what their draft tokens were drawn from.
+
+The runner tests draft tokens by p/q where it has q for all of them, whole rows over the vocabulary; else it takes them
+as certain. Both are exact. Its rows are cleared before a proposer is called and read in the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specbranch.core.distribution import Distribution
+from specbranch.core.sampling import Sampling
+
+_MOST_BYTES = 256 << 20  # of probabilities in one step
+_LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
+_MOST_TEMPERATURE = 100.0
+_PROBS, _NAMES = "_draft_probs", "_draft_prob_req_ids"
+
+
+class DraftProbs:
+    """The rows of probabilities of one runner: memory that is kept, and zero but for what was written last."""
+
+    def __init__(self, vocab_len: int, most: int) -> None:
+        self._vocab_len = vocab_len
+        self._most = most
+        self._rows: Any = None
+        self._written: list[Any] = []
+
+    def samplings(self, runner: Any, rows: Sequence[int]) -> dict[int, Sampling]:
+        """How these rows sample, as far as their draft tokens may be drawn by chance.
+
+        None where the runner does not take probabilities, or where there would be too many of them.
+        """
+        if not hasattr(runner, _PROBS) or not hasattr(runner, _NAMES):
+            return {}
+        try:
+            names = runner.input_batch.req_ids
+            found = {row: sampling_of(runner.requests[names[row]].sampling_params) for row in rows}
+        except (AttributeError, KeyError, IndexError):
+            return {}
+        sampled = {row: sampling for row, sampling in found.items() if sampling is not None}
+        size = 4 * self._vocab_len * self._most * len(runner.input_batch.req_ids)
+        return sampled if size <= _MOST_BYTES else {}
+
+    def hand_over(
+        self, runner: Any, drafts: Sequence[Sequence[int]], drawn_from: Mapping[int, Sequence[Distribution | None]]
+    ) -> None:
+        """Give the runner what the drafts of its rows were drawn from; nothing if none was drawn by chance."""
+        if not any(any(row) for row in drawn_from.values()):
+            return
+        places: list[int] = []
+        tokens: list[int] = []
+        probs: list[float] = []
+        for row, draft in enumerate(drafts):
+            known = drawn_from.get(row, ())
+            for column, token in enumerate(draft):
+                q = known[column] if column < len(known) else None
+                ids, values = (q.ids, q.probs) if q else ((token,), (1.0,))
+                total = float(sum(values))
+                places += [row * self._most + column] * len(ids)
+                tokens += ids
+                probs += [float(value) / total for value in values]
+        setattr(runner, _PROBS, self._filled(runner.device, len(drafts), (places, tokens), probs))
+        setattr(runner, _NAMES, list(runner.input_batch.req_ids))
+
+    def _filled(self, device: Any, num_rows: int, indices: tuple[list[int], list[int]], probs: list[float]) -> Any:
+        import torch
+
+        if self._rows is None or len(self._rows) < num_rows:
+            self._rows = torch.zeros(num_rows, self._most, self._vocab_len, device=device)
+            self._written = []
+        flat = self._rows.view(-1, self._vocab_len)
+        if self._written:
+            flat[self._written[0], self._written[1]] = 0.0
+        self._written = [torch.tensor(one, device=device) for one in indices]
+        flat[self._written[0], self._written[1]] = torch.tensor(probs, device=device)
+        return self._rows
+
+
+def sampling_of(parameters: Any) -> Sampling | None:
+    """How a request samples; None if its draft tokens must not be drawn by chance.
+
+    A grammar or a thinking budget cuts a draft by its tokens, and what is tested must not depend on them.
+    """
+    temperature = getattr(parameters, "temperature", None)
+    if temperature is None or not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
+        return None
+    for cause in ("structured_outputs", "guided_decoding", "thinking_token_budget"):
+        if getattr(parameters, cause, None) is not None:
+            return None
+    top_k = getattr(parameters, "top_k", 0) or 0
+    seed = getattr(parameters, "seed", None)
+    return Sampling(
+        temperature=float(temperature),
+        top_p=float(getattr(parameters, "top_p", 1.0)),
+        top_k=max(int(top_k), 0),
+        seed=0 if seed is None else 1 + abs(int(seed)) % (1 << 61),
+    )

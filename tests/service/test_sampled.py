@@ -1,0 +1,267 @@
+"""Draft tokens that are drawn by chance: what the service tells, what the client draws itself, what comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specbranch.core.chance import RandomChance
+from specbranch.core.distribution import Distribution
+from specbranch.core.sampling import Sampling
+from specbranch.core.verify import Offer, reject
+from specbranch.engines.scripted import ScriptedEngine, TextScript
+from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.digest import Digest
+from specbranch.service.draft_probs import pack_probs, unpack_probs
+from specbranch.service.redraw import redraw
+from specbranch.service.server import Server, ServiceOptions
+from specbranch.service.told import Told
+from specbranch.service.wire import Ahead, Proposals, Step, StepRow, WireSampling
+from tests.service.test_lookup import Bench
+from tests.toys import random_script
+
+TEXT = [1, 2, 3]
+VOCAB = 6
+_BASE = random_script(3, VOCAB, sharpness=1)
+TARGET = TextScript(VOCAB, lambda text: _BASE.distribution(text[-2:]))
+_OTHER = random_script(4, VOCAB, like=_BASE, share=0.6, sharpness=1)
+DRAFT = TextScript(VOCAB, lambda text: _OTHER.distribution(text[-2:]))
+
+
+class SampledBench(Bench):
+    """A service on a table, whose target samples."""
+
+    def __init__(self, seed: int = 5, temperature: float = 1.0) -> None:
+        super().__init__(ScriptedEngine(DRAFT), max_sessions=200)
+        self.sampling = WireSampling(temperature, 1.0, 0, seed)
+        self.open(TEXT, planner="budget", prices=False, uses_text=False, uses_memory=False)
+        self.work()
+
+    def say(self, text: list[int], *new: int, taken: list[int] | None = None) -> tuple[list[int], bytes]:
+        before = Digest(text)
+        row = StepRow(before.name, list(new), before.extend(new).name, 0, None, taken, self.sampling)
+        (reply,) = self.ask(Step(1, b"ours", 0.0, [row])) or [Proposals(1, [[]], [b""])]
+        assert isinstance(reply, Proposals) and reply.rows[0] is not None
+        return reply.rows[0], reply.probs[0]
+
+
+def drafted(bench: SampledBench) -> tuple[list[int], list[int], bytes]:
+    """A text after two rounds, by when tokens are drawn by chance; what is proposed behind it, and drawn from what."""
+    bench.say(TEXT, 4)
+    bench.work()
+    text = [*TEXT, 4, 2]
+    return text, *bench.say(text[:-1], 2)
+
+
+def test_what_is_proposed_is_what_the_client_draws_from_what_it_is_told() -> None:
+    num_drawn = 0
+    for seed in range(1, 40):
+        bench = SampledBench(seed)
+        text, tokens, packed = drafted(bench)
+        drawn_from = unpack_probs(packed, len(tokens))
+        again, used = redraw(text, len(text), tokens, drawn_from, seed, None)
+
+        assert again == tokens and used == drawn_from
+        num_drawn += sum(one is not None for one in drawn_from)
+    assert num_drawn > 40
+
+
+def test_first_tokens_follow_the_distribution_that_is_told_with_them() -> None:
+    counts: Counter[int] = Counter()
+    expected = np.zeros(VOCAB)
+    for seed in range(1, 400):
+        _, tokens, packed = drafted(SampledBench(seed, temperature=0.7))
+        q = unpack_probs(packed, len(tokens))[0]
+        assert q is not None
+        counts[tokens[0]] += 1
+        expected[list(q.ids)] += np.array(q.probs, dtype=float)
+    seen = np.array([counts[token] for token in range(VOCAB)])
+
+    assert expected.sum() == pytest.approx(399, rel=1e-3)
+    is_frequent = expected > 5
+    assert ((seen - expected)[is_frequent] ** 2 / expected[is_frequent]).sum() < 22.5  # p = 0.0004 at 5 degrees
+
+
+def test_what_is_told_ahead_is_what_would_be_answered_with_its_distributions() -> None:
+    bench = SampledBench()
+    bench.say(TEXT, 4)
+    bench.work()
+    messages = [message for _, message in bench.dispatch.tell_ahead() if isinstance(message, Ahead)]
+    outcomes = messages[-1].rows[-1].outcomes
+
+    assert 0 < len(outcomes) <= 4
+    assert any(outcome.probs for outcome in outcomes)
+    for outcome in outcomes:
+        other = SampledBench()
+        other.say(TEXT, 4)
+        other.work()
+        assert other.say([*TEXT, 4], *outcome.committed) == (outcome.proposal, outcome.probs)
+
+
+def test_a_sequence_that_is_not_sampled_any_more_is_told_nothing_of_it() -> None:
+    bench = SampledBench()
+    drafted(bench)
+    bench.work()
+    before = Digest([*TEXT, 4, 2])
+    row = StepRow(before.name, [1], before.extend([1]).name, 0)
+    (reply,) = bench.ask(Step(1, b"ours", 0.0, [row]))
+
+    assert isinstance(reply, Proposals) and reply.probs == []
+
+
+def test_probabilities_survive_the_wire_to_the_last_bit() -> None:
+    one = Sampling(0.7).shape(Distribution((5, 70_000, 3), (0.6, 0.3, 0.05), 1.0))
+    packed = pack_probs([one, None, one])
+
+    found = unpack_probs(packed, 3)
+    assert found[1] is None
+    assert [(q.ids, q.probs) for q in (found[0], found[2]) if q] == [(one.ids, one.probs)] * 2
+    assert pack_probs([None, None]) == b"" and unpack_probs(b"", 2) == [None, None]
+
+
+def _floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+def _ids(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\x01",
+        b"\x02" + _ids(1, 2) + _floats(0.5),
+        b"\x01" + _ids(-1) + _floats(1.0),
+        b"\x01" + _ids(1) + _floats(0.0),
+        b"\x01" + _ids(1) + _floats(-0.5),
+        b"\x01" + _ids(1) + _floats(1.5),
+        b"\x01" + _ids(1) + _floats(float("nan")),
+        b"\x02" + _ids(1, 1) + _floats(0.5, 0.5),
+        b"\x00\x00",
+    ],
+)
+def test_what_is_no_distribution_is_refused(packed: bytes) -> None:
+    with pytest.raises(ValueError):
+        unpack_probs(packed, 1)
+
+
+def test_a_draft_ends_behind_a_token_that_falls_out_otherwise_here() -> None:
+    q = Distribution((1, 2), (0.5, 0.5), 0.0)
+    tokens, used = redraw([9], 1, [7, 1, 1, 1, 1, 1, 1], [None, *[q] * 6], seed=3, vocab_len=None)
+
+    assert tokens[0] == 7 and used[0] is None  # nobody drew it
+    assert tokens[1:-1] == [1] * (len(tokens) - 2) and tokens[-1] == 2
+    assert len(tokens) == len(used) < 7
+
+
+def test_tokens_that_the_target_does_not_have_are_never_drawn() -> None:
+    q = Distribution((1, 50, 2), (0.3, 0.4, 0.3), 0.0)
+    drawn = Counter(redraw([9], 1, [50], [q], seed, vocab_len=50)[0][0] for seed in range(500))
+
+    assert set(drawn) == {1, 2} and min(drawn.values()) > 200
+    assert redraw([9], 1, [50], [Distribution((50, 51), (0.5, 0.5), 0.0)], 0, vocab_len=50) == ([50], [None])
+
+
+def test_a_seed_belongs_to_a_request_and_not_to_its_name() -> None:
+    told = Told()
+
+    def note(name: str, *tokens: int) -> int:
+        told.note(name, np.array(tokens, "<i4"), Digest(tokens))
+        return told.seed(name)
+
+    first = note("a", 1, 2)
+    assert note("a", 1, 2, 3) == first != note("b", 1, 2, 3)
+    assert note("a", 1, 2) != first  # the name was used again
+    assert told.seed(None) == told.seed("unknown") == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampled_texts_follow_the_target_with_a_real_service(tmp_path: Path, temperature: float) -> None:
+    """Through the wire, with answers told ahead and asked for: three tokens at a time against the exact distribution.
+
+    The target tests as engines do. Most tokens are drafted, and more than half of the drafts are kept.
+    """
+    import threading
+
+    address = f"ipc://{tmp_path}/draft.sock"
+    server = Server(ScriptedEngine(DRAFT), ServiceOptions(address))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    chance = RandomChance(random.Random(7))
+    counts: Counter[tuple[int, ...]] = Counter()
+    num_sampled = num_kept = num_drawn = 0
+    settings = {"gamma": 2, "waits": True, "prices": False, "uses_text": False, "uses_memory": False}
+    options = ClientOptions(address, "budget", settings, deadline_s=2.0)
+    try:
+        with contextlib.closing(DraftClient(options)) as client:
+            assert client.hello(30.0) is not None
+            for number in range(500):
+                tokens = [0, 1]
+                num_new = 0
+                draft: list[int] = []
+                name = f"{number} {os.urandom(4).hex()}"
+                drawn_from: list[Distribution | None] = []
+                while len(tokens) < 8:
+                    offers = [
+                        Offer((q or Distribution((token,), (1.0,), 0.0)).dense(VOCAB), (token,))
+                        for token, q in zip(draft, drawn_from or [None] * len(draft), strict=True)
+                    ]
+                    offers.append(Offer(Distribution((), (), 0.0).dense(VOCAB), ()))
+                    ps = [target_at(temperature, [*tokens, *draft[:length]]) for length in range(len(draft) + 1)]
+                    verdict = reject(offers, ps, chance)
+                    new = verdict.committed(draft)
+                    num_kept += verdict.accepted
+                    num_drawn += sum(q is not None for q in drawn_from[: verdict.accepted + 1])
+                    tokens += new
+                    num_new = len(new)
+                    if len(tokens) < 8:
+                        row = Committed(tokens, num_new, name=name, sampling=Sampling(temperature))
+                        (draft,) = client.propose([row])
+                        drawn_from = client.drawn_from[0][: len(draft)]
+                counts[tuple(tokens[5:8])] += 1
+                num_sampled += 1
+    finally:
+        server.stop()
+        thread.join(30)
+
+    expected = exact(temperature, [0, 1], 6)
+    tail: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for text, prob in expected.items():
+        tail[text[3:6]] += prob
+    assert num_drawn > num_sampled
+    assert num_kept > num_sampled
+    statistic = sum(
+        (counts[text] - num_sampled * prob) ** 2 / (num_sampled * prob)
+        for text, prob in tail.items()
+        if num_sampled * prob > 5
+    )
+    degrees = sum(num_sampled * prob > 5 for prob in tail.values())
+    assert statistic < degrees + 4.5 * np.sqrt(2 * degrees)
+
+
+def target_at(temperature: float, text: list[int]) -> Any:
+    found = TARGET.distribution(tuple(text))
+    probs = np.zeros(VOCAB)
+    probs[list(found.ids)] = np.array(found.probs, dtype=float) ** (1 / temperature)
+    return probs / probs.sum()
+
+
+def exact(temperature: float, prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
+    """The distribution of all texts of this length behind the prompt."""
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        texts = {
+            (*text, token): chance * prob
+            for text, chance in texts.items()
+            for token, prob in enumerate(target_at(temperature, [*prompt, *text]))
+            if prob > 0
+        }
+    return texts
