@@ -54,6 +54,14 @@ RUNS = (
         "at a time, so bare vLLM answers all prompts first.",
     ),
     Run(
+        "sampled",
+        "Sampled text, at temperature 1, without AMX",
+        "The flagship pair in float32, four prompts of each task, 32 tokens. Rule A proposes the likeliest tokens; with "
+        "[rule B](exactness.md#rule-b-as-it-is-served) they are drawn by chance and vLLM tests them by their probabilities. Both "
+        "take turns prompt by prompt; memory holds one engine at a time, so bare vLLM answers all prompts first. Every answer "
+        "is another text, so a task of four prompts varies much.",
+    ),
+    Run(
         "planners",
         "Every planner, four tasks",
         "Three prompts of each task, methods interleaved prompt by prompt. This is the run of the headline.",
@@ -81,6 +89,12 @@ RUNS = (
         "The draft without 6 of its 24 layers ([study](../studies/01-weak-pair/README.md)). Two prompts of each task.",
     ),
     Run(
+        "weak-float32",
+        "A badly aligned pair, without AMX",
+        "The same pair in float32, four prompts of each task. `pearl` and `budget` take turns prompt by prompt. Bare vLLM was "
+        "measured before and after them, in minutes in which the machine was slower: compare only the two planners.",
+    ),
+    Run(
         "small",
         "A small pair, eight tasks",
         "SmolLM2-135M with its own 4-bit GGUF as draft. One or two prompts of each task: read only the mean.",
@@ -97,8 +111,7 @@ Written by `benchmarks/make_page.py` from the result files that each section nam
 [How it is measured](bench.md). To repeat a run: `specbranch bench run benchmarks/NAME.toml --data DIR --out FILE`.
 
 Everything ran on two cores of one CPU, without a GPU. The machine is shared, and its speed changes by up to a factor
-of two from hour to hour. Only ratios within one run count. All runs are greedy: at temperature 1 we have too few prompts
-to claim anything ([log](log.md#measuring)).
+of two from hour to hour. Only ratios within one run count. All runs but one are greedy.
 
 - Columns named after a task, and *mean*: tokens per second from request to last token, over bare vLLM in the same run.
   The mean is geometric. In brackets: 95 % of resamples of the prompts; {NO_RANGE} below three prompts a task, too few

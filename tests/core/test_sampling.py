@@ -79,3 +79,10 @@ def test_what_is_picked_follows_the_probabilities() -> None:
 
     assert [picked.count(index) for index in range(3)] == [500, 300, 200]
     assert pick(probs, 1.0) == 2
+
+
+def test_a_flat_distribution_at_a_low_temperature_is_still_one() -> None:
+    flat = Distribution(tuple(range(40)), (1e-4,) * 40, 9.0)
+    q = Sampling(0.01).shape(flat)
+
+    assert len(q.ids) == 32 and sum(q.probs) == pytest.approx(1)

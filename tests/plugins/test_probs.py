@@ -83,3 +83,25 @@ def test_a_runner_that_takes_none_and_too_many_rows_get_none(monkeypatch: pytest
     monkeypatch.setattr(module, "_MOST_BYTES", 4 * 10 * 3 * 2)
     assert probs.samplings(runner_of(params(), params()), [0, 1])
     assert probs.samplings(runner_of(params(), params(), params()), [0]) == {}
+
+
+def test_drafts_that_were_cut_to_nothing_and_a_failure_leave_the_runner_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, probs = runner_of(params()), DraftProbs(10, 3)
+    q = Distribution((4, 7), (0.75, 0.25), 0.0)
+    probs.hand_over(runner, [[]], {0: [q]})
+    assert runner._draft_probs is None and not caplog.records
+
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: 1 / 0)
+    probs.hand_over(runner, [[4]], {0: [q]})
+    assert runner._draft_probs is None and "as certain now" in caplog.text
+    assert probs.samplings(runner, [0]) == {}
+
+
+def test_rows_of_another_width_than_the_logits_are_not_handed_over() -> None:
+    runner, probs = runner_of(params()), DraftProbs(10, 3)
+    runner.model = SimpleNamespace(logits_processor=SimpleNamespace(org_vocab_size=10))
+    assert probs.samplings(runner, [0])
+    runner.model.logits_processor.org_vocab_size = 12
+    assert probs.samplings(runner, [0]) == {}

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from specbranch.core.chance import RandomChance
+from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
+from specbranch.core.draw import TopDraw
 from specbranch.core.sampling import Sampling
+from specbranch.core.session import Session
 from specbranch.core.verify import Offer, reject
 from specbranch.engines.scripted import ScriptedEngine, TextScript
 from specbranch.service.client import ClientOptions, Committed, DraftClient
@@ -23,9 +26,9 @@ from specbranch.service.draft_probs import pack_probs, unpack_probs
 from specbranch.service.redraw import redraw
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.told import Told
-from specbranch.service.wire import Ahead, Proposals, Step, StepRow, WireSampling
+from specbranch.service.wire import Ahead, AheadRow, Outcome, Proposals, Step, StepRow, WireSampling
 from tests.service.test_lookup import Bench
-from tests.toys import random_script
+from tests.toys import planner_of, random_script
 
 TEXT = [1, 2, 3]
 VOCAB = 6
@@ -49,7 +52,7 @@ class SampledBench(Bench):
         row = StepRow(before.name, list(new), before.extend(new).name, 0, None, taken, self.sampling)
         (reply,) = self.ask(Step(1, b"ours", 0.0, [row])) or [Proposals(1, [[]], [b""])]
         assert isinstance(reply, Proposals) and reply.rows[0] is not None
-        return reply.rows[0], reply.probs[0]
+        return reply.rows[0], reply.probs[0] if reply.probs else b""
 
 
 def drafted(bench: SampledBench) -> tuple[list[int], list[int], bytes]:
@@ -181,6 +184,55 @@ def test_a_seed_belongs_to_a_request_and_not_to_its_name() -> None:
     assert note("a", 1, 2, 3) == first != note("b", 1, 2, 3)
     assert note("a", 1, 2) != first  # the name was used again
     assert told.seed(None) == told.seed("unknown") == 0
+
+
+def test_a_step_that_goes_without_drafts_has_no_distributions() -> None:
+    """The service has told ahead and is gone: what was drawn is not submitted, and must not be handed over."""
+    client = DraftClient(ClientOptions("ipc:///nowhere/draft.sock"))
+    q = pack_probs([Sampling(1.0).shape(Distribution((5, 6), (0.5, 0.5), 1.0))])
+    row = Committed([1, 2, 3, 4], 1, name="a", sampling=Sampling(1.0))
+    client._outcomes.hear(Ahead([AheadRow(Digest([1, 2, 3]).name, [Outcome([4], [5], q)])]))
+
+    assert client.propose([row]) == [[]]
+    assert client.counts.foreseen == 1 and client.counts.unreachable == 1
+    assert client.drawn_from == [[]]
+    client.close()
+
+
+def test_at_a_deadline_what_was_drafted_in_time_is_tested() -> None:
+    """A planner waits for more or less behind a drawn token, by what follows it; all the same the token is tested."""
+    session = Session([1, 2], planner_of("sps", {"gamma": 4}), TopDraw(), Costs())
+    session.sample(Sampling(1.0, seed=3))
+    q = DRAFT.distribution((1, 2))
+    for _ in range(2):
+        assert session.propose() is None
+        (node,) = session.rows()
+        session.grow(node, q)
+    session.give_up()
+
+    assert len(session.submitted) == 2 and all(session.drawn_from)
+    certain = Session([1, 2], planner_of("sps", {"gamma": 4}), TopDraw(), Costs())
+    certain.grow(certain.rows()[0], q)
+    certain.give_up()
+    assert certain.submitted == []
+
+
+def test_each_row_gets_the_distributions_of_its_own_tokens() -> None:
+    """Two requests with equal texts share a session; the second goes on with it in the same step."""
+    bench = SampledBench()
+    text, _, _ = drafted(bench)
+    bench.work()
+    before, after = Digest(text[:-1]), Digest(text)
+    behind = StepRow(before.name, text[-1:], after.name, 0, None, None, bench.sampling)
+    ahead = StepRow(after.name, [1], after.extend([1]).name, 0, None, None, bench.sampling)
+    (reply,) = bench.ask(Step(1, b"ours", 0.0, [behind, ahead]))
+
+    assert isinstance(reply, Proposals)
+    for tokens, packed in zip(reply.rows, reply.probs, strict=True):
+        assert tokens is not None
+        drawn_from = unpack_probs(packed, len(tokens))
+        assert all(q is None or token in q.ids for token, q in zip(tokens, drawn_from, strict=True))
+    assert any(reply.probs) and reply.probs[0] != reply.probs[1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -17,7 +17,8 @@ import numpy as np
 
 from specbranch.core.distribution import Distribution, Prob
 
-TEXT_LEN = 32  # tokens before a place that its number is made of; more than a draft tree is deep
+TEXT_LEN = 128  # tokens before a place that its number is made of; a draft tree is no deeper
+_MOST_IDS = 32  # that a token is drawn from; they go over the wire with it
 _SCALE = 2.0**-53
 
 
@@ -35,8 +36,9 @@ class Sampling:
 
         In float32, as it goes over the wire. The tokens that the draft does not name are left out.
         """
-        ids = distribution.ids[: self.top_k or None]
-        weights = np.asarray(distribution.probs[: len(ids)], dtype=np.float64) ** (1 / self.temperature)
+        ids = distribution.ids[: min(self.top_k or _MOST_IDS, _MOST_IDS)]
+        raw = np.asarray(distribution.probs[: len(ids)], dtype=np.float64)
+        weights = (raw / raw[0]) ** (1 / self.temperature)
         probs = weights / weights.sum()
         if self.top_p < 1.0:
             # A token stays if those before it have less than top-p together; the first one always does.

@@ -16,7 +16,7 @@ from specbranch.core.draw import Draw, served_draw
 from specbranch.core.guesser import Guesser
 from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner
-from specbranch.core.round import Outlook, Round
+from specbranch.core.round import MAX_WINDOW, Outlook, Round
 from specbranch.core.sampling import Sampling
 from specbranch.core.stats import Stats
 from specbranch.core.tree import Tree
@@ -126,6 +126,16 @@ class Session:
         """Let this round go without a draft: the deadline has passed, or nothing can be drafted."""
         if self.round.is_waiting:
             self.tree.submit(())
+
+    def give_up(self) -> None:
+        """The deadline has passed while the planner let the target wait: this round goes without a draft.
+
+        Where tokens were drawn by chance, with what was drafted in time: how long a planner waits depends on what
+        follows a token, and whether the token is tested must not.
+        """
+        if self.is_sampled and self.round.is_waiting:
+            self.tree.submit(self.tree.walk_run(self.tree.root, getattr(self._planner.settings, "gamma", MAX_WINDOW)))
+        self.stand_aside()
 
     def rows(self) -> Sequence[Node]:
         """The nodes that the draft should run next, most valuable first."""

@@ -182,14 +182,19 @@ class DraftClient:
         self._learn_step(step_s)
         try:
             step_us = min(int(1e6 * step_s), MAX_STEP_US)
-            return self._propose(rows, start_s + self._patience_s(), step_us) or nothing
+            found = self._propose(rows, start_s + self._patience_s(), step_us)
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed; this step goes without drafts")
-            return nothing
+            found = None
         finally:
             self._returned_s = time.monotonic()
             self.counts.wait_s += self._returned_s - start_s
+        if found is None:
+            self.drawn_from = [[] for _ in rows]
+            return nothing
+        self.drawn_from = [drawn[: len(draft)] for drawn, draft in zip(self.drawn_from, found, strict=True)]
+        return found
 
     def expect(self, prompts: Sequence[Tokens]) -> None:
         """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""

@@ -196,16 +196,8 @@ class Dispatch:
         self.counts.wait_s += now_s - pending.since_s
         self._tenants.answered(pending.step.namespace, now_s)
         self._note_answer(pending, now_s)
-        return (pending.client, Proposals(pending.step.round, pending.proposals, self._probs(pending)))
-
-    def _probs(self, pending: Pending) -> list[bytes]:
-        """What the proposed tokens were drawn from, where the target will test them by it."""
-        if not any(row.sampling for row in pending.step.rows):
-            return []
-        return [
-            self.faults.contain(session, session.probs) or b"" if session and proposal and row.sampling else b""
-            for row, session, proposal in zip(pending.step.rows, pending.sessions, pending.proposals, strict=True)
-        ]
+        probs = pending.probs if any(pending.probs) else []
+        return (pending.client, Proposals(pending.step.round, pending.proposals, probs))
 
     def _note_answer(self, pending: Pending, at_s: float) -> None:
         self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)

@@ -28,7 +28,7 @@ _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 _MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
 _REST_STEPS = 32
 _FAR_BEHIND = 32  # tokens yet to prefill: no draft will come soon, so no target waits for one
-_DRAWN_OUTCOMES = 4  # verdicts that are answered ahead where tokens come with their distributions, a kilobyte each
+_DRAWN_OUTCOMES = 4  # verdicts that are answered ahead where tokens come with their distributions, 257 bytes each
 _numbers = itertools.count(1)
 
 
@@ -171,7 +171,7 @@ class DraftSession:
             return self._propose_now()
 
     def _propose_now(self) -> list[int] | None:
-        self.core.stand_aside()
+        self.core.give_up()
         self.turn(State.BEHIND if self.num_unread > 1 else State.PREPARING)
         return self.core.propose()
 

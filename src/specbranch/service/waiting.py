@@ -20,6 +20,7 @@ class Pending:
     deadline_s: float
     sessions: list[DraftSession | None] = field(default_factory=list)
     proposals: list[list[int] | None] = field(default_factory=list)
+    probs: list[bytes] = field(default_factory=list)  # what the tokens of the proposals were drawn from
     waiting: set[int] = field(default_factory=set)  # rows that are not ready
     num_held: int = 0  # rows that were not ready at once
 
@@ -29,7 +30,16 @@ class Pending:
             self.waiting.add(len(self.sessions))
             self.num_held += 1
         self.sessions.append(session)
-        self.proposals.append(proposal)
+        self.proposals.append(None)
+        self.probs.append(b"")
+        self.settle(len(self.sessions) - 1, proposal)
+
+    def settle(self, index: int, proposal: list[int] | None) -> None:
+        """The proposal of a row, with what it was drawn from: the next row may go on with the same session."""
+        session = self.sessions[index]
+        self.proposals[index] = proposal
+        if session is not None and proposal and self.step.rows[index].sampling is not None:
+            self.probs[index] = session.probs()
 
 
 class Waiting:
@@ -69,7 +79,7 @@ class Waiting:
             if session.is_forgotten:
                 self._give_up(pending, index)
             elif proposal is not None:
-                pending.proposals[index] = proposal
+                pending.settle(index, proposal)
                 self._release(pending, index)
         return not pending.waiting
 
@@ -81,7 +91,7 @@ class Waiting:
     def _give_up(self, pending: Pending, index: int) -> None:
         session = pending.sessions[index]
         assert session is not None, "only sessions are waited for"
-        pending.proposals[index] = self._faults.contain(session, session.propose_now)
+        pending.settle(index, self._faults.contain(session, session.propose_now))
         self._release(pending, index)
         self._tell(session)
 

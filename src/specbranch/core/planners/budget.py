@@ -36,8 +36,8 @@ class BudgetSettings(Settings):
     """Longest submission, the most rows of one draft step, and where guesses come from that cost no model.
 
     `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target; `uses_heads`: the
-    draft's heads, if it has any. `deepens`: what is guessed also runs behind a node in its draft step. Guesses are for
-    verification by match alone, as vLLM's is for what a draft service proposes. `prices`: what is less likely to be
+    draft's heads, if it has any. `deepens`: what is guessed also runs behind a node in its draft step. Guesses are
+    certain: accepted as often as the target says them. `prices`: what is less likely to be
     accepted than its verification is worth is not submitted. `waits`: the target waits for a submission
     of full length, which only makes sense in tests.
     """

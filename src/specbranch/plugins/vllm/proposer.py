@@ -247,8 +247,8 @@ class SpecBranchProposer:
             # vLLM adds one token of its own after the draft; both must fit.
             room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]
-            if any(drawn_from):
-                self._drawn_from[index] = drawn_from
+            if any(drawn_from[: len(drafts[index])]):
+                self._drawn_from[index] = drawn_from[: len(drafts[index])]
             self._lens[len(drafts[index])] += 1
         return drafts
 

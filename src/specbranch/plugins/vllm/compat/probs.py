@@ -6,11 +6,14 @@ as certain. Both are exact. Its rows are cleared before a proposer is called and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specbranch.core.distribution import Distribution
 from specbranch.core.sampling import Sampling
+
+log = logging.getLogger(__name__)
 
 _MOST_BYTES = 256 << 20  # of probabilities in one step
 _LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
@@ -26,14 +29,18 @@ class DraftProbs:
         self._most = most
         self._rows: Any = None
         self._written: list[Any] = []
+        self._has_failed = False
 
     def samplings(self, runner: Any, rows: Sequence[int]) -> dict[int, Sampling]:
         """How these rows sample, as far as their draft tokens may be drawn by chance.
 
-        None where the runner does not take probabilities, or where there would be too many of them.
+        Nothing where the runner does not take probabilities, or where there would be too many of them.
         """
-        if not hasattr(runner, _PROBS) or not hasattr(runner, _NAMES):
+        if not hasattr(runner, _PROBS) or not hasattr(runner, _NAMES) or self._has_failed:
             return {}
+        processor = getattr(getattr(runner, "model", None), "logits_processor", None)
+        if getattr(processor, "org_vocab_size", self._vocab_len) != self._vocab_len:
+            return {}  # rows of another width than its logits would be read wrongly
         try:
             names = runner.input_batch.req_ids
             found = {row: sampling_of(runner.requests[names[row]].sampling_params) for row in rows}
@@ -46,7 +53,20 @@ class DraftProbs:
     def hand_over(
         self, runner: Any, drafts: Sequence[Sequence[int]], drawn_from: Mapping[int, Sequence[Distribution | None]]
     ) -> None:
-        """Give the runner what the drafts of its rows were drawn from; nothing if none was drawn by chance."""
+        """Give the runner what the drafts of its rows were drawn from; nothing if none was drawn by chance.
+
+        Never raises: without probabilities all drafts of the step are taken as certain.
+        """
+        try:
+            self._hand_over(runner, drafts, drawn_from)
+        except Exception:
+            log.exception("draft probabilities could not be handed to vLLM; draft tokens are proposed as certain now")
+            self._has_failed = True
+            self._rows = None
+
+    def _hand_over(
+        self, runner: Any, drafts: Sequence[Sequence[int]], drawn_from: Mapping[int, Sequence[Distribution | None]]
+    ) -> None:
         if not any(any(row) for row in drawn_from.values()):
             return
         places: list[int] = []
@@ -61,6 +81,8 @@ class DraftProbs:
                 places += [row * self._most + column] * len(ids)
                 tokens += ids
                 probs += [float(value) / total for value in values]
+        if not places:
+            return
         setattr(runner, _PROBS, self._filled(runner.device, len(drafts), (places, tokens), probs))
         setattr(runner, _NAMES, list(runner.input_batch.req_ids))
 
@@ -68,7 +90,9 @@ class DraftProbs:
         import torch
 
         if self._rows is None or len(self._rows) < num_rows:
-            self._rows = torch.zeros(num_rows, self._most, self._vocab_len, device=device)
+            num_kept = max(num_rows, 2 * len(self._rows) if self._rows is not None else 0)
+            self._rows = None  # the old ones go first
+            self._rows = torch.zeros(num_kept, self._most, self._vocab_len, device=device)
             self._written = []
         flat = self._rows.view(-1, self._vocab_len)
         if self._written:
