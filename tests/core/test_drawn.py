@@ -60,7 +60,6 @@ def test_what_follows_is_drawn_the_same_way_after_a_verdict() -> None:
 
 def test_a_sequence_may_change_how_it_is_sampled() -> None:
     session = sampled_session()
-    assert session.is_sampled
     session.sample(Sampling(1.0, seed=3))  # the same changes nothing
     session.sample(None)
     fill(session)
