@@ -33,6 +33,7 @@ class Client:
         if self.has_failed:
             raise RuntimeError("out of order")
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
+        self.drawn_from: list[list[Any]] = [[] for _ in rows]
         return [[text[-1] + step for step in range(1, self.length + 1)] for text, _ in self.told]
 
     def expect(self, prompts: Sequence[list[int]]) -> None:
