@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,9 +10,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm.pair import PAIR, require_pair
 
 ROOT = Path(__file__).parents[2]
+
+# The beginning of a snippet that calls vLLM's sampler on the CPU.
+WITH_SAMPLER = """
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+if current_platform.register_triton_kernel_overrides:  # None if there is no such method
+    current_platform.register_triton_kernel_overrides()
+else:  # before 0.31 the runner does it
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    CPUModelRunner._postprocess_triton(None)
+from vllm.v1.sample import rejection_sampler
+"""
+
+
+def run_with_sampler(snippet: str) -> Any:
+    """What a snippet behind `WITH_SAMPLER` prints: a JSON list, whose first entry says if this is a CPU."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    command = [sys.executable, "-c", WITH_SAMPLER + snippet]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    is_cpu, *found = json.loads(done.stdout.splitlines()[-1])
+    if not is_cpu:
+        pytest.skip("this vLLM does not run on the CPU")
+    return found
 
 
 def run_program(name: str, pair: str = PAIR) -> Any:

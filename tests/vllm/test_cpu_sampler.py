@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-
-import pytest
-
 from tests.results import record
+from tests.vllm.programs import run_with_sampler
 
 PROGRAM = """
 import json
 import torch
-from vllm.platforms import current_platform
-current_platform.import_kernels()
-if current_platform.register_triton_kernel_overrides:  # None if there is no such method
-    current_platform.register_triton_kernel_overrides()
-else:  # before 0.31 the runner does it
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    CPUModelRunner._postprocess_triton(None)
-from vllm.v1.sample import rejection_sampler
 from specbranch.plugins.vllm.compat import patches
 
 replaced = patches.patch_cpu_sampler()
@@ -40,14 +26,8 @@ print(json.dumps([
 
 def test_every_draft_token_gets_the_parameters_of_its_request() -> None:
     """The second request has no draft token; a temperature of 0 becomes 1, as vLLM asks for."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    top_k, temperature, shape, replaced, is_cut = run_with_sampler(PROGRAM)
 
-    assert done.returncode == 0, done.stderr[-4000:]
-    is_cpu, top_k, temperature, shape, replaced, is_cut = json.loads(done.stdout.splitlines()[-1])
-    if not is_cpu:
-        pytest.skip("this vLLM does not run on the CPU")
     record("sampler", replaced=", ".join(replaced))
     assert top_k == [5, 5, 7, 7, 7]
     assert temperature == [0.5, 0.5, 1.0, 1.0, 1.0]

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-
 import pytest
 
 from tests.vllm.pair import SHORT
-from tests.vllm.programs import run_program
+from tests.vllm.programs import run_program, run_with_sampler
 
 SAMPLER = """
 import json
 from types import SimpleNamespace
 import torch
-from vllm.platforms import current_platform
-current_platform.import_kernels()
-if current_platform.register_triton_kernel_overrides:
-    current_platform.register_triton_kernel_overrides()
-else:
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    CPUModelRunner._postprocess_triton(None)
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.structured_output.utils import strip_speculative_padding
 from specbranch.plugins.vllm.compat import patches
@@ -50,14 +37,8 @@ print(json.dumps([current_platform.is_cpu(), outputs, penalized, strip_speculati
 
 def test_vllms_sampler_rejects_pads_and_its_penalties_and_grammars_do_not_see_them() -> None:
     """Greedy, by the kernel of this device."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    done = subprocess.run([sys.executable, "-c", SAMPLER], capture_output=True, text=True, check=False)
+    outputs, penalized, stripped = run_with_sampler(SAMPLER)
 
-    assert done.returncode == 0, done.stderr[-4000:]
-    is_cpu, outputs, penalized, stripped = json.loads(done.stdout.splitlines()[-1])
-    if not is_cpu:
-        pytest.skip("this vLLM does not run on the CPU")
     assert outputs == [[2, 3], [2], [2], [2, 3, 4, 5]]
     assert penalized[0] == penalized[1]
     assert stripped == [4]

@@ -10,6 +10,7 @@ than that; how often has a line of its own. What was seen long ago counts less.
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 from specbranch.core.distribution import Distribution, Prob
 
@@ -58,23 +59,18 @@ class _Ranks:
         rank = 0
         for other, prob in zip(distribution.ids, distribution.probs, strict=True):
             if other == token:
-                factor = (self._found[min(rank, _RANKS - 1)] + _PRIOR) / (
-                    self._expected[min(rank, _RANKS - 1)] + _PRIOR
-                )
-                return min(1.0, factor * _share(distribution, prob, first))
+                rank = min(rank, _RANKS - 1)
+                factor = (self._found[rank] + _PRIOR) / (self._expected[rank] + _PRIOR)
+                return min(1.0, factor * _share(prob, _rest(distribution, first)))
             rank += other != first
         raise ValueError(f"token {token} is not in the top-k")
 
     def observe(self, distribution: Distribution, token: int, first: int) -> None:
-        rank = 0
-        for other, prob in zip(distribution.ids, distribution.probs, strict=True):
-            if other == first:
-                continue
-            if rank == _RANKS:
-                break
-            self._expected[rank] = self._expected[rank] * self._keep + _share(distribution, prob, first)
+        rest = _rest(distribution, first)
+        others = (pair for pair in zip(distribution.ids, distribution.probs, strict=True) if pair[0] != first)
+        for rank, (other, prob) in enumerate(islice(others, _RANKS)):
+            self._expected[rank] = self._expected[rank] * self._keep + _share(prob, rest)
             self._found[rank] = self._found[rank] * self._keep + (other == token)
-            rank += 1
 
 
 class Calibration:
@@ -137,8 +133,11 @@ def _log_odds(distribution: Distribution) -> float:
     return math.log(confidence / (1 - confidence))
 
 
-def _share(distribution: Distribution, prob: Prob, first: int) -> float:
-    """A further token's part of what the first one leaves."""
-    ids = distribution.ids
-    rest = 1 - float(distribution.probs[ids.index(first)]) if first in ids else 1.0
+def _rest(distribution: Distribution, first: int) -> float:
+    """What the first token leaves to the others."""
+    return 1 - float(distribution.probs[distribution.ids.index(first)])
+
+
+def _share(prob: Prob, rest: float) -> float:
+    """A further token's part of that."""
     return float(prob) / rest if rest > 0 else 0.0

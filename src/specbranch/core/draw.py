@@ -98,16 +98,7 @@ def served_draw(sampling: Sampling, tokens: Sequence[int], calibration: Calibrat
     """The draw for a request; `tokens` are the committed ones of its sequence, which grow."""
 
     def pick_at(node: Node, probs: Sequence[Prob]) -> int:
-        text = [*tokens[-TEXT_LEN:], *_tokens_to(node)]
+        text = [*tokens[-TEXT_LEN:], *node.path()]
         return pick(probs, number(sampling.seed, node.position + 1, text))
 
     return ServedDraw(sampling.shape, pick_at, calibration)
-
-
-def _tokens_to(node: Node) -> list[int]:
-    """The drafted tokens up to a node, without the committed one that is the root."""
-    tokens: list[int] = []
-    while node.parent is not None:
-        tokens.append(node.token)
-        node = node.parent
-    return tokens[::-1]

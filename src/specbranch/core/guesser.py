@@ -59,7 +59,7 @@ class Guesser:
 
     def _best(self, tree: Tree, tip: Node, count: int, sources: Collection[str]) -> Guess:
         """The guess of whoever was right most often on such grounds."""
-        tail = _tokens_to(tip)
+        tail = tip.path(most=LENGTHS[0])
         found: list[Guess] = []
         if TEXT in sources:
             found.append(_repeated(TEXT, *self._suffixes.after(tail, count)))
@@ -76,12 +76,3 @@ class Guesser:
 def _repeated(source: str, tokens: Sequence[int], num_agreed: int) -> Guess:
     """Each guessed token that comes true is one more that agrees."""
     return [(token, (source, min(num_agreed + index, LENGTHS[0]))) for index, token in enumerate(tokens)]
-
-
-def _tokens_to(node: Node) -> Sequence[int]:
-    """The last drafted tokens up to a node, without the committed one that is the root; as many as may matter."""
-    tokens: list[int] = []
-    while node.parent is not None and len(tokens) < LENGTHS[0]:
-        tokens.append(node.token)
-        node = node.parent
-    return tokens[::-1]

@@ -40,5 +40,14 @@ class Node:
         """The child that holds `token`, if it has been drawn."""
         return next((child for child in self.children if child.token == token), None)
 
+    def path(self, most: int | None = None) -> list[int]:
+        """The last tokens up to this one, without the committed one that is the root; at most so many."""
+        tokens: list[int] = []
+        node = self
+        while node.parent is not None and (most is None or len(tokens) < most):
+            tokens.append(node.token)
+            node = node.parent
+        return tokens[::-1]
+
     def __repr__(self) -> str:
         return f"Node({self.token} at {self.position}, {len(self.children)} children)"

@@ -233,12 +233,7 @@ class Tree:
 
     def path(self, node: Node) -> list[int]:
         """The tokens from the root, which does not count, to a node below it."""
-        tokens: list[int] = []
-        while node is not self.root:
-            assert node.parent is not None, "a node of this tree"
-            tokens.append(node.token)
-            node = node.parent
-        return tokens[::-1]
+        return node.path()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Re-root at the end of `tokens` and keep every branch below it. What is lost is left for `settle`."""

@@ -22,11 +22,10 @@ TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class Told:
-    """Length, digest and last tokens of what was told, by name. The least recently used make way."""
+    """Length, digest, last tokens and seed of what was told, by name. The least recently used make way."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[str, tuple[int, Digest, bytes]] = OrderedDict()
-        self._seeds: dict[str, int] = {}
+        self._told: OrderedDict[str, tuple[int, Digest, bytes, int]] = OrderedDict()
 
     def since(self, name: str | None, tokens: TokenArray, num_new: int) -> tuple[Digest, list[int]]:
         """The digest of what was told of a sequence, and the tokens since.
@@ -36,7 +35,7 @@ class Told:
         """
         known = self._told.get(name) if name is not None else None
         if known is not None:
-            length, digest, tail = known
+            length, digest, tail, _ = known
             if 0 < len(tokens) - length <= MAX_NEW and _tail(tokens[:length]) == tail:
                 return digest, tokens[length:].tolist()
         border = len(tokens) - num_new
@@ -47,17 +46,18 @@ class Told:
         if name is None:
             return
         known = self._told.get(name)
-        if known is None or known[0] > len(tokens):
-            self._seeds[name] = int.from_bytes(os.urandom(8), "little") >> 2
-        self._told[name] = (len(tokens), digest, _tail(tokens))
+        seed = (
+            known[3] if known is not None and known[0] <= len(tokens) else int.from_bytes(os.urandom(8), "little") >> 2
+        )
+        self._told[name] = (len(tokens), digest, _tail(tokens), seed)
         self._told.move_to_end(name)
         if len(self._told) > _MOST:
-            forgotten, _ = self._told.popitem(last=False)
-            del self._seeds[forgotten]
+            self._told.popitem(last=False)
 
     def seed(self, name: str | None) -> int:
         """A random number that belongs to a sequence that was noted."""
-        return self._seeds.get(name, 0) if name is not None else 0
+        known = self._told.get(name) if name is not None else None
+        return known[3] if known is not None else 0
 
 
 def _tail(tokens: TokenArray) -> bytes:
