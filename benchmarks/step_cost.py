@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """What drafts cost a step of vLLM that is as short as on a GPU: the hook, the client, the wait, the service's lookup.
 
-benchmarks/step_cost.py STAND_IN, a model of scripts/stand_in.py, is the target on one core and the draft on another.
+benchmarks/step_cost.py STAND_IN, a model of scripts/stand_in.py, is the target on one core and, where no other is named,
+the draft on another. A hit had all its answers before it asked.
 All requests begin with the same text, so that both sides prefill it once. Nothing of the product is changed: what is
 timed is wrapped from here, in this process and in that of the service. Beside each time stands what the processor worked
 in it: on a busy machine only that can be compared. `--table` prints the kept result for the docs.
@@ -45,6 +46,7 @@ _CATCH_UP_S = 60.0  # for the draft to read all prompts; after that the steps ar
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stand_in", nargs="?", help="directory of the model")
+    parser.add_argument("--draft", help="directory of the draft; default: the same")
     parser.add_argument("--requests", type=numbers, default=[1, 8, 64], help="decoded together; default: 1,8,64")
     parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 16384], help="default: 1024,4096,16384")
     parser.add_argument("--steps", type=int, default=300, help="measured at each size")
@@ -81,9 +83,10 @@ class Call:
     client_s: float = 0.0
     wait_s: float = 0.0
     num_drafted: int = 0  # rows that got a draft
+    num_asked: int = 0  # rows that wanted one
+    num_told: int = 0  # of them, rows whose answer was there before they asked
     lookup_s: float = 0.0  # in the service
     lookup_work_s: float = 0.0
-    num_held: int = 0  # rows that the service let wait
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ class Watch:
         from specbranch.plugins.vllm.proposer import SpecBranchProposer
 
         wrap(SpecBranchProposer, "propose", self._hook)
-        wrap(DraftClient, "propose", functools.partial(self._part, "client_s"))
+        wrap(DraftClient, "propose", self._client)
         wrap(zmq.Poller, "poll", functools.partial(self._part, "wait_s"))
 
     def follow(self, llm_engine: Any) -> None:
@@ -140,6 +143,13 @@ class Watch:
         call.num_drafted = sum(len(draft) > 0 for draft in drafts)
         return drafts
 
+    def _client(self, inner: Callable[..., Any], client: DraftClient, rows: Sequence[Any], *args: Any) -> Any:
+        before = client.counts.foreseen
+        drafts = self._part("client_s", inner, client, rows, *args)
+        if self._call is not None:
+            self._call.num_asked, self._call.num_told = len(rows), client.counts.foreseen - before
+        return drafts
+
     def _part(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start_s = time.monotonic()
         try:
@@ -157,13 +167,11 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def serve(log_file: Path, words: Sequence[str]) -> None:
-    """`specbranch` with these words; when it ends, the log has the spans of all lookups and who was held back."""
+    """`specbranch` with these words; when it ends, the log has the spans of all lookups."""
     from specbranch.cli import app
     from specbranch.service.dispatch import Dispatch
-    from specbranch.service.observer import Observer
 
     lookups: list[tuple[float, float, float]] = []
-    held: list[tuple[float, int]] = []
 
     def look_up(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start_s, start_work_s = time.monotonic(), time.thread_time()
@@ -172,17 +180,11 @@ def serve(log_file: Path, words: Sequence[str]) -> None:
         finally:
             lookups.append((start_s, time.monotonic(), time.thread_time() - start_work_s))
 
-    def answer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(inner.__code__.co_varnames, args, strict=False)) | kwargs
-        held.append((given["since_s"], given["num_held"]))
-        return inner(*args, **kwargs)
-
     wrap(Dispatch, "handle", look_up)
-    wrap(Observer, "answered", answer)
     try:
         app(words, prog_name="specbranch")
     finally:
-        log_file.write_text(json.dumps({"lookups": lookups, "held": held}))
+        log_file.write_text(json.dumps(lookups))
 
 
 @contextlib.contextmanager
@@ -216,12 +218,17 @@ def measure_all(args: argparse.Namespace) -> None:
         target = Target(TargetOptions(args.stand_in, settings("none"), GAMMA, arguments(max(args.requests))))
         watch.follow(target.llm.llm_engine)
         document: dict[str, Any] = {"provenance": source, "engine": describe(target), "model": model_of(args.stand_in)}
-        document |= {"planner": args.planner, "gamma": GAMMA, "sizes": []}
+        document |= {
+            "draft": model_of(args.draft or args.stand_in),
+            "planner": args.planner,
+            "gamma": GAMMA,
+            "sizes": [],
+        }
         for context_len in args.contexts:
             for num_requests in args.requests:
                 requests = make_requests(target, num_requests, context_len)
                 plain, _ = measure(target, watch, settings("none"), requests, args.steps)
-                with service(args.stand_in, draft_core, Path(name)) as (address, log_file):
+                with service(args.draft or args.stand_in, draft_core, Path(name)) as (address, log_file):
                     steps, has_caught_up = measure(target, watch, settings(args.planner, address), requests, args.steps)
                 join(steps, json.loads(log_file.read_text()))
                 size = {"requests": num_requests, "context": context_len, "has_caught_up": has_caught_up}
@@ -299,28 +306,22 @@ def measure(
     return whole[first : first + num_steps], has_caught_up
 
 
-def join(steps: Sequence[Step], served: dict[str, Any]) -> None:
+def join(steps: Sequence[Step], lookups: Sequence[tuple[float, float, float]]) -> None:
     """Add to every call what the service did for it: from its start to that of the next."""
     calls = [step.call for step in steps if step.call is not None]
     starts = [call.start_s for call in calls]
     ends = [*starts[1:], steps[-1].end_s]
 
-    def call_at(at_s: float) -> Call | None:
-        index = bisect_right(starts, at_s) - 1
-        return calls[index] if index >= 0 and at_s < ends[index] else None
-
-    for start_s, end_s, work_s in served["lookups"]:
-        if call := call_at(start_s):
-            call.lookup_s += end_s - start_s
-            call.lookup_work_s += work_s
-    for since_s, num_held in served["held"]:
-        if call := call_at(since_s):
-            call.num_held += num_held
+    for start_s, end_s, work_s in lookups:
+        index = bisect_right(starts, start_s) - 1
+        if index >= 0 and start_s < ends[index]:
+            calls[index].lookup_s += end_s - start_s
+            calls[index].lookup_work_s += work_s
 
 
 def is_hit(step: Step) -> bool:
-    """Whether a draft came at once: the service held no row back."""
-    return step.call is not None and step.call.num_drafted > 0 and not step.call.num_held
+    """Whether there was a draft, and nobody had to be asked for it."""
+    return step.call is not None and step.call.num_drafted > 0 and step.call.num_told == step.call.num_asked
 
 
 def summary(plain: Sequence[Step], steps: Sequence[Step]) -> dict[str, Any]:
@@ -329,11 +330,13 @@ def summary(plain: Sequence[Step], steps: Sequence[Step]) -> dict[str, Any]:
     hits = [step for step in steps if is_hit(step)]
     others = [step for step in steps if not is_hit(step)]
     drafted = sum(step.call.num_drafted for step in steps if step.call)
+    told = sum(step.call.num_told for step in steps if step.call)
     return {
         "plain_step_ms": spread([step.end_s - step.start_s for step in plain]),
         "plain_step_work_ms": spread([step.work_s for step in plain]),
         "tokens_per_row": round(sum(step.num_tokens for step in steps) / len(steps) / num_rows, 2),
         "drafted_rows": round(drafted / len(steps) / num_rows, 3),
+        "told_rows": round(told / len(steps) / num_rows, 3),
         "hits": parts(hits),
         "others": parts(others),
     }

@@ -2,7 +2,8 @@
 """Make a tiny model of random weights whose step in vLLM takes a CPU about as long as a large model's takes a GPU.
 
 It has the tokenizer and the vocabulary of a given directory of Transformers, and one key and value head, so that long
-contexts need little memory. It writes nonsense with confidence: used as its own draft, it agrees with itself.
+contexts need little memory. It writes nonsense with confidence: used as its own draft, it agrees with itself. A draft
+of fewer layers agrees as well: the layers that it lacks take their time, but add nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="directory with config.json and a tokenizer")
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--draft", type=Path, help="directory to write a draft of one layer to")
     parser.add_argument("--hidden", type=int, default=64, help=f"hidden size, a multiple of {_HEAD}")
     parser.add_argument("--context", type=int, default=32768, help="most tokens of a text")
     parser.add_argument("--seed", type=int, default=0)
@@ -33,7 +35,10 @@ def main() -> None:
         parser.error(f"--hidden is {args.hidden}; give a multiple of {_HEAD}")
     given = json.loads((args.model / "config.json").read_text())
     config = config_of(given, args.layers, args.hidden, args.context)
-    write(args.model, args.out, config, args.seed)
+    num_felt = args.layers if args.draft is None else 1
+    write(args.model, args.out, config, num_felt, args.seed)
+    if args.draft is not None:
+        write(args.model, args.draft, {**config, "num_hidden_layers": num_felt}, num_felt, args.seed)
     print(f"{args.out}: {args.layers} layers of width {args.hidden}, {config['vocab_size']} tokens")
 
 
@@ -58,8 +63,11 @@ def config_of(given: dict[str, Any], num_layers: int, hidden_len: int, context_l
     }
 
 
-def write(model: Path, out: Path, config: dict[str, Any], seed: int = 0) -> None:
-    """The stand-in, with everything of the model beside it that is neither weights nor config."""
+def write(model: Path, out: Path, config: dict[str, Any], num_felt: int, seed: int = 0) -> None:
+    """The stand-in, with everything of the model beside it that is neither weights nor config.
+
+    Layers behind the first `num_felt` add nothing.
+    """
     from safetensors.numpy import save_file
 
     out.mkdir(parents=True, exist_ok=True)
@@ -67,10 +75,12 @@ def write(model: Path, out: Path, config: dict[str, Any], seed: int = 0) -> None
         if path.is_file() and not path.name.endswith((".safetensors", ".index.json", ".gguf")):
             shutil.copy(path, out)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights(config, np.random.default_rng(seed)), out / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        weights(config, num_felt, np.random.default_rng(seed)), out / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
-def weights(config: dict[str, Any], chance: np.random.Generator) -> dict[str, Any]:
+def weights(config: dict[str, Any], num_felt: int, chance: np.random.Generator) -> dict[str, Any]:
     """Random weights under which all activations stay of the order of one."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, head_len = config["num_attention_heads"], config["head_dim"]
@@ -98,6 +108,9 @@ def weights(config: dict[str, Any], chance: np.random.Generator) -> dict[str, An
             "mlp.up_proj": matrix(inner, hidden),
             "mlp.down_proj": matrix(hidden, inner),
         }
+        if layer >= num_felt:
+            for last in ("self_attn.o_proj", "mlp.down_proj"):
+                parts[last] *= 0
         found |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in parts.items()}
     return found
 

@@ -25,32 +25,31 @@ def load(path: Path) -> Any:
 STEP_COST = load(ROOT / "benchmarks" / "step_cost.py")
 
 
-def step(start_s: float, *, drafted: int = 1, wait_s: float = 0.001) -> Any:
+def step(start_s: float, *, drafted: int = 1, told: int = 1, wait_s: float = 0.001) -> Any:
     """Ten milliseconds, the hook in the last four of them."""
     call = STEP_COST.Call(start_s + 0.006, start_s + 0.010, 0.002, client_s=0.003, wait_s=wait_s, num_drafted=drafted)
+    call.num_asked, call.num_told = 1, told
     return STEP_COST.Step(start_s, start_s + 0.010, 0.008, 1, 2, call)
 
 
 def test_what_the_service_did_goes_to_the_call_that_asked_for_it() -> None:
     steps = [step(1.00), step(1.01)]
     spans = [(1.005, 1.0055, 0.0), (1.0065, 1.0070, 0.0004), (1.0165, 1.0175, 0.0005), (2.0, 2.1, 0.1)]
-    STEP_COST.join(steps, {"lookups": spans, "held": [(1.0166, 1), (2.0, 1)]})
+    STEP_COST.join(steps, spans)
 
     assert [one.call.lookup_s for one in steps] == [pytest.approx(0.0005), pytest.approx(0.001)]
     assert [one.call.lookup_work_s for one in steps] == [0.0004, 0.0005]
-    assert [one.call.num_held for one in steps] == [0, 1]
 
 
 def test_hits_and_others_are_told_apart() -> None:
-    steps = [step(1.00), step(1.01), step(1.02, drafted=0)]
-    STEP_COST.join(steps, {"lookups": [], "held": [(1.0166, 1)]})
+    steps = [step(1.00), step(1.01, told=0), step(1.02, drafted=0)]
     found = STEP_COST.summary([step(0.5)], steps)
 
     assert (found["hits"]["steps"], found["others"]["steps"]) == (1, 2)
     assert found["hits"]["hook_ms"] == [4.0, 4.0]
     assert (found["hits"]["client_ms"][0], found["hits"]["wait_ms"][0]) == (2.0, 1.0)
     assert (found["hits"]["hook_share"], found["hits"]["hook_work_share"]) == (0.4, 0.25)
-    assert (found["tokens_per_row"], found["drafted_rows"]) == (2.0, 0.667)
+    assert (found["tokens_per_row"], found["drafted_rows"], found["told_rows"]) == (2.0, 0.667, 0.667)
 
 
 def test_a_table_has_a_line_for_each_kind_of_step_that_there_was() -> None:
@@ -88,12 +87,15 @@ def test_a_stand_in_has_the_vocabulary_of_its_model_and_is_sure_of_what_it_says(
     (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 500, "eos_token_id": 7}))
     (tmp_path / "model" / "vocab.txt").write_text("of the tokenizer")
     config = stand_in.config_of({"vocab_size": 500, "eos_token_id": 7}, 2, 128, 20000)
-    stand_in.write(tmp_path / "model", tmp_path / "out", config)
-    engine = TorchEngine(EngineOptions(str(tmp_path / "out"), dtype="float32"))
-    firsts = [fresh_distribution(engine, [start, start + 1, start + 2]) for start in range(0, 400, 20)]
+    stand_in.write(tmp_path / "model", tmp_path / "out", config, 1)
+    stand_in.write(tmp_path / "model", tmp_path / "draft", {**config, "num_hidden_layers": 1}, 1)
+    engine, draft = (TorchEngine(EngineOptions(str(tmp_path / name), dtype="float32")) for name in ("out", "draft"))
+    texts = [[start, start + 1, start + 2] for start in range(0, 400, 20)]
+    firsts = [fresh_distribution(engine, text) for text in texts]
 
     assert (tmp_path / "out" / "vocab.txt").exists()
     assert engine.info.vocab_len == 500
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
     assert sum(float(distribution.probs[0]) > 0.9 for distribution in firsts) > len(firsts) / 2
     assert len({distribution.ids[0] for distribution in firsts}) > len(firsts) / 2
+    assert [one.ids[0] for one in firsts] == [fresh_distribution(draft, text).ids[0] for text in texts]

@@ -485,6 +485,31 @@ def test_a_session_whose_target_has_gone_on_without_it_leaves_the_cache_and_come
     assert isinstance(reply, Proposals) and reply.rows[0] and reply.rows[0][0] == likely(after)
 
 
+def test_a_session_that_its_target_leaves_out_gets_no_rows_until_it_is_back() -> None:
+    """Most likely the request has ended. One that was not decoded yet is still read by both sides."""
+    bench = Bench()
+    texts = [[1, 2, 3], [9, 8, 7], [4, 5, 6]]
+    for text in texts:
+        bench.open(text)
+    left, _, prompt = (bench.store.find((b"ours", Digest(text).name)) for text in texts)
+    assert left is not None and prompt is not None
+    bench.step(texts[0], likely(texts[0]))
+    for _ in range(6):
+        texts[1].append(likely(texts[1]))
+        bench.step(texts[1][:-1], texts[1][-1])
+    bench.work(1)
+
+    assert left.is_paused and not prompt.is_paused and not left.is_at_rest
+    bench.compute.tell(left)
+    rows = left.core.stats.rows
+    bench.work()
+    assert left.core.stats.rows == rows
+    text = [*texts[0], likely(texts[0])]
+    bench.step(text, likely(text))
+    bench.work()
+    assert left.core.stats.rows > rows
+
+
 def test_a_session_stays_while_another_target_works() -> None:
     """Each target has its own step counter: one that is slow is not taken for one that has ended."""
     bench = crowded_bench()

@@ -6,6 +6,7 @@ it has a backend for the CPU, so one of that name is put there.
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import SimpleNamespace
 
@@ -21,3 +22,7 @@ import triton.backends
 
 _DRIVER = SimpleNamespace(is_active=lambda: True)
 triton.backends.backends["cpu"] = SimpleNamespace(driver=_DRIVER, compiler=None)
+
+# The interpreter has no device library. Of that, V2's sampler needs one function, to resample by draft probabilities.
+_UTILS = importlib.import_module("vllm.triton_utils")  # not before there is a backend
+vars(_UTILS)["tldevice"] = SimpleNamespace(log1p=lambda value: _UTILS.tl.log(1.0 + value))

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution
 from specbranch.core.sampling import Sampling
 from specbranch.plugins.vllm.compat import engine, probs
 from specbranch.plugins.vllm.compat.probs import DraftProbs, sampling_of
 from specbranch.plugins.vllm.exactness.prompts import COIN
 from specbranch.plugins.vllm.exactness.statistics import compare_counts, count_pairs
-from tests.vllm.runs import draft_service, drafting, proposer_of
+from tests.vllm.runs import draft_service, drafting, proposer_of, squared
 
 PROMPT = COIN
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -72,7 +71,7 @@ def main() -> None:
 
         def wrong(self: DraftProbs, runner: Any, drafts: Any, drawn_from: Any) -> None:
             """As if they had been drawn at half the temperature."""
-            flat = {row: [_squared(q) for q in qs] for row, qs in drawn_from.items()}
+            flat = {row: [squared(q) for q in qs] for row, qs in drawn_from.items()}
             hand_over(self, runner, drafts, flat)
 
         DraftProbs.hand_over = wrong  # type: ignore[method-assign]
@@ -83,13 +82,6 @@ def main() -> None:
 def _flatter(parameters: Any) -> Sampling | None:
     sampling = sampling_of(parameters)
     return sampling and replace(sampling, temperature=1.8 * sampling.temperature, top_p=1.0)
-
-
-def _squared(q: Distribution | None) -> Distribution | None:
-    if q is None:
-        return None
-    weights = np.array(q.probs) ** 2
-    return Distribution(q.ids, tuple((weights / weights.sum()).tolist()), 0.0)
 
 
 def _sample(llm: Any, sampling: dict[str, Any], count: int) -> list[list[int]]:

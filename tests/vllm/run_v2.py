@@ -13,20 +13,31 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import numpy as np
 
 from specbranch.core.planners import PLANNERS
 from specbranch.plugins.vllm.arguments import proposer_arguments
+from specbranch.plugins.vllm.exactness.statistics import compare_counts, count_pairs
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
+from specbranch.plugins.vllm.v2 import draft_logits, speculator
 from specbranch.service.process import DraftOptions, DraftProcess
 from tests.vllm.random_model import VOCAB_LEN, write_pair
-from tests.vllm.runs import CORES, num_equal, proposer_of
+from tests.vllm.runs import CORES, num_equal, proposer_of, squared
 
 assert tests.vllm.interpreter
 ROWS, TOKENS, GAMMA = 8, 20, 4
+SAMPLES, SAMPLED_TOKENS = 200, 4
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "temperature 3": {"temperature": 3.0},  # this model is sure of what it says
+    "temperature 2, top-p 0.8": {"temperature": 2.0, "top_p": 0.8},
+    "top-k 5, penalties": {"temperature": 3.0, "top_k": 5, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+}
 SOME = ("budget", "sps")
 ARGUMENTS = {
     "dtype": "float32",
@@ -93,12 +104,33 @@ def two_ranks(target: str, draft: str) -> dict[str, Any]:
     return {"equal": equal, "drafted": drafted}
 
 
+def sampled(target: str, draft: str) -> dict[str, Any]:
+    """Sampled answers against bare V2's, and against drafts whose probabilities are wrong on purpose."""
+    bare = Target(TargetOptions(target, arguments=ARGUMENTS))
+    expected = {name: _samples(bare, one, seed=1) for name, one in SAMPLINGS.items()}
+    del bare
+    with _service(draft) as service:
+        settings = _settings(service.address, "sps")
+        ours = Target(TargetOptions(target, arguments={**ARGUMENTS, **proposer_arguments(settings, GAMMA)}))
+        found = {name: _compared(ours, one, expected[name]) for name, one in SAMPLINGS.items()}
+
+        def wrong(answer: Any, samplings: Any, drawn_from: Any) -> Any:
+            """As if the tokens had been drawn at half the temperature."""
+            flat = {row: [squared(q) for q in distributions] for row, distributions in drawn_from.items()}
+            return draft_logits.pack(answer, samplings, flat)
+
+        name = next(iter(SAMPLINGS))
+        with mock.patch.object(speculator, "pack", wrong):
+            return {"found": found, "wrong": _compared(ours, SAMPLINGS[name], expected[name])}
+
+
 PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "some": some_planners,
     "all": all_planners,
     "async": asynchronous,
     "load": by_load,
     "ranks": two_ranks,
+    "sampled": sampled,
 }
 
 
@@ -185,6 +217,31 @@ def _kill(target: Target, draft: str, known: Sequence[Sequence[int]]) -> dict[st
                 is_killed = True
     counts = proposer.counts()
     return {"equal": num_equal(known, answers), "answered": counts["answered"], "calls": counts["calls"]}
+
+
+def _samples(target: Target, sampling: Mapping[str, Any], seed: int) -> list[list[int]]:
+    """Many answers to one prompt."""
+    parameters = {**sampling, "max_tokens": SAMPLED_TOKENS, "ignore_eos": True, "detokenize": False}
+    prompt = _prompts()[0]
+    requests = [Request(prompt, {**parameters, "seed": seed * SAMPLES + index}) for index in range(SAMPLES)]
+    answers: list[list[int]] = [[] for _ in requests]
+    for piece in target.stream(requests):
+        answers[piece.index] += piece.tokens
+    return answers
+
+
+def _compared(target: Target, sampling: Mapping[str, Any], expected: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Each token behind the first by a permutation test against bare V2, and what was kept."""
+    before, drawn = target.draft_tokens(), proposer_of(target.llm).counts()["drawn"]
+    texts = _samples(target, sampling, seed=2)
+    submitted, accepted = (after - first for after, first in zip(target.draft_tokens(), before, strict=True))
+    rng = np.random.default_rng(0)
+    p_values = []
+    for place in range(1, SAMPLED_TOKENS):
+        pair = count_pairs([text[place] for text in texts], [text[place] for text in expected])
+        p_values.append(compare_counts(*pair, 1e-3, rng).p_value)
+    drawn = proposer_of(target.llm).counts()["drawn"] - drawn
+    return {"p_values": p_values, "submitted": submitted, "accepted": accepted, "drawn": drawn}
 
 
 def _runner(target: Target) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specbranch.cli.placement import split, usable_cores
+from specbranch.core.distribution import Distribution
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.compat.runner import drafter_of
 from specbranch.plugins.vllm.settings import read_settings
@@ -52,3 +53,11 @@ def num_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
 def metric(llm: Any, name: str) -> float:
     """A counter of vLLM's own."""
     return float(sum(found.value for found in llm.get_metrics() if found.name == name))
+
+
+def squared(q: Distribution | None) -> Distribution | None:
+    """A distribution as it were at half its temperature."""
+    if q is None:
+        return None
+    weights = [prob**2 for prob in q.probs]
+    return Distribution(q.ids, tuple(weight / sum(weights) for weight in weights), 0.0)

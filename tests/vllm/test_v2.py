@@ -82,3 +82,15 @@ def test_two_tensor_parallel_workers_have_the_same_drafts() -> None:
 @pytest.mark.timeout(1200)
 def test_greedy_output_equals_bare_v2_for_every_planner() -> None:
     check(run("all"), list(PLANNERS))
+
+
+@pytest.mark.timeout(900)
+def test_drawn_tokens_leave_v2s_distribution_alone_and_wrong_probabilities_are_noticed() -> None:
+    result = run("sampled")
+
+    tests = [p_value for one in result["found"].values() for p_value in one["p_values"]]
+    for name, one in result["found"].items():
+        assert 0.2 * one["submitted"] < one["accepted"] < 0.95 * one["submitted"], name
+        assert one["drawn"] > 100, name
+        assert min(one["p_values"]) > 1e-3 / len(tests), name
+    assert min(result["wrong"]["p_values"]) < 1e-3 / len(tests)

@@ -18,7 +18,7 @@ import numpy as np
 from specbranch.core.distribution import Distribution, Prob
 
 TEXT_LEN = 128  # tokens before a place that its number is made of; a draft tree is no deeper
-_MOST_IDS = 32  # that a token is drawn from; they go over the wire with it
+MOST_IDS = 32  # that a token is drawn from; they go over the wire with it
 _SCALE = 2.0**-53
 
 
@@ -36,7 +36,7 @@ class Sampling:
 
         In float32, as it goes over the wire. The tokens that the draft does not name are left out.
         """
-        ids = distribution.ids[: min(self.top_k or _MOST_IDS, _MOST_IDS)]
+        ids = distribution.ids[: min(self.top_k or MOST_IDS, MOST_IDS)]
         raw = np.asarray(distribution.probs[: len(ids)], dtype=np.float64)
         weights = (raw / raw[0]) ** (1 / self.temperature)
         probs = weights / weights.sum()

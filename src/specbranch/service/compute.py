@@ -169,7 +169,8 @@ class Compute:
             nodes = () if session.is_forgotten else core.rows()
             if not nodes and session.state is State.BEHIND and num_unread > 1:
                 nodes = (core.tree.root,)  # its planner drafts only while a target waits, and none will until then
-            if not nodes or session.is_forgotten or session.is_at_rest:
+            is_left_out = session.is_at_rest or (session.is_paused and not session.is_awaited)
+            if not nodes or session.is_forgotten or is_left_out:
                 del self._busy[session]
                 return None
             if self._is_about_to_borrow(session):

@@ -26,6 +26,7 @@ from specbranch.service.wire import MAX_OUTCOMES, Outcome
 Key = tuple[bytes, bytes]  # namespace, digest
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 _MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
+_PAUSE_STEPS = 4  # a target of four pipeline stages tells of a sequence in every fourth step
 _REST_STEPS = 32
 _FAR_BEHIND = 32  # tokens yet to prefill: no draft will come soon, so no target waits for one
 _DRAWN_OUTCOMES = 4  # verdicts that are answered ahead where tokens come with their distributions, 257 bytes each
@@ -64,7 +65,7 @@ class DraftSession:
     | `core`: `rows`, `grow` | compute thread | `lock` |
     | `binding` | compute thread | `lock` |
     | `donor` | set by the store, taken by the compute thread | assignment |
-    | step counter, digest, `told` | lookup thread | |
+    | step counter, digest, `told`, whether there was a verdict | lookup thread | |
     """
 
     def __init__(self, namespace: bytes, core: Session, binding: Binding, is_draftable: bool = True) -> None:
@@ -80,6 +81,7 @@ class DraftSession:
         self.step_counter = StepCounter()
         self.told: list[Outcome] = []  # ahead, of the verdict that is awaited
         self._heard = 0
+        self._has_verdict = False
         self._digest = Digest(core.tokens)
 
     @property
@@ -96,6 +98,11 @@ class DraftSession:
     def is_awaited(self) -> bool:
         """Whether a target waits for its draft."""
         return self.state is State.AWAITED
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its target, which has begun to decode it, went on without it: nothing is drafted until it is back."""
+        return self._has_verdict and self.step_counter.steps - self._heard > _PAUSE_STEPS
 
     @property
     def is_at_rest(self) -> bool:
@@ -126,6 +133,7 @@ class DraftSession:
         self.core.commit(tokens, num_submitted, outlook)
         self.core.sample(sampling)
         self._digest = self._digest.extend(tokens)
+        self._has_verdict = True
         self.told = []
 
     def adopt(self, tokens: Sequence[int]) -> list[int]:

@@ -53,10 +53,10 @@ class SpecBranchProposer:
         self._embed: Callable[[Sequence[int]], Any] | None = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
-        # Other ranks would have to get the same probabilities; with several, drafts stay certain.
+        # V1's other ranks would have to get the same probabilities; with several, drafts stay certain there.
         is_alone = config.layout(vllm_config).tensor == 1
         self._probs = DraftProbs(config.vocab_len(vllm_config), self._most) if is_alone else None
-        self._drawn_from: dict[int, Sequence[Distribution | None]] = {}
+        self.drawn_from: dict[int, Sequence[Distribution | None]] = {}  # of the last drafts, by row
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.num_pads = 0  # that vLLM has verified, or rather rejected
         settings = read_settings(config.own_config(vllm_config))
@@ -91,6 +91,12 @@ class SpecBranchProposer:
     def is_on(self) -> bool:
         """Whether this worker drafts at all: it is the one that asks, and has a planner to ask for."""
         return self._client is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether draft tokens of sampled rows may be drawn by chance; on all ranks the same."""
+        settings = self._settings
+        return settings is not None and settings.rule != "match" and settings.planner != "none"
 
     @property
     def feature_hook(self) -> features.FeatureHook | None:
@@ -136,20 +142,26 @@ class SpecBranchProposer:
             for index, sampled in enumerate(sampled_token_ids)
             if len(sampled)
         }
-        drafts = self.draft(sampled_token_ids, texts)
-        if self._probs is not None and self._drawn_from:
-            self._probs.hand_over(self._runner, drafts, self._drawn_from)
+        drafts = self.draft(sampled_token_ids, texts, self._samplings(list(texts)))
+        if self._probs is not None and self.drawn_from:
+            self._probs.hand_over(self._runner, drafts, self.drawn_from)
             return drafts
         return self._padded(drafts) if self._can_pad(texts, len(drafts)) else drafts
 
-    def draft(self, sampled_token_ids: Sequence[Sequence[int]], texts: Mapping[int, _Array]) -> list[list[int]]:
+    def draft(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        texts: Mapping[int, _Array],
+        samplings: Mapping[int, Sampling],
+    ) -> list[list[int]]:
         """Drafts for every row after a step that sampled these tokens; `texts` are those of the rows that sampled any.
 
+        `samplings`: how rows sample that are verified by what their draft tokens are drawn from (`drawn_from`).
         Empty for rows in chunked prefill, without a draft, or at their end. Rows with a LoRA adapter or with images get
         none: the draft model knows neither, so the service is not asked.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        self._drawn_from = {}
+        self.drawn_from = {}
         if self._client is None or not texts:
             return drafts
         num_new = [len(sampled) for sampled in sampled_token_ids]
@@ -158,7 +170,6 @@ class SpecBranchProposer:
             asked = self._without_aside(list(texts), len(drafts))
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             names = runner.row_names(self._runner, len(drafts))
-            samplings = self._samplings(asked)
             committed = {
                 index: Committed(
                     texts[index],
@@ -177,8 +188,8 @@ class SpecBranchProposer:
         return drafts
 
     def _samplings(self, rows: Sequence[int]) -> dict[int, Sampling]:
-        """How rows sample whose draft tokens may be drawn by chance."""
-        if self._probs is None or self._runner is None or self._settings is None or self._settings.rule == "match":
+        """How rows of V1's runner sample whose draft tokens may be drawn by chance."""
+        if self._probs is None or self._runner is None or self._client is None or not self.draws:
             return {}
         return self._probs.samplings(self._runner, rows)
 
@@ -248,7 +259,7 @@ class SpecBranchProposer:
             room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]
             if any(drawn_from[: len(drafts[index])]):
-                self._drawn_from[index] = drawn_from[: len(drafts[index])]
+                self.drawn_from[index] = drawn_from[: len(drafts[index])]
             self._lens[len(drafts[index])] += 1
         return drafts
 

@@ -38,8 +38,7 @@ class DraftProbs:
         """
         if not hasattr(runner, _PROBS) or not hasattr(runner, _NAMES) or self._has_failed:
             return {}
-        processor = getattr(getattr(runner, "model", None), "logits_processor", None)
-        if getattr(processor, "org_vocab_size", self._vocab_len) != self._vocab_len:
+        if logits_len(runner, self._vocab_len) != self._vocab_len:
             return {}  # rows of another width than its logits would be read wrongly
         try:
             names = runner.input_batch.req_ids
@@ -108,16 +107,27 @@ def sampling_of(parameters: Any) -> Sampling | None:
     A grammar or a thinking budget cuts a draft by its tokens, and what is tested must not depend on them.
     """
     temperature = getattr(parameters, "temperature", None)
-    if temperature is None or not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
+    if temperature is None or not is_sampled(temperature):
         return None
     for cause in ("structured_outputs", "guided_decoding", "thinking_token_budget"):
         if getattr(parameters, cause, None) is not None:
             return None
     top_k = getattr(parameters, "top_k", 0) or 0
-    seed = getattr(parameters, "seed", None)
-    return Sampling(
-        temperature=float(temperature),
-        top_p=float(getattr(parameters, "top_p", 1.0)),
-        top_k=max(int(top_k), 0),
-        seed=0 if seed is None else 1 + abs(int(seed)) % (1 << 61),
-    )
+    return sampling(temperature, getattr(parameters, "top_p", 1.0), max(top_k, 0), getattr(parameters, "seed", None))
+
+
+def logits_len(runner: Any, vocab_len: int) -> int:
+    """How many tokens the logits of a runner's model have; `vocab_len` if it does not tell."""
+    processor = getattr(getattr(runner, "model", None), "logits_processor", None)
+    return int(getattr(processor, "org_vocab_size", vocab_len))
+
+
+def is_sampled(temperature: float) -> bool:
+    """Whether draft tokens may be drawn at this temperature; vLLM is greedy below."""
+    return _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE
+
+
+def sampling(temperature: float, top_p: float, top_k: int, seed: int | None) -> Sampling:
+    """How a request samples by vLLM's parameters; without a seed the client takes one of its own."""
+    own_seed = 0 if seed is None else 1 + abs(int(seed)) % (1 << 61)
+    return Sampling(float(temperature), top_p=float(top_p), top_k=int(top_k), seed=own_seed)

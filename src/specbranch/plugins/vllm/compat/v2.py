@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from specbranch.core.sampling import Sampling
 from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.plugins.vllm.compat import config
+from specbranch.plugins.vllm.compat.probs import is_sampled, logits_len, sampling
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.settings import RunnerError, read_settings
 
@@ -137,3 +139,42 @@ def in_the_form_of_v1(runner: Any, names: Sequence[str], slots: Any) -> Any:
         input_batch=SimpleNamespace(req_ids=list(names), request_lora_mapping=runner.lora_state.lora_ids[slots]),
         requests={name: SimpleNamespace(mm_features=features.get(name)) for name in names},
     )
+
+
+def is_any_sampled(runner: Any, input_batch: Any) -> bool:
+    """Whether a row of a batch is not greedy."""
+    try:
+        return bool((runner.sampler.sampling_states.temperature.np[input_batch.idx_mapping_np] > 0).any())
+    except AttributeError as error:
+        _warn_of_sampler(repr(error))
+        return False
+
+
+def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Sampling]:
+    """How the rows of a batch sample, as far as their draft tokens may be drawn by chance; on all ranks the same.
+
+    A grammar or a thinking budget cuts a draft by its tokens, and what is tested must not depend on them. Of grammars
+    only the batch tells. Nothing where the runner's logits are not as wide as the vocabulary.
+    """
+    try:
+        if input_batch.has_structured_output_reqs or logits_len(runner, vocab_len) != vocab_len:
+            return {}
+        states = runner.sampler.sampling_states
+        has_budget = getattr(runner.sampler.thinking_budget_state, "use_thinking_budget", None)  # None: nobody can
+        found = {}
+        for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
+            temperature = float(states.temperature.np[slot])
+            if is_sampled(temperature) and (has_budget is None or not has_budget[slot]):
+                top_k = int(states.top_k.np[slot])
+                seed = int(states.seeds.np[slot]) if states.seeds_set[slot] else None
+                top_p = float(states.top_p.np[slot])
+                found[row] = sampling(temperature, top_p, top_k if top_k < states.vocab_size else 0, seed)
+    except AttributeError as error:
+        _warn_of_sampler(repr(error))
+        return {}
+    return found
+
+
+@functools.cache
+def _warn_of_sampler(cause: str) -> None:
+    log.warning("this vLLM's sampler is not as expected (%s); draft tokens are proposed as certain", cause)
