@@ -32,11 +32,10 @@ from tests.vllm.runs import CORES, num_equal, proposer_of, squared
 
 assert tests.vllm.interpreter
 ROWS, TOKENS, GAMMA = 8, 20, 4
-SAMPLES, SAMPLED_TOKENS = 200, 4
+SAMPLES, SAMPLED_TOKENS = 120, 3
 SAMPLINGS: dict[str, dict[str, Any]] = {
-    "temperature 3": {"temperature": 3.0},  # this model is sure of what it says
-    "temperature 2, top-p 0.8": {"temperature": 2.0, "top_p": 0.8},
-    "top-k 5, penalties": {"temperature": 3.0, "top_k": 5, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    "temperature 2": {"temperature": 2.0},  # this model is sure of what it says
+    "top-p 0.9, top-k 20, penalties": {"temperature": 1.5, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1},
 }
 SOME = ("budget", "sps")
 ARGUMENTS = {
@@ -106,6 +105,9 @@ def two_ranks(target: str, draft: str) -> dict[str, Any]:
 
 def sampled(target: str, draft: str) -> dict[str, Any]:
     """Sampled answers against bare V2's, and against drafts whose probabilities are wrong on purpose."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False  # vLLM's own torch form: the interpreter cannot run the other one
     bare = Target(TargetOptions(target, arguments=ARGUMENTS))
     expected = {name: _samples(bare, one, seed=1) for name, one in SAMPLINGS.items()}
     del bare

@@ -84,7 +84,8 @@ def test_greedy_output_equals_bare_v2_for_every_planner() -> None:
     check(run("all"), list(PLANNERS))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
 def test_drawn_tokens_leave_v2s_distribution_alone_and_wrong_probabilities_are_noticed() -> None:
     result = run("sampled")
 
