@@ -20,6 +20,7 @@ with extra("torch"):
 # From the first choices [outputs], tokens that follow them and how sure that is, each [outputs].
 Guesser = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Words = NDArray[np.int32]
+_LEAST = -80.0  # of a log probability; below, its exponential is no normal number, and takes a CPU ten times as long
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 
 
@@ -29,7 +30,7 @@ def pack(logits: torch.Tensor, top_k: int, guesser: Guesser | None, *, by_blocks
     `by_blocks` finds the top-k with more operations that look at less: faster on a CPU, where operations are cheap.
     """
     log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    mean = log_probs.exp().mul_(log_probs).sum(dim=-1, keepdim=True)  # minus the entropy
+    mean = log_probs.clamp(min=_LEAST).exp_().mul_(log_probs).sum(dim=-1, keepdim=True)  # minus the entropy
     ids, values = _top_by_blocks(log_probs, top_k) if by_blocks else _top(log_probs, top_k)
     parts = [ids, values, mean]
     if guesser is not None:
