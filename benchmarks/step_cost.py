@@ -265,7 +265,9 @@ def model_of(stand_in: str) -> dict[str, Any]:
 
 
 def settings(planner: str, address: str = "ipc:///nowhere") -> ProposerSettings:
-    return ProposerSettings(address=address, planner=planner, is_gated=False)
+    # On a CPU a longer step costs more, and nothing would be submitted; a GPU's is flat at these sizes.
+    own = {"prices": False} if planner == "budget" else {}
+    return ProposerSettings(address=address, planner=planner, settings=own, is_gated=False)
 
 
 def make_requests(target: Target, num_requests: int, context_len: int) -> list[Request]:

@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -128,6 +129,13 @@ class ClientCounts:
     faults: int = 0
     opened: int = 0
     wait_s: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """The counters by name; asked for at every step."""
+        return dict(zip(self.__slots__, _COUNTS(self), strict=True))
+
+
+_COUNTS = attrgetter(*ClientCounts.__slots__)
 
 
 class DraftClient:

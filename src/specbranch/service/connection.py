@@ -42,6 +42,8 @@ class Connection:
         except BaseException:
             context.destroy(linger=0)
             raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self._num_in_a_row = 0
         self._since_s = time.monotonic()
         # What finalizes holds the socket too: a context that is collected before its socket waits for it forever.
@@ -75,13 +77,13 @@ class Connection:
 
         Who sends so fast that there always is one more is no service, and is dropped.
         """
-        while self._is_readable(end_s if waits else 0.0):
+        while (frames := self._receive(end_s if waits else 0.0)) is not None:
             if self._num_in_a_row == _MOST_IN_A_ROW:
                 self._warn("the draft service sends more than can be taken in; connecting anew")
                 self._renew()
                 return
             self._num_in_a_row += 1
-            yield self._receive()
+            yield self._read(frames)
             if time.monotonic() >= end_s:
                 return
 
@@ -89,8 +91,17 @@ class Connection:
         """Let go of the connection; nothing that is still queued is waited for. A fork leaves its parent's alone."""
         self._close()
 
-    def _receive(self) -> Reply | None:
-        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+    def _receive(self, end_s: float) -> list[bytes] | None:
+        """What is here, or comes until then. To try costs less than to ask first."""
+        with contextlib.suppress(zmq.Again):
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        self._num_in_a_row = 0
+        left_s = end_s - time.monotonic()
+        if left_s > 0 and self._poller.poll(math.ceil(left_s * 1000)):
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        return None
+
+    def _read(self, frames: list[bytes]) -> Reply | None:
         try:
             if len(frames) != 1:
                 raise FrameError(f"a message of {len(frames)} frames; one is taken")
@@ -101,14 +112,6 @@ class Connection:
         if isinstance(reply, Refused):
             self._warn("the draft service refused: %.200r", reply.reason)
         return reply
-
-    def _is_readable(self, end_s: float) -> bool:
-        """Whether something is here, or comes until then."""
-        if self._socket.poll(0):
-            return True
-        self._num_in_a_row = 0
-        left_s = end_s - time.monotonic()
-        return left_s > 0 and bool(self._socket.poll(math.ceil(left_s * 1000)))
 
     def _renew(self) -> None:
         self._num_in_a_row = 0

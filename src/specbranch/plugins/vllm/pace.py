@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 
@@ -13,7 +12,7 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last_s = clock()
-        self._lengths: Counter[int] = Counter()
+        self._lengths: list[int] = []  # sorted
 
     def step_s(self, num_new: Sequence[int], lengths: Sequence[int]) -> float | None:
         """Seconds since the last step; None if rows came, left or were in prefill.
@@ -23,8 +22,8 @@ class Pace:
         """
         now_s = self._clock()
         elapsed_s, self._last_s = now_s - self._last_s, now_s
-        is_whole = all(num_new)
-        before = Counter(length - new for length, new in zip(lengths, num_new, strict=True)) if is_whole else None
-        is_same = before == self._lengths
-        self._lengths = Counter(lengths)
+        is_same = False
+        if all(num_new):
+            is_same = sorted(length - new for length, new in zip(lengths, num_new, strict=True)) == self._lengths
+        self._lengths = sorted(lengths)
         return elapsed_s if is_same else None

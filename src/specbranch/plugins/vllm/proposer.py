@@ -106,7 +106,7 @@ class SpecBranchProposer:
     def counts(self) -> dict[str, float]:
         """Counters of the client and of the predictor since the settings last changed."""
         foreseen = asdict(self._foresight.counts) if self._foresight else {}
-        return asdict(self._client.counts) | foreseen if self._client else {}
+        return self._client.counts.as_dict() | foreseen if self._client else {}
 
     def meet(self, runner: Any, prompts: Sequence[Sequence[int]], num_pads: int = 0) -> None:
         """The runner that calls us is about to prefill these prompts; vLLM's hook tells neither. Never raises.

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 _MOST_BYTES = 256 << 20  # of probabilities in one step
 _LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
 _MOST_TEMPERATURE = 100.0
+_MOST_KNOWN = 1024
 _PROBS, _NAMES = "_draft_probs", "_draft_prob_req_ids"
 
 
@@ -30,6 +31,7 @@ class DraftProbs:
         self._rows: Any = None
         self._written: list[Any] = []
         self._has_failed = False
+        self._known: dict[str, tuple[Any, Sampling | None]] = {}  # requests by name
 
     def samplings(self, runner: Any, rows: Sequence[int]) -> dict[int, Sampling]:
         """How these rows sample, as far as their draft tokens may be drawn by chance.
@@ -42,12 +44,21 @@ class DraftProbs:
             return {}  # rows of another width than its logits would be read wrongly
         try:
             names = runner.input_batch.req_ids
-            found = {row: sampling_of(runner.requests[names[row]].sampling_params) for row in rows}
+            found = {row: self._sampling_of(names[row], runner.requests[names[row]].sampling_params) for row in rows}
         except (AttributeError, KeyError, IndexError):
             return {}
         sampled = {row: sampling for row, sampling in found.items() if sampling is not None}
         size = 4 * self._vocab_len * self._most * len(runner.input_batch.req_ids)
         return sampled if size <= _MOST_BYTES else {}
+
+    def _sampling_of(self, name: str, parameters: Any) -> Sampling | None:
+        """Of a request, which is asked at every step."""
+        known = self._known.get(name)
+        if known is None or known[0] is not parameters:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            known = self._known[name] = parameters, sampling_of(parameters)
+        return known[1]
 
     def hand_over(
         self, runner: Any, drafts: Sequence[Sequence[int]], drawn_from: Mapping[int, Sequence[Distribution | None]]
