@@ -71,6 +71,12 @@ RUNS = (
         "`suffix` 4.7 s and 10.9 s, bare vLLM 32 s and 33 s.",
     ),
     Run(
+        "lengths",
+        "Two and eight requests at once, without AMX",
+        "`budget` beside a fixed length without prices, both without the gate. They take turns; bare vLLM answered all groups "
+        "in a turn of its own. Two groups at each load, 32 tokens: prompts take a third to a half of the time.",
+    ),
+    Run(
         "planners",
         "Every planner, four tasks",
         "Three prompts of each task, methods interleaved prompt by prompt. This is the run of the headline.",
