@@ -27,10 +27,12 @@ _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabu
 def pack(logits: torch.Tensor, top_k: int, guesser: Guesser | None, *, by_blocks: bool = False) -> torch.Tensor:
     """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, entropy, and perhaps a guess.
 
-    `by_blocks` finds the top-k with more operations that look at less: faster on a CPU, where operations are cheap.
+    `by_blocks` finds the top-k with more operations that look at less, and bounds log probabilities before their
+    exponentials: faster on a CPU, where operations are cheap.
     """
     log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    mean = log_probs.clamp(min=_LEAST).exp_().mul_(log_probs).sum(dim=-1, keepdim=True)  # minus the entropy
+    probs = log_probs.clamp(min=_LEAST).exp_() if by_blocks else log_probs.exp()
+    mean = probs.mul_(log_probs).sum(dim=-1, keepdim=True)  # minus the entropy
     ids, values = _top_by_blocks(log_probs, top_k) if by_blocks else _top(log_probs, top_k)
     parts = [ids, values, mean]
     if guesser is not None:
