@@ -80,7 +80,7 @@ def test_a_runner_that_takes_none_and_too_many_rows_get_none(monkeypatch: pytest
     del runner.requests["r0"]
     assert probs.samplings(runner, [0]) == {}
 
-    monkeypatch.setattr(module, "_MOST_BYTES", 4 * 10 * 3 * 2)
+    monkeypatch.setattr(module, "MOST_BYTES", 4 * 10 * 3 * 2)
     assert probs.samplings(runner_of(params(), params()), [0, 1])
     assert probs.samplings(runner_of(params(), params(), params()), [0]) == {}
 

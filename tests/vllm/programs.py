@@ -49,3 +49,13 @@ def run_program(name: str, pair: str = PAIR) -> Any:
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def judge_sampled(result: Any, least_kept: float) -> None:
+    """Drawn tokens left every distribution alone, at least this share of them was kept, and a wrong one was noticed."""
+    tests = [p_value for one in result["found"].values() for p_value in one["p_values"]]
+    for name, one in result["found"].items():
+        assert least_kept * one["submitted"] < one["accepted"] < 0.95 * one["submitted"], name
+        assert one["drawn"] > 100, name
+        assert min(one["p_values"]) > 1e-3 / len(tests), name
+    assert min(result["wrong"]["p_values"]) < 1e-3 / len(tests)

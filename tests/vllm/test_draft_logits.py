@@ -163,7 +163,7 @@ def test_all_ranks_have_the_same_rows(monkeypatch: pytest.MonkeyPatch, has_faile
 
 
 def test_too_many_rows_are_not_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "_MOST_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
+    monkeypatch.setattr(module, "MOST_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
     with caplog.at_level("INFO"):
         rank = Rank(monkeypatch)
     rank.sample_at([1.0] * SLOTS)

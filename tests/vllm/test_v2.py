@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from specbranch.core.planners import PLANNERS
+from tests.vllm.programs import judge_sampled
 
 ROOT = Path(__file__).parents[2]
 ROWS, GAMMA = 8, 4
@@ -87,11 +88,4 @@ def test_greedy_output_equals_bare_v2_for_every_planner() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_drawn_tokens_leave_v2s_distribution_alone_and_wrong_probabilities_are_noticed() -> None:
-    result = run("sampled")
-
-    tests = [p_value for one in result["found"].values() for p_value in one["p_values"]]
-    for name, one in result["found"].items():
-        assert 0.2 * one["submitted"] < one["accepted"] < 0.95 * one["submitted"], name
-        assert one["drawn"] > 100, name
-        assert min(one["p_values"]) > 1e-3 / len(tests), name
-    assert min(result["wrong"]["p_values"]) < 1e-3 / len(tests)
+    judge_sampled(run("sampled"), least_kept=0.2)

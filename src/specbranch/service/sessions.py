@@ -65,7 +65,7 @@ class DraftSession:
     | `core`: `rows`, `grow` | compute thread | `lock` |
     | `binding` | compute thread | `lock` |
     | `donor` | set by the store, taken by the compute thread | assignment |
-    | step counter, digest, `told`, whether there was a verdict | lookup thread | |
+    | step counter, digest, `told` | lookup thread | |
     """
 
     def __init__(self, namespace: bytes, core: Session, binding: Binding, is_draftable: bool = True) -> None:
@@ -81,7 +81,6 @@ class DraftSession:
         self.step_counter = StepCounter()
         self.told: list[Outcome] = []  # ahead, of the verdict that is awaited
         self._heard = 0
-        self._has_verdict = False
         self._digest = Digest(core.tokens)
 
     @property
@@ -102,7 +101,8 @@ class DraftSession:
     @property
     def is_paused(self) -> bool:
         """Whether its target, which has begun to decode it, went on without it: nothing is drafted until it is back."""
-        return self._has_verdict and self.step_counter.steps - self._heard > _PAUSE_STEPS
+        has_verdict = len(self.core.tokens) > self.core.prompt_len
+        return has_verdict and self.step_counter.steps - self._heard > _PAUSE_STEPS
 
     @property
     def is_at_rest(self) -> bool:
@@ -133,7 +133,6 @@ class DraftSession:
         self.core.commit(tokens, num_submitted, outlook)
         self.core.sample(sampling)
         self._digest = self._digest.extend(tokens)
-        self._has_verdict = True
         self.told = []
 
     def adopt(self, tokens: Sequence[int]) -> list[int]:

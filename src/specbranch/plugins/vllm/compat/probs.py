@@ -15,7 +15,7 @@ from specbranch.core.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES = 256 << 20  # of probabilities in one step
+MOST_BYTES = 256 << 20  # of probabilities that are kept for a runner
 _LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
 _MOST_TEMPERATURE = 100.0
 _MOST_KNOWN = 1024
@@ -49,7 +49,7 @@ class DraftProbs:
             return {}
         sampled = {row: sampling for row, sampling in found.items() if sampling is not None}
         size = 4 * self._vocab_len * self._most * len(runner.input_batch.req_ids)
-        return sampled if size <= _MOST_BYTES else {}
+        return sampled if size <= MOST_BYTES else {}
 
     def _sampling_of(self, name: str, parameters: Any) -> Sampling | None:
         """Of a request, which is asked at every step."""

@@ -13,10 +13,10 @@ import numpy as np
 
 from specbranch.core.distribution import Distribution
 from specbranch.core.sampling import MOST_IDS, Sampling
+from specbranch.plugins.vllm.compat.probs import MOST_BYTES
 from specbranch.plugins.vllm.v2.texts import Array
 
 WIDTH = 2 * MOST_IDS  # numbers for a place: ids, and the bits of their logits
-_MOST_BYTES = 256 << 20
 _OWN = -1  # in place of ids: the token that the place has, whichever it is
 
 
@@ -58,7 +58,7 @@ class DraftLogits:
 
 def has_room(num_slots: int, num_places: int, vocab_len: int) -> bool:
     """Whether the rows of so many places are small enough to be kept."""
-    return 4 * num_slots * num_places * vocab_len <= _MOST_BYTES
+    return 4 * num_slots * num_places * vocab_len <= MOST_BYTES
 
 
 def pack(

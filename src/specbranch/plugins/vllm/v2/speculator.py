@@ -162,7 +162,7 @@ class Speculator:
     def _ask(self, input_batch: Any, num_sampled: Any, most: int, samplings: Mapping[int, Sampling]) -> Array:
         """What the proposer has for every row; nothing if anything fails, for the other ranks wait for an answer."""
         drafts: list[list[int]] = [[] for _ in input_batch.req_ids]
-        packed = self._packed(drafts, samplings, {})
+        packed: Array | None = None
         if self._proposer.is_on:
             try:
                 drafts = [draft[:most] for draft in self._drafts(input_batch, num_sampled, samplings)]
@@ -174,7 +174,7 @@ class Speculator:
                     log.exception("drafting failed; such steps go without drafts. Logged once")
                 self._has_failed = True
         self._lens = {name: len(draft) for name, draft in zip(input_batch.req_ids, drafts, strict=True)}
-        return packed
+        return self._packed(drafts, samplings, {}) if packed is None else packed
 
     def _packed(
         self,
