@@ -72,9 +72,9 @@ RUNS = (
     ),
     Run(
         "lengths",
-        "Two and eight requests at once, without AMX",
-        "`budget` beside a fixed length without prices, both without the gate. They take turns; bare vLLM answered all groups "
-        "in a turn of its own. Two groups at each load, 32 tokens: prompts take a third to a half of the time.",
+        "One to sixteen requests at once, without AMX",
+        "`budget` beside a fixed length without prices, both without the gate. They take turns; bare vLLM answers eight groups in a "
+        "turn of its own. Three groups at each load, 32 tokens.",
     ),
     Run(
         "planners",
@@ -108,6 +108,12 @@ RUNS = (
         "A badly aligned pair, without AMX",
         "The same pair in float32, four prompts of each task. `pearl` and `budget` take turns prompt by prompt. Bare vLLM was "
         "measured before and after them, in minutes in which the machine was slower: compare only the two planners.",
+    ),
+    Run(
+        "weak-hrad",
+        "A badly aligned pair with H-RAD, without AMX",
+        "The same pair with H-RAD trained for it ([study](../studies/01-weak-pair/README.md#h-rad-for-this-pair)), on four other "
+        "prompts of each task, 24 tokens. Our methods take turns; bare vLLM answers all first.",
     ),
     Run(
         "small",

@@ -169,7 +169,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 def serve(log_file: Path, words: Sequence[str]) -> None:
     """`specbranch` with these words; when it ends, the log has the spans of all lookups."""
     from specbranch.cli import app
-    from specbranch.service.dispatch import Dispatch
+    from specbranch.service.server import Server
 
     lookups: list[tuple[float, float, float]] = []
 
@@ -180,7 +180,7 @@ def serve(log_file: Path, words: Sequence[str]) -> None:
         finally:
             lookups.append((start_s, time.monotonic(), time.thread_time() - start_work_s))
 
-    wrap(Dispatch, "handle", look_up)
+    wrap(Server, "_receive", look_up)
     try:
         app(words, prog_name="specbranch")
     finally:
@@ -297,8 +297,9 @@ def measure(
             if not whole:
                 continue
             if first is None and len(whole) >= WARM_UP:
-                call = whole[-1].call
-                has_caught_up = call is not None and call.num_drafted >= needed
+                # In several steps one after the other: guesses from the text come before the draft has read it all.
+                calls = [step.call for step in whole[-WARM_UP:]]
+                has_caught_up = all(call is not None and call.num_drafted >= needed for call in calls)
                 if has_caught_up or whole[-1].end_s - whole[0].start_s > _CATCH_UP_S:
                     first = len(whole)
             if first is not None and len(whole) >= first + num_steps:

@@ -32,10 +32,23 @@ def test_terms_are_lines_through_what_was_measured() -> None:
     assert (layout.batch, layout.sharing) == (4, 2.0)
 
 
+def test_a_step_of_several_tokens_may_be_of_another_kind() -> None:
+    """As with emulated bfloat16: what one sequence pays for its first draft token, several pay anyway."""
+    terms = terms_of(replace(CHEAP, target_alone_s={1: 0.1, 2: 0.31, 4: 0.33}))
+
+    assert (terms.target.first_s, terms.target.more_s, terms.entry_s) == pytest.approx((0.11, 0.011, 0.22))
+    one, two = terms.layout(1), terms.layout(2)
+    assert (one.c, one.entry_cost) == pytest.approx((5.5, 11.0))
+    assert (two.c, two.entry_cost) == pytest.approx((16.5, 0.0))
+
+
 def test_noise_never_makes_rows_or_company_cheaper() -> None:
     terms = terms_of(Survey({1: 0.1, 2: 0.09}, 0.08, {1: 0.02, 2: 0.019}, TRACE))
 
     assert (terms.slowdown, terms.target.more_s, terms.draft.more_s) == (1.0, 0.0, 0.0)
+    assert terms.entry_s == 0.0
+    falling = terms_of(replace(CHEAP, target_alone_s={1: 0.1, 2: 0.13, 4: 0.1}, target_beside_s=0.1))
+    assert (falling.target.more_s, falling.entry_s) == pytest.approx((0.0, 0.015))
 
 
 def test_a_forecast_is_the_simulation_less_the_slowdown() -> None:

@@ -93,6 +93,8 @@ def test_speed_is_divided_by_devices_where_none_are_pinned(data: Path) -> None:
 
 def test_prompts_are_spread_over_the_file(data: Path) -> None:
     assert read_prompts("gsm8k", data / "g.jsonl", 4) == [f"question {number}" for number in (0, 10, 20, 30)]
+    others = read_prompts("gsm8k", data / "g.jsonl", 4, skip=20)
+    assert others == [f"question {number}" for number in (1, 11, 21, 31)]
 
 
 @pytest.mark.parametrize(

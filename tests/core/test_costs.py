@@ -90,12 +90,11 @@ def test_the_first_draft_token_of_a_step_may_cost_more_than_the_next_ones() -> N
     costs = Costs()
     for num_submitted in (0, 1, 3, 11, 15) * 4:
         costs.target.observe(1, num_submitted, 1.0 if not num_submitted else 2.8 + 0.3 * num_submitted)
-        costs.pace.observe(2, 1.0)
 
     assert costs.target.more_s == pytest.approx(0.3, rel=0.01)
     assert costs.target.entry_s == pytest.approx(1.8, rel=0.01)
-    assert costs.price == pytest.approx(0.6, rel=0.01)
-    assert costs.entry == pytest.approx(3.6, rel=0.01)
+    assert costs.price == pytest.approx(0.3, rel=0.01)
+    assert costs.entry == pytest.approx(1.8, rel=0.01)
 
 
 def test_the_sequences_of_a_batch_share_what_the_first_draft_token_costs() -> None:
@@ -142,7 +141,20 @@ def test_time_is_worth_what_the_target_does_without_drafts_where_drafts_make_it_
     costs = Costs()
     for num_submitted in (0, 4, 8) * 4:
         costs.target.observe(2, num_submitted, 1.0 + 0.1 * num_submitted)
-        costs.pace.observe(1, 1.0)
+        costs.pace.observe(2, num_submitted, 2)
 
     assert costs.target.plain_rate == pytest.approx(2.0)
     assert costs.price == pytest.approx(0.2, rel=0.01)
+
+
+def test_what_time_is_worth_follows_the_batch_at_once() -> None:
+    """Eight sequences gain three tokens each in a step of 2 s; when one is left, its own gain counts."""
+    costs = Costs()
+    for num_submitted in (30, 32, 34) * 8:
+        costs.target.observe(8, num_submitted, 0.4 + 0.04 * (8 + num_submitted))
+        costs.pace.observe(8, num_submitted, 24)
+    assert costs.price == pytest.approx(0.04 * 24 / 2.0, rel=0.01)
+    costs.target.observe(1, 4, 0.6)
+    costs.pace.observe(1, 4, 3)
+
+    assert costs.price == pytest.approx(0.04 * 3 / 0.6, rel=0.02)

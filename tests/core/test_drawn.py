@@ -184,7 +184,6 @@ def test_a_submission_is_judged_at_its_first_drawn_token() -> None:
         costs.target.observe(1, 0, 1.0)
         costs.target.observe(1, 2, 1.2)
         costs.target.observe(1, 4, 1.4)
-        costs.pace.observe(1, 1.0)
     submitted = []
     for behind in (SURE, Distribution(tuple(range(20)), (0.05,) * 20, 3.0)):
         session = Session([7], planner_of("budget", {"gamma": 4, "uses_text": False}), TopDraw(), costs)

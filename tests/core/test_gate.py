@@ -94,3 +94,16 @@ def test_a_trial_waits_until_the_draft_has_read_the_text() -> None:
             gate.observe(1, 2000 if has_drafts else 1000, 1.0, has_drafts)
 
         assert gate.was_open == is_found
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_first_steps_after_others_do_not_count(is_interrupted: bool) -> None:
+    gate = Gate()
+    drive(gate, 100, speedup=2.0)
+    if is_interrupted:
+        gate.interrupt()
+    for _ in range(4):
+        gate.is_open(1)
+        gate.observe(1, 0, 50.0)
+
+    assert gate.is_open(1) == is_interrupted

@@ -487,9 +487,9 @@ def test_where_verifying_costs_time_budget_submits_what_is_worth_it(
     distribution: Distribution, prices: bool, expected: list[int]
 ) -> None:
     costs = Costs()
-    for num_tokens in (1, 3, 5) * 4:  # a further token takes half the time of the first, in which 0.67 are emitted
+    for num_tokens in (1, 3, 5) * 4:  # a further token takes half the time of the first
         costs.target.observe(1, num_tokens - 1, 1.0 + 0.5 * (num_tokens - 1))
-        costs.pace.observe(2, 1.5)
+        costs.pace.observe(3, 6, 8)  # 2.67 tokens in a step of 2 s
     session = session_of("budget", costs=costs, gamma=3, prices=prices)
     node = session.tree.root
     for _ in range(3):
@@ -500,6 +500,19 @@ def test_where_verifying_costs_time_budget_submits_what_is_worth_it(
     assert session.propose() == expected
 
 
+@pytest.mark.parametrize(("least_chance", "expected"), [(0.0, 3), (0.5, 1), (0.99, 0)])
+def test_what_is_less_likely_than_asked_for_is_not_submitted_even_where_it_is_free(
+    least_chance: float, expected: int
+) -> None:
+    session = session_of("budget", gamma=3, least_chance=least_chance)
+    node = session.tree.root
+    for _ in range(3):
+        session.grow(node, Distribution((1, 2, 3), (0.65, 0.2, 0.15), 0.9))
+        (node,) = session.tree.children(node, 1)
+
+    assert len(session.propose() or ()) == expected
+
+
 @pytest.mark.parametrize(("gamma", "prices", "expected"), [(2, True, 0), (2, False, 2), (8, True, 8)])
 def test_where_the_first_draft_token_is_expensive_budget_submits_much_or_nothing(
     gamma: int, prices: bool, expected: int
@@ -507,7 +520,6 @@ def test_where_the_first_draft_token_is_expensive_budget_submits_much_or_nothing
     costs = Costs()
     for num_submitted in (0, 1, 3, 11) * 4:
         costs.target.observe(1, num_submitted, 1.0 if not num_submitted else 3.5 + 0.1 * num_submitted)
-        costs.pace.observe(1, 1.0)
     session = session_of("budget", costs=costs, gamma=gamma, prices=prices)
     node = session.tree.root
     for _ in range(gamma):

@@ -175,6 +175,15 @@ def test_the_same_settings_again_change_nothing(monkeypatch: pytest.MonkeyPatch)
     assert (proposer._client, proposer._gate) == (client, gate)
 
 
+def test_settings_that_come_back_find_their_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, is_gated=True)
+    gate = proposer._gate
+    proposer.use(ProposerSettings(address="ipc:///nowhere", planner="sps"))
+    assert proposer._gate is not gate
+    proposer.use(ProposerSettings(address="ipc:///nowhere"))
+    assert proposer._gate is gate
+
+
 def test_without_a_planner_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, planner="none")
     lengths, table = tokens([1, 2])
@@ -381,6 +390,18 @@ def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monk
         seen.append(client.is_whole)
 
     assert seen == [False, True, False, True, False]
+
+
+def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch)
+    client: Any = proposer._client
+    seen = []
+    for length, is_worthwhile in ((3, True), (4, True), (5, False), (6, True), (7, True)):
+        monkeypatch.setattr(proposer, "_is_worthwhile", lambda *_, found=is_worthwhile: found)
+        proposer.propose([[length]], *tokens(list(range(1, length + 1))))
+        seen.append(is_worthwhile and client.is_whole)
+
+    assert seen == [False, True, False, False, True]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from specbranch.service import outcomes as outcomes_module
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.outcomes import Outcomes
-from specbranch.service.wire import MAX_AHEAD, Ahead, AheadRow, Outcome, Proposals
+from specbranch.service.wire import MAX_AHEAD, Ahead, AheadRow, Outcome, Proposals, Step, StepRow, encode
 from tests.service.harness import PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench, likely
 
@@ -59,6 +59,62 @@ def test_a_row_that_was_told_ahead_is_not_answered_and_its_draft_goes_on() -> No
     accepted = [*outcome.proposal, likely([*later, *outcome.proposal])]
     bench.step(later, *accepted, sent=len(outcome.proposal))
     assert session.core.stats.accepted == len(outcome.proposal)
+
+
+def test_who_waits_is_answered_before_what_was_told_is_followed() -> None:
+    texts = [TEXT, [4, 5, 6], [7, 8, 9]]
+    bench = bench_with(*texts)
+    outcomes = {row.before: row.outcomes[0] for message in told(bench) for row in message.rows}
+    rows = []
+    for text in texts:
+        before = Digest(text)
+        outcome = outcomes[before.name]
+        is_asked = text == texts[1]
+        after = before.extend(outcome.committed)
+        taken = None if is_asked else outcome.proposal
+        rows.append(StepRow(before.name, outcome.committed, after.name, 0, None, taken))
+
+    answers = bench.dispatch.handle(b"me", [encode(Step(1, b"ours", 0.0, rows))])
+    assert next(answers) == (b"me", Proposals(1, [[], outcomes[rows[1].before].proposal, []]))
+    assert [bench.store.find((b"ours", row.after)) is not None for row in rows] == [False, True, False]
+    assert list(answers) == []
+    assert all(bench.store.find((b"ours", row.after)) for row in rows)
+    assert bench.dispatch.counts.lookups == 3
+
+
+def test_of_two_rows_that_go_on_from_one_text_the_first_has_its_session() -> None:
+    """Also where the first was told ahead, and only the other one asks."""
+    bench = bench_with(TEXT)
+    before = Digest(TEXT)
+    outcome = told(bench)[0].rows[0].outcomes[0]
+    other = [outcome.committed[0] + 1]
+    rows = [
+        StepRow(before.name, outcome.committed, before.extend(outcome.committed).name, 0, None, outcome.proposal),
+        StepRow(before.name, other, before.extend(other).name, 0),
+    ]
+
+    assert bench.ask(Step(1, b"ours", 0.0, rows)) == [Proposals(1, [[], None])]
+    assert bench.store.find((b"ours", rows[0].after)) is not None
+
+
+def test_a_fault_behind_an_answer_costs_one_row_and_sends_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [TEXT, [4, 5, 6], [7, 8, 9]]
+    bench = bench_with(*texts)
+    rows = []
+    for text in texts:
+        before, new = Digest(text), [likely(text)]
+        rows.append(StepRow(before.name, new, before.extend(new).name, 0, None, None if text == TEXT else [1]))
+    session_of = bench.dispatch.lookup.session_of
+    monkeypatch.setattr(
+        bench.dispatch.lookup,
+        "session_of",
+        lambda namespace, row: 1 / 0 if row == rows[1] else session_of(namespace, row),
+    )
+
+    (answer,) = bench.ask(Step(1, b"ours", 0.0, rows))
+    assert isinstance(answer, Proposals)
+    assert bench.dispatch.faults.count == 1
+    assert bench.store.find((b"ours", rows[2].after)) is not None
 
 
 def test_a_text_that_is_not_known_is_asked_for_all_the_same() -> None:

@@ -59,7 +59,7 @@ def num_refused(frames: list[bytes]) -> int:
     """How many of these a lookup refuses, without a wire."""
     lookup = Bench().dispatch
     for frame in frames:
-        lookup.handle(b"me", [frame])
+        list(lookup.handle(b"me", [frame]))
     return lookup.counts.refused
 
 

@@ -23,6 +23,7 @@ from specbranch.plugins.vllm.compat import engine, probs
 from specbranch.plugins.vllm.compat.probs import DraftProbs, sampling_of
 from specbranch.plugins.vllm.exactness.prompts import COIN
 from specbranch.plugins.vllm.exactness.statistics import compare_counts, count_pairs
+from tests.vllm.levels import FALSE_ALARM, MOST_TESTS
 from tests.vllm.runs import draft_service, drafting, proposer_of, squared
 
 PROMPT = COIN
@@ -43,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
-    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=400)
     args = parser.parse_args()
 
     from vllm import LLM
@@ -106,7 +107,7 @@ def _compared(llm: Any, sampling: dict[str, Any], expected: list[list[int]]) -> 
     p_values = []
     for part in (slice(1, 2), slice(2, 3), slice(3, 4), slice(0, 2)):
         one, other = ([tuple(text[part]) for text in some] for some in (texts, expected))
-        p_values.append(compare_counts(*count_pairs(one, other), 1e-3, rng).p_value)
+        p_values.append(compare_counts(*count_pairs(one, other), FALSE_ALARM / MOST_TESTS, rng).p_value)
     submitted, accepted = (after - count for after, count in zip(engine.draft_tokens(llm), before, strict=True))
     return {
         "p_values": p_values,

@@ -74,6 +74,6 @@ def chi_square(counts: list[int], p: list[float]) -> float:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_drawn_tokens_leave_the_distribution_alone_and_wrong_probabilities_are_noticed() -> None:
     judge_sampled(run_program("sampled"), least_kept=0.3)

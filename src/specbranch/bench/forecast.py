@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from specbranch.bench.profile import fit_line
@@ -26,6 +27,7 @@ class Terms:
     draft: StepCost  # by rows
     slowdown: float  # the target's step beside the draft over its step alone
     overheads: Mapping[int, float] = field(default_factory=dict)  # a step with our proposer over one of bare vLLM
+    entry_s: float = 0.0  # a step of several tokens beyond what its tokens cost: it may run by another kernel
 
     def overhead(self, batch: int) -> float:
         """By how much our proposer alone makes a step longer: as measured with the most similar batch."""
@@ -39,12 +41,14 @@ class Terms:
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
         """The same in draft steps of one row."""
         unit_s = self.draft.first_s
+        is_alone = batch == 1  # several sequences have that kind of step with and without drafts
         return Layout(
-            self.c,
+            self.c if is_alone else self.c + self.entry_s / unit_s,
             self.draft.more_s / unit_s,
             batch,
             self.target.more_s / unit_s,
             sharing,
+            self.entry_s / unit_s if is_alone else 0.0,
         )
 
 
@@ -98,6 +102,7 @@ class Advice:
         return {
             "c": terms.c,
             "row_cost": terms.draft.share_of_more,
+            "entry_cost": terms.entry_s / terms.target.first_s,
             "slowdown": terms.slowdown,
             "overheads": {str(size): overhead for size, overhead in terms.overheads.items()},
             "forecasts": [forecast.as_json() for forecast in self.forecasts],
@@ -107,12 +112,16 @@ class Advice:
 
 
 def terms_of(survey: Survey) -> Terms:
-    """Straight lines through what was measured; neither falls."""
-    alone, draft = fit_line(survey.target_alone_s).cost, fit_line(survey.draft_s).cost
-    slowdown = max(1.0, survey.target_beside_s / survey.target_alone_s[1])
-    target = StepCost(survey.target_alone_s[1] * slowdown, max(alone.more_s, 0.0) * slowdown)
-    overheads = {size: max(1.0, step_s / survey.target_alone_s[size]) for size, step_s in survey.hooked_s.items()}
-    return Terms(target, StepCost(survey.draft_s[1], max(draft.more_s, 0.0)), slowdown, overheads)
+    """Straight lines through what was measured; neither falls. The target's is through its steps of several tokens."""
+    alone_s = survey.target_alone_s
+    several_s = {size: step_s for size, step_s in alone_s.items() if size > 1}
+    several, draft = fit_line(several_s if len(several_s) > 1 else alone_s).cost, fit_line(survey.draft_s).cost
+    slowdown = max(1.0, survey.target_beside_s / alone_s[1])
+    target = StepCost(alone_s[1] * slowdown, max(several.more_s, 0.0) * slowdown)
+    first_s = several.first_s if several.more_s > 0 else fmean(several_s.values() or alone_s.values())
+    entry_s = max(first_s - alone_s[1], 0.0) * slowdown
+    overheads = {size: max(1.0, step_s / alone_s[size]) for size, step_s in survey.hooked_s.items()}
+    return Terms(target, StepCost(survey.draft_s[1], max(draft.more_s, 0.0)), slowdown, overheads, entry_s)
 
 
 def foresee(trace: Trace, method: Method, terms: Terms, batch: int = 1, sharing: float = 1.0) -> Forecast:

@@ -42,8 +42,11 @@ class PromptError(SpecBranchError, ValueError):
     """A file that does not hold the expected prompts; the message says what to do."""
 
 
-def read_prompts(task: str, path: Path, count: int, field: str | None = None) -> list[str]:
-    """`count` messages of a task, spread evenly over its file, always the same ones; `field` allows any JSONL file."""
+def read_prompts(task: str, path: Path, count: int, field: str | None = None, skip: int = 0) -> list[str]:
+    """`count` messages of a task, spread evenly over its file, always the same ones.
+
+    `field` allows any JSONL file. Left out are the `skip` messages that would be read if so many were asked for.
+    """
     if field is None and task not in _TASKS:
         raise PromptError(
             f"no task is called {task!r}; choose from {', '.join(TASKS)}, or name the field that holds the prompt"
@@ -51,8 +54,8 @@ def read_prompts(task: str, path: Path, count: int, field: str | None = None) ->
     belongs, message = _TASKS[task] if field is None else _any_rows(field)
     try:
         rows = [row for line in path.read_text().splitlines() if belongs(row := json.loads(line))]
-        stride = max(1, len(rows) // count)
-        found = [message(row) for row in rows[::stride][:count]]
+        skipped = _spread(rows, skip)
+        found = [message(row) for row in _spread([row for row in rows if row not in skipped], count)]
     except OSError as error:
         raise PromptError(
             f"cannot read {path}: {error.strerror}; name an existing file (of `bench run`: in the directory --data)"
@@ -64,3 +67,8 @@ def read_prompts(task: str, path: Path, count: int, field: str | None = None) ->
     if len(found) < count:
         raise PromptError(f"{path} holds {len(found)} prompts of {task}, but {count} are needed; ask for fewer")
     return found
+
+
+def _spread(rows: list[_Row], count: int) -> list[_Row]:
+    """So many rows, with even distances between them."""
+    return rows[:: max(1, len(rows) // count)][:count] if count > 0 else []

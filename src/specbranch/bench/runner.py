@@ -49,7 +49,7 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
     order = random.Random(scenario.seed)
     trials: list[Trial] = []
     texts = {
-        chosen.task: read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field)
+        chosen.task: read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field, chosen.skip)
         for chosen in scenario.prompts
     }
     for repeat in range(scenario.repeats):

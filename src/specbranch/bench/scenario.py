@@ -28,13 +28,15 @@ class ScenarioError(SpecBranchError, ValueError):
 class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`count` prompts of a task, from a file in the data directory.
 
-    With `field` any JSONL file will do: that field holds the prompt, and the task may have any name.
+    With `field` any JSONL file will do: that field holds the prompt, and the task may have any name. `skip`
+    leaves out the prompts that a count of as many would take: those of `specbranch train collect`.
     """
 
     task: str
     file: str
     count: int
     field: str | None = None
+    skip: int = 0
 
 
 class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

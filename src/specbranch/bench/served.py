@@ -180,7 +180,10 @@ def _stats(measured: dict[str, Any]) -> Record:
 
 def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Path) -> Path:
     """The prompts as `vllm bench serve` reads them, all tasks in turns, as many as a load needs."""
-    tasks = [read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field) for chosen in scenario.prompts]
+    tasks = [
+        read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field, chosen.skip)
+        for chosen in scenario.prompts
+    ]
     mixed = [messages[index % len(messages)] for index in range(served.requests) for messages in tasks]
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in mixed))

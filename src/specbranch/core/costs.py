@@ -21,7 +21,7 @@ class StepCost:
     first_s: float
     more_s: float = 0.0
 
-    def at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         """Time of a step with that many rows."""
         return self.first_s + self.more_s * (rows - 1)
 
@@ -107,6 +107,11 @@ class TargetEstimate:
         plain = self._plain.cost
         return self._num_rows / max(plain.at(self._num_rows), 1e-9) if plain else 0.0
 
+    def rate(self, committed: float, submitted: float) -> float:
+        """Tokens per second where each sequence of the batch, as it is now, gains and submits so many in a step."""
+        cost = self.cost
+        return self._num_rows * committed / max(cost.at(self._num_rows * (1 + submitted)), 1e-9) if cost else 0.0
+
     @property
     def more_s(self) -> float:
         """Time of a further draft token."""
@@ -126,21 +131,30 @@ class TargetEstimate:
 
 
 class Pace:
-    """Tokens that a target emits per second of its steps; a step counts half after `half_life` later ones."""
+    """What a sequence gets out of a step of the target; a step counts half after `half_life` later ones.
+
+    By sequence, so that it still holds when others come or end.
+    """
 
     def __init__(self, half_life: float = 32.0) -> None:
         self._keep = 0.5 ** (1 / half_life)
-        self._tokens = self._time_s = 0.0
+        self._rows = self._committed = self._submitted = 0.0
 
-    def observe(self, tokens: int, step_s: float) -> None:
-        """Take in one step: the tokens that it committed, and its time."""
-        self._tokens = self._tokens * self._keep + tokens
-        self._time_s = self._time_s * self._keep + step_s
+    def observe(self, num_rows: int, num_submitted: int, num_committed: int) -> None:
+        """Take in one step: its sequences, the draft tokens of all of them, the tokens that they gained."""
+        self._rows = self._rows * self._keep + num_rows
+        self._submitted = self._submitted * self._keep + num_submitted
+        self._committed = self._committed * self._keep + num_committed
 
     @property
-    def per_s(self) -> float:
-        """Tokens per second; 0 before the first step."""
-        return self._tokens / self._time_s if self._time_s > 0 else 0.0
+    def submitted(self) -> float:
+        """Draft tokens of a sequence in a step; 0 before the first."""
+        return self._submitted / self._rows if self._rows else 0.0
+
+    @property
+    def committed(self) -> float:
+        """Tokens that a sequence gains in a step; 0 before the first."""
+        return self._committed / self._rows if self._rows else 0.0
 
 
 @dataclass(slots=True)
@@ -156,6 +170,11 @@ class Costs:
     sampled: Calibration = field(default_factory=Calibration)  # of sequences that are sampled by rule B
     memory: AnswerMemory = field(default_factory=AnswerMemory)
     pace: Pace = field(default_factory=Pace)
+
+    def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
+        """Take in a step of the target: its sequences, their draft tokens, the tokens that they gained, its time."""
+        self.target.observe(num_rows, num_submitted, step_s)
+        self.pace.observe(num_rows, num_submitted, num_committed)
 
     @property
     def price(self) -> float:
@@ -173,8 +192,8 @@ class Costs:
 
     @property
     def _rate(self) -> float:
-        """Tokens per second that time is worth: what the target does now, or would do without drafts."""
-        return max(self.pace.per_s, self.target.plain_rate)
+        """Tokens per second that time is worth: what the batch that runs now gets, or would get without drafts."""
+        return max(self.target.rate(self.pace.committed, self.pace.submitted), self.target.plain_rate)
 
     def draft_steps_per_target_step(self, rows: int) -> float | None:
         """The speed ratio c for draft steps of that many rows; None until both devices have been seen."""

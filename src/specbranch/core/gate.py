@@ -77,13 +77,17 @@ class Gate:
         """What `is_open` said last."""
         return self._was_open
 
+    def interrupt(self) -> None:
+        """Steps ran that it was not asked about: the next ones still show those, as after a change."""
+        self._since_change = 0
+        self._has_seen_drafts = False
+
     def is_open(self, num_rows: int) -> bool:
         """Whether the next step should go with drafts."""
         is_open = self._load(num_rows).is_open
         if is_open != self._was_open:
             self._was_open = is_open
-            self._since_change = 0
-            self._has_seen_drafts = False
+            self.interrupt()
         return is_open
 
     def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:

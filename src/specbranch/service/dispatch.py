@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from specbranch.core.costs import StepCost
 from specbranch.core.planners import SettingError
@@ -17,7 +17,7 @@ from specbranch.service.compute import Compute
 from specbranch.service.faults import Faults
 from specbranch.service.lookup import Lookup, LookupCounts
 from specbranch.service.observer import Observer
-from specbranch.service.sessions import DraftSession, SessionStore
+from specbranch.service.sessions import DraftSession, SessionStore, StepCounter
 from specbranch.service.waiting import Pending, Waiting
 from specbranch.service.wire import (
     VERSION,
@@ -67,16 +67,19 @@ class Dispatch:
         """What this thread did."""
         return self.lookup.counts
 
-    def handle(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
-        """Serve one message. What cannot be served is refused, counted and logged; it never raises."""
+    def handle(self, client: Client, frames: Sequence[bytes]) -> Iterator[Answer]:
+        """Serve one message. What cannot be served is refused, counted and logged; it never raises.
+
+        An answer is to be sent as soon as it comes: what nobody waits for is done behind it.
+        """
         try:
-            return self._serve(client, frames)
+            yield from self._serve(client, frames)
         except (FrameError, SettingError) as error:
             self.counts.refused += 1
             log.warning("refused a message: %s", repr(str(error))[:200])
-            return [(client, Refused(str(error)[:500]))]
+            yield client, Refused(str(error)[:500])
         except Exception as error:
-            return [self._refuse(client, error)]
+            yield self._refuse(client, error)
 
     def next_deadline_s(self) -> float | None:
         """When `answer_overdue` must be called at the latest."""
@@ -94,7 +97,7 @@ class Dispatch:
         """Answers that nobody has asked for yet; asked after draft steps."""
         return list(tell_ahead(self._compute.take_grown(), self.faults))
 
-    def _serve(self, client: Client, frames: Sequence[bytes]) -> list[Answer]:
+    def _serve(self, client: Client, frames: Sequence[bytes]) -> Iterable[Answer]:
         if len(frames) != 1:
             raise FrameError(f"a message has one frame, this one has {len(frames)}")
         request = decode_request(frames[0])
@@ -139,7 +142,7 @@ class Dispatch:
             **self._store.undrafted.counts(request.namespace),
         )
 
-    def _serve_step(self, client: Client, step: Step) -> list[Answer]:
+    def _serve_step(self, client: Client, step: Step) -> Iterator[Answer]:
         now_s = self._clock()
         self._tenants.step_ended(step, now_s)
         self._drop_pending(client)
@@ -149,17 +152,34 @@ class Dispatch:
         step_counter.num_ahead = 0
         pending = Pending(client=client, step=step, since_s=now_s, deadline_s=now_s + step.wait_ms / 1000)
         self._waiting.add(pending)
-        for row in step.rows:
-            session = self.lookup.session_of(step.namespace, row)
-            pending.add(session, self._proposal(session, row) if session else None)
-            if session:
-                session.hear(step_counter)
-                self._compute.tell(session)
+        first, later = _in_turn(step.rows)
+        for index in first:
+            self._look_up(pending, index, step_counter)
+        is_held = bool(pending.waiting)
+        answered_s = self._clock()
+        if not is_held:
+            answer = self._answer(pending, answered_s)
+            if first:
+                yield answer
+        for index in later:
+            try:
+                self._look_up(pending, index, step_counter)
+            except Exception as error:  # the answer has gone out; the row is asked for again
+                self.faults.note(error, "a row is not followed")
         self._observer.arrived(client, step, pending.sessions, now_s)
-        if not pending.waiting:
-            answer = self._answer(pending)
-            return [] if all(row.taken is not None for row in step.rows) else [answer]
-        return self.answer_overdue() if pending.deadline_s <= now_s else []
+        if not is_held:
+            self._note_answer(pending, answered_s)
+        elif pending.deadline_s <= now_s:
+            yield from self.answer_overdue()
+
+    def _look_up(self, pending: Pending, index: int, step_counter: StepCounter) -> None:
+        """Bring the session of a row up to its verdict, and take what it has to submit."""
+        row = pending.step.rows[index]
+        session = self.lookup.session_of(pending.step.namespace, row)
+        pending.add(index, session, self._proposal(session, row) if session else None)
+        if session:
+            session.hear(step_counter)
+            self._compute.tell(session)
 
     def _proposal(self, session: DraftSession, row: StepRow) -> list[int] | None:
         """What to answer for a row; nothing if the target was told ahead."""
@@ -185,19 +205,32 @@ class Dispatch:
         for pending in self._waiting.all():
             try:
                 if is_done(pending):
-                    answers.append(self._answer(pending))
+                    now_s = self._clock()
+                    answers.append(self._answer(pending, now_s))
+                    self._note_answer(pending, now_s)
             except Exception as error:
                 answers.append(self._refuse(pending.client, error))
         return answers
 
-    def _answer(self, pending: Pending) -> Answer:
-        now_s = self._clock()
+    def _answer(self, pending: Pending, now_s: float) -> Answer:
         self._waiting.remove(pending.client)
         self.counts.wait_s += now_s - pending.since_s
         self._tenants.answered(pending.step.namespace, now_s)
-        self._note_answer(pending, now_s)
         probs = pending.probs if any(pending.probs) else []
         return (pending.client, Proposals(pending.step.round, pending.proposals, probs))
 
     def _note_answer(self, pending: Pending, at_s: float) -> None:
         self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)
+
+
+def _in_turn(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
+    """The rows that somebody waits for, and those that may be followed after the answer.
+
+    What the target was told ahead it verifies already. But where a row that asks shares a sequence with such a row, the
+    first of the two gets the session.
+    """
+    asked = {name for row in rows if row.taken is None for name in (row.before, row.after)}
+    turns: tuple[list[int], list[int]] = [], []
+    for index, row in enumerate(rows):
+        turns[row.taken is not None and row.before not in asked].append(index)
+    return turns

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,7 @@ class Server:
                 return
             self._send(router, self.dispatch.handle(client, frames))
 
-    def _send(self, router: zmq.Socket[bytes], answers: list[Answer]) -> None:
+    def _send(self, router: zmq.Socket[bytes], answers: Iterable[Answer]) -> None:
         for client, reply in answers:
             try:
                 router.send_multipart((client, encode(reply)), zmq.NOBLOCK)

@@ -47,14 +47,14 @@ class Tenants:
         The step began when the last answer left.
         """
         tenant = self._tenant(step.namespace)
-        costs = tenant.costs
         step_s = step.step_us / 1e6
         tenant.is_told |= step_s > 0
         if not tenant.is_told and tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
             step_s = now_s - tenant.answered_s
         if step_s > 0:
-            costs.target.observe(len(step.rows), sum(row.num_submitted for row in step.rows), step_s)
-            costs.pace.observe(sum(len(row.tokens) for row in step.rows), step_s)
+            num_submitted = sum(row.num_submitted for row in step.rows)
+            num_committed = sum(len(row.tokens) for row in step.rows)
+            tenant.costs.observe_step(len(step.rows), num_submitted, num_committed, step_s)
 
     def answered(self, namespace: bytes, now_s: float) -> None:
         """An answer left."""

@@ -18,26 +18,30 @@ class Pending:
     step: Step
     since_s: float
     deadline_s: float
-    sessions: list[DraftSession | None] = field(default_factory=list)
-    proposals: list[list[int] | None] = field(default_factory=list)
-    probs: list[bytes] = field(default_factory=list)  # what the tokens of the proposals were drawn from
+    sessions: list[DraftSession | None] = field(init=False)
+    proposals: list[list[int] | None] = field(init=False)
+    probs: list[bytes] = field(init=False)  # what the tokens of the proposals were drawn from
     waiting: set[int] = field(default_factory=set)  # rows that are not ready
     num_held: int = 0  # rows that were not ready at once
 
-    def add(self, session: DraftSession | None, proposal: list[int] | None) -> None:
-        """One more row. If its session has no proposal yet, the row waits for it."""
+    def __post_init__(self) -> None:
+        rows = self.step.rows
+        self.sessions, self.probs = [None] * len(rows), [b""] * len(rows)
+        self.proposals = [None if row.taken is None else [] for row in rows]  # what was told is not said again
+
+    def add(self, index: int, session: DraftSession | None, proposal: list[int] | None) -> None:
+        """The session of a row. If it has no proposal yet, the row waits for it."""
+        self.sessions[index] = session
         if session and proposal is None and session.is_awaited:
-            self.waiting.add(len(self.sessions))
+            self.waiting.add(index)
             self.num_held += 1
-        self.sessions.append(session)
-        self.proposals.append(None)
-        self.probs.append(b"")
-        self.settle(len(self.sessions) - 1, proposal)
+        self.settle(index, proposal)
 
     def settle(self, index: int, proposal: list[int] | None) -> None:
         """The proposal of a row, with what it was drawn from: the next row may go on with the same session."""
         session = self.sessions[index]
-        self.proposals[index] = proposal
+        if self.step.rows[index].taken is None:
+            self.proposals[index] = proposal
         if session is not None and proposal and self.step.rows[index].sampling is not None:
             self.probs[index] = session.probs()
 

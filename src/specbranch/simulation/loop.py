@@ -174,8 +174,8 @@ class Loop:
             session.stats.target_s += step_s
             session.stats.wait_s += step.wait_s
             session.settle()
-        self._costs.target.observe(len(submitted), sum(submitted), step_s)
-        self._costs.pace.observe(sum(1 + verdict.accepted for verdict in verdicts), step_s + step.wait_s)
+        committed = sum(1 + verdict.accepted for verdict in verdicts)
+        self._costs.observe_step(len(submitted), sum(submitted), committed, step_s)
         hits = tuple(session.round.is_hit for session in step.batch)
         self._observe(
             TargetStep(

@@ -22,7 +22,7 @@ from specbranch.core.guesser import HEADS, MEMORY, TEXT
 from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.rows import rows_that_pay
-from specbranch.core.planners.settings import Rows, Settings, Window
+from specbranch.core.planners.settings import Rows, Settings, Share, Window
 from specbranch.core.round import Round
 from specbranch.core.tree import Tree
 
@@ -37,9 +37,10 @@ class BudgetSettings(Settings):
 
     `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target; `uses_heads`: the
     draft's heads, if it has any. `deepens`: what is guessed also runs behind a node in its draft step. Guesses are
-    certain: accepted as often as the target says them. `prices`: what is less likely to be
-    accepted than its verification is worth is not submitted. `waits`: the target waits for a submission
-    of full length, which only makes sense in tests.
+    certain: accepted as often as the target says them. `prices`: what is less likely to be accepted than its
+    verification is worth is not submitted. `least_chance`: nor is what is less likely than this, also where verifying
+    is free: less of the target's work is in vain, for some of the speed. `waits`: the target waits for a submission of
+    full length, which only makes sense in tests.
     """
 
     gamma: Window = 15  # with the target's own token a power of two, as kernels like it
@@ -49,6 +50,7 @@ class BudgetSettings(Settings):
     uses_heads: bool = True
     deepens: bool = True
     prices: bool = True
+    least_chance: Share = 0.0
     waits: bool = False
 
 
@@ -95,17 +97,18 @@ class BudgetPlanner(Planner[BudgetSettings]):
         """What the target should verify behind a node, once the sequence has come there."""
         tree, gamma = round.tree, self.settings.gamma
         price = round.costs.price if self.settings.prices else 0.0
-        chain = list(takewhile(lambda node: tree.chance(node, start) >= price, tree.walk_run(start, gamma)))
+        bar = max(price, self.settings.least_chance)
+        chain = list(takewhile(lambda node: tree.chance(node, start) >= bar, tree.walk_run(start, gamma)))
         tip = chain[-1] if chain else start
         if self._sources and len(chain) < gamma and tip.distribution is None:
             round.guesser.catch_up(most=_NEWEST)
-            least = max(_LEAST_REPEAT, price) * tree.chance(start)
+            least = max(_LEAST_REPEAT, bar) * tree.chance(start)
             chain += round.guesser.plant(tree, tip, gamma - len(chain), least, self._sources)
-        gain = self._gain(tree, start, chain, price)
+        gain = self._gain(tree, start, chain, price, bar)
         return chain if not self.settings.prices or gain >= round.costs.entry else []
 
-    def _gain(self, tree: Tree, start: Node, chain: Sequence[Node], price: float) -> float:
-        """Tokens that a submission is expected to bring beyond its price.
+    def _gain(self, tree: Tree, start: Node, chain: Sequence[Node], price: float, bar: float) -> float:
+        """Tokens that a submission is expected to bring beyond its price; none less likely than the bar is in it.
 
         Behind a token that was drawn by chance all others count as if they were like it. What is known of them depends
         on the token that it is, and whether it is tested must not (rule B).
@@ -118,5 +121,5 @@ class BudgetPlanner(Planner[BudgetSettings]):
                 assert node.parent is not None, "below the start"
                 alike = tree.chance(node, node.parent)
                 further = (chance * alike**more for more in range(1, self.settings.gamma - index))
-                return gain + sum(takewhile(lambda one: one > 0, (one - price for one in further)))
+                return gain + sum(one - price for one in takewhile(lambda one: one >= bar, further))
         return gain

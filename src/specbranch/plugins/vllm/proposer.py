@@ -28,6 +28,7 @@ from specbranch.predictor.hrad import Hrad, read_hrad
 from specbranch.service.client import Committed, DraftClient
 
 _MOST_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
+_MOST_GATES = 64
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -43,8 +44,10 @@ class SpecBranchProposer:
         self._is_output_rank = runner.is_output_rank()
         self._client: DraftClient | None = None
         self._gate: Gate | None = None
+        self._gates: dict[str, Gate] = {}  # by the settings that they are for
         self._pace = Pace()
         self._had_drafts = False
+        self._has_asked = False  # in the last step
         self._runner: Any = None
         self._lens = [0] * (self._most + 1)  # rows by the number of draft tokens
         self._asides: Counter[str] = Counter()
@@ -83,9 +86,17 @@ class SpecBranchProposer:
         if self._client is not None:
             self._client.close()
         self._settings = settings
-        self._gate = Gate() if settings.is_gated else None
+        self._gate = self._gate_for(settings) if settings.is_gated else None
         # Without a planner there is nothing to ask for.
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
+
+    def _gate_for(self, settings: ProposerSettings) -> Gate:
+        """The gate of these settings. Those that come back need not learn again what pays."""
+        if len(self._gates) > _MOST_GATES:
+            self._gates.clear()
+        gate = self._gates.setdefault(repr(settings), Gate())
+        gate.interrupt()
+        return gate
 
     @property
     def is_on(self) -> bool:
@@ -162,6 +173,7 @@ class SpecBranchProposer:
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         self.drawn_from = {}
+        had_asked, self._has_asked = self._has_asked, False
         if self._client is None or not texts:
             return drafts
         num_new = [len(sampled) for sampled in sampled_token_ids]
@@ -180,7 +192,9 @@ class SpecBranchProposer:
                 )
                 for index in asked
             }
-            is_whole = step_s is not None and len(committed) == len(drafts)
+            # Since the last question there was one step, and it decoded just these rows.
+            is_whole = step_s is not None and had_asked and len(committed) == len(drafts)
+            self._has_asked = bool(committed)
             for index, draft in self._ask(committed, is_whole).items():
                 drafts[index] = draft
         self._had_drafts = any(drafts)
