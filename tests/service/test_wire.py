@@ -58,6 +58,7 @@ REQUESTS: list[Request] = [
     Step(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(2)), StepRow(NAME, [4], NAME, 0)]),
     Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(0.7, 0.9, 20, 5))]),
     Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, [5, 6]), StepRow(NAME, [4], NAME, 0, None, [])]),
+    Step(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, None, 3)]),
     Open(
         b"ours",
         "specbranch",
@@ -179,16 +180,17 @@ def test_a_row_without_an_outlook_costs_one_byte() -> None:
     told, untold = StepRow(NAME, [4], NAME, 0, WireOutlook(1)), StepRow(NAME, [4], NAME, 0)
     frames = [encode(Step(1, b"ours", 1.0, [row])) for row in (told, untold)]
 
-    assert frames[1].endswith(b"\xc0\xc0\xc0\x00")  # no outlook, nothing taken, not sampled, and no time of the step
+    # No outlook, nothing taken, not sampled, of any length, and no time of the step.
+    assert frames[1].endswith(b"\xc0\xc0\xc0\xc0\x00")
     assert len(frames[0]) - len(frames[1]) == 1
 
 
 def test_a_row_of_the_first_version_is_still_understood() -> None:
     """It ended with the submission. Its sender is told to update by `Hello`, and is not misread meanwhile."""
     frame = encode(Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
-    place = frame.index(b"\x97\xc4")  # an array of seven, a name of bytes
+    place = frame.index(b"\x98\xc4")  # an array of eight, a name of bytes
 
-    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -4] + frame[-1:])
+    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -5] + frame[-1:])
 
     assert old == Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
 

@@ -19,7 +19,7 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 8
+VERSION = 9
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
@@ -91,6 +91,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
 
     `taken`: what was told ahead for this verdict, which the target verifies already; None asks for a proposal.
     `sampling`: draft tokens may be drawn by chance, and the target tests them by what they were drawn from (rule B).
+    `longest`: the most tokens that may be proposed.
     """
 
     before: Name
@@ -100,6 +101,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     outlook: WireOutlook | None = None
     taken: Draft | None = None
     sampling: WireSampling | None = None
+    longest: Annotated[int, Meta(ge=0, le=MAX_NEW)] | None = None
 
 
 class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):

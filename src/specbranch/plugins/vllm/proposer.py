@@ -21,6 +21,7 @@ from specbranch.engines.vocabulary import read_sample
 from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
 from specbranch.plugins.vllm.compat.probs import DraftProbs
 from specbranch.plugins.vllm.foresight import Foresight
+from specbranch.plugins.vllm.limits import Limits
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
@@ -51,6 +52,7 @@ class SpecBranchProposer:
         self._runner: Any = None
         self._lens = [0] * (self._most + 1)  # rows by the number of draft tokens
         self._asides: Counter[str] = Counter()
+        self._limits = Limits()
         self._settings: ProposerSettings | None = None
         self._model: Any = None
         self._embed: Callable[[Sequence[int]], Any] | None = None
@@ -119,16 +121,18 @@ class SpecBranchProposer:
         foreseen = asdict(self._foresight.counts) if self._foresight else {}
         return self._client.counts.as_dict() | foreseen if self._client else {}
 
-    def meet(self, runner: Any, prompts: Sequence[Sequence[int]], num_pads: int = 0) -> None:
-        """The runner that calls us is about to prefill these prompts; vLLM's hook tells neither. Never raises.
+    def meet(self, model_runner: Any, news: runner.News) -> None:
+        """The runner that calls us is about to run a step with this news; vLLM's hook tells neither. Never raises.
 
-        The draft prefills them at the same time, and so has a draft ready after the first token. The step also verifies
-        that many pads; vLLM counts them as draft tokens.
+        The draft prefills new prompts at the same time, and so has a draft ready after the first token. vLLM counts
+        pads as draft tokens.
         """
-        self._runner = runner
-        self.num_pads += num_pads
-        if prompts and self._client is not None and (self._gate is None or self._gate.was_open):
-            self._client.expect(prompts)
+        self._runner = model_runner
+        self.num_pads += news.num_pads
+        self._limits.end(news.ended)
+        self._limits.begin(news.limits)
+        if news.prompts and self._client is not None and (self._gate is None or self._gate.was_open):
+            self._client.expect(news.prompts)
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The target is loaded; a trained predictor that does not fit it stops vLLM here."""
@@ -169,7 +173,7 @@ class SpecBranchProposer:
 
         `samplings`: how rows sample that are verified by what their draft tokens are drawn from (`drawn_from`).
         Empty for rows in chunked prefill, without a draft, or at their end. Rows with a LoRA adapter or with images get
-        none: the draft model knows neither, so the service is not asked.
+        none: the draft model knows neither, so the service is not asked. Nor is it for requests that want none.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         self.drawn_from = {}
@@ -179,9 +183,9 @@ class SpecBranchProposer:
         num_new = [len(sampled) for sampled in sampled_token_ids]
         step_s = self._pace.step_s(num_new, [len(text) for text in texts.values()])
         if self._is_worthwhile(num_new, step_s):
-            asked = self._without_aside(list(texts), len(drafts))
-            outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             names = runner.row_names(self._runner, len(drafts))
+            asked = self._without_aside(list(texts), names)
+            outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             committed = {
                 index: Committed(
                     texts[index],
@@ -189,6 +193,7 @@ class SpecBranchProposer:
                     outlook=outlooks.get(index),
                     name=names[index],
                     sampling=samplings.get(index),
+                    longest=self._limits.longest(names[index]),
                 )
                 for index in asked
             }
@@ -251,10 +256,13 @@ class SpecBranchProposer:
             self._gate.observe(len(num_new), sum(num_new), step_s, self._had_drafts)
         return self._gate.is_open(len(num_new))
 
-    def _without_aside(self, rows: Sequence[int], num_rows: int) -> Sequence[int]:
+    def _without_aside(self, rows: Sequence[int], names: Sequence[str | None]) -> Sequence[int]:
         if self._runner is None:
             return rows
-        aside = runner.rows_aside(self._runner, num_rows)
+        aside = {
+            **runner.rows_aside(self._runner, len(names)),
+            **dict.fromkeys(self._limits.rows_off(names), "request"),
+        }
         self._asides.update(aside[index] for index in rows if index in aside)
         return [index for index in rows if index not in aside]
 
