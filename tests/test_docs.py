@@ -201,8 +201,8 @@ def test_the_docs_can_be_read_to_the_end() -> None:
     assert sum(len(page.read_text().split()) for page in pages) < MOST_WORDS
 
 
-def test_the_readme_has_at_most_five_hundred_words() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 500
+def test_the_readme_has_at_most_six_hundred_words() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 600
 
 
 def test_our_own_words_are_not_in_the_code() -> None:
