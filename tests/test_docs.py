@@ -41,7 +41,7 @@ MOST_WORDS = 17_000
 # Words of our own for which the field has others: distribution, expensive, workaround.
 BANNED = re.compile(r"\b(laws?|dear|mend)\b", re.IGNORECASE)
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
-_FOLDERS = ("benchmarks", "docs", "examples", "scripts", "src", "studies", "tests", "traces")
+_FOLDERS = ("benchmarks", "deploy", "docs", "examples", "scripts", "src", "studies", "tests", "traces")
 _FILES = {name for folder in _FOLDERS for name in (ROOT / folder).rglob("*")} | set(ROOT.iterdir())
 _KNOWN = {f"/{path.relative_to(ROOT)}" for path in _FILES}
 _NAMED = re.compile(
