@@ -20,6 +20,7 @@ from specbranch.service.wire import (
     Open,
     OverviewRequest,
     Proposals,
+    Refused,
     StatsRequest,
     Step,
     Welcome,
@@ -69,12 +70,18 @@ def _unknown(question: Question) -> Frames:
     yield encode(Proposals(question.round, [None] * _num_rows(question)))
 
 
+def _old(question: Question) -> Frames:
+    """What a service of an older release says to a question that it does not know."""
+    yield encode(Refused("Invalid value 'get-overview'"))
+
+
 _DEEDS: dict[str, Callable[[Question], Frames]] = {
     "foreign": _foreign,
     "garbage": _garbage,
     "late": _late,
     "huge": _huge,
     "unknown": _unknown,
+    "old": _old,
 }
 
 

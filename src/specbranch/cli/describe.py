@@ -13,7 +13,7 @@ from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
 from specbranch.cli.reading import printable
 from specbranch.cli.source import Outage, ServiceSource, print_outage
-from specbranch.cli.top_view import duration, gigabytes
+from specbranch.cli.top_view import count, duration, memory
 from specbranch.errors import SpecBranchError
 from specbranch.service.endpoint import default_address
 from specbranch.service.wire import Overview
@@ -51,7 +51,7 @@ def lines(overview: Overview) -> dict[str, str]:
     found = {
         "model": _joined(settings, "{model}"),
         "engine": _joined(settings, "{engine}", "on {device}", "weights in {dtype}")
-        + (f", {gigabytes(float(weights))}" if isinstance(weights, int) else ""),
+        + (f", {memory(float(weights))}" if isinstance(weights, int) else ""),
         "heads": _joined(settings, "{heads}") or "none",
         "vocabulary": _joined(settings, "{vocab_len} tokens"),
         "cache": _joined(settings, "{cache_tokens} tokens", "{max_handles} branches"),
@@ -63,9 +63,9 @@ def lines(overview: Overview) -> dict[str, str]:
             "prefill in pieces of {piece_len}",
         ),
         "version": _joined(settings, "{version}", "protocol {wire}"),
-        "targets": f"{_count(figures, 'targets')} now, with {_count(figures, 'sessions')} sessions of "
-        f"{_count(figures, 'session_tokens')} tokens",
-        "memory": gigabytes(figures.get("memory_bytes") or None),
+        "targets": f"{_held(figures, 'target')} now, {_held(figures, 'session')} of "
+        f"{count(round(figures.get('session_tokens', 0)), 'token')}",
+        "memory": memory(figures.get("memory_bytes") or None),
         "uptime": duration(figures.get("uptime_seconds", 0.0)),
     }
     return {name: words for name, words in found.items() if words}
@@ -77,5 +77,5 @@ def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
     return ", ".join(form.format(**words) for form in forms if form.split("{")[1].split("}")[0] in words)
 
 
-def _count(figures: Mapping[str, float], name: str) -> str:
-    return f"{figures.get(name, 0):,.0f}"
+def _held(figures: Mapping[str, float], thing: str) -> str:
+    return count(round(figures.get(f"{thing}s", 0)), thing)

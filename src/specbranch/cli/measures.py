@@ -14,8 +14,8 @@ class Span:
     """What was counted in a time; `seconds` None: since the start, for which there are sums and no rates."""
 
     stats: Stats
-    target_steps: float
-    draft_steps: float
+    target_steps: int
+    draft_steps: int
     draft_step_s: float
     seconds: float | None = None
 
@@ -51,14 +51,14 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _whole(reading: Reading) -> Span:
-    return Span(reading.stats, reading.target_steps, reading.draft_steps or 0.0, reading.draft_step_s or 0.0)
+    return Span(reading.stats, reading.target_steps, reading.draft_steps or 0, reading.draft_step_s or 0.0)
 
 
 def _between(now: Reading, earlier: Reading) -> Span:
     return Span(
         now.stats.since(earlier.stats),
         now.target_steps - earlier.target_steps,
-        (now.draft_steps or 0.0) - (earlier.draft_steps or 0.0),
+        (now.draft_steps or 0) - (earlier.draft_steps or 0),
         (now.draft_step_s or 0.0) - (earlier.draft_step_s or 0.0),
         now.at_s - earlier.at_s,
     )

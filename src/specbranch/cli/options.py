@@ -76,7 +76,7 @@ DraftKeys = Annotated[
 ServiceAddress = Annotated[
     str | None,
     typer.Argument(
-        metavar="[ADDRESS]",
+        metavar="ADDRESS",
         help="Where the draft service listens: ipc://PATH, or tcp://HOST:PORT with --keys. Default: the socket that "
         "`specbranch draft` chooses itself.",
         show_default=False,

@@ -27,17 +27,17 @@ class Reading:
     at_s: float
     model: str  # of the draft or, from vLLM, of the target
     stats: Stats
-    target_steps: float
-    draft_steps: float | None = None
+    target_steps: int
+    draft_steps: int | None = None
     draft_step_s: float | None = None
-    undrafted: float = 0
-    faults: float = 0
-    sessions: float = 0
-    session_tokens: float | None = None
-    targets: float | None = None
+    undrafted: int = 0
+    faults: int = 0
+    sessions: int = 0
+    session_tokens: int | None = None
+    targets: int | None = None
     first_row_s: float | None = None
     more_row_s: float | None = None
-    memory_bytes: float | None = None
+    memory_bytes: int | None = None
     uptime_s: float | None = None
     states: Sequence[str] = ()  # of the engines of a vLLM server
     gate: Mapping[str, bool] = field(default_factory=dict)  # by rows in a step: are drafts on, in all engines?
@@ -74,17 +74,17 @@ def _of_service(figures: Mapping[str, float], model: str, at_s: float) -> Readin
         at_s=at_s,
         model=model,
         stats=_stats(figures, rows="rows", submitted="submitted_tokens"),
-        target_steps=figures.get("target_steps", 0),
-        draft_steps=figures.get("steps"),
+        target_steps=_count(figures, "target_steps"),
+        draft_steps=_count(figures, "steps"),
         draft_step_s=figures.get("step_seconds"),
         undrafted=_undrafted(figures),
-        faults=figures.get("faults", 0),
-        sessions=figures.get("sessions", 0),
-        session_tokens=figures.get("session_tokens"),
-        targets=figures.get("targets"),
+        faults=_count(figures, "faults"),
+        sessions=_count(figures, "sessions"),
+        session_tokens=_count(figures, "session_tokens"),
+        targets=_count(figures, "targets"),
         first_row_s=figures.get("first_row_seconds"),
         more_row_s=figures.get("more_row_seconds"),
-        memory_bytes=figures.get("memory_bytes") or None,
+        memory_bytes=_count(figures, "memory_bytes") or None,
         uptime_s=figures.get("uptime_seconds"),
     )
 
@@ -107,10 +107,10 @@ def _of_vllm(samples: Sequence[Sample], at_s: float) -> Reading:
         at_s=at_s,
         model=", ".join(models),
         stats=_stats(figures, rows="draft_rows", submitted="submitted_tokens_sum"),
-        target_steps=figures.get("calls", 0),
+        target_steps=_count(figures, "calls"),
         undrafted=_undrafted(figures),
-        faults=figures.get("faults", 0),
-        sessions=figures.get("sessions", 0),
+        faults=_count(figures, "faults"),
+        sessions=_count(figures, "sessions"),
         first_row_s=cost.get("draft_first_row_seconds"),
         more_row_s=cost.get("draft_more_row_seconds"),
         states=[printable(states[engine]) for engine in sorted(states)],
@@ -119,21 +119,23 @@ def _of_vllm(samples: Sequence[Sample], at_s: float) -> Reading:
 
 
 def _stats(figures: Mapping[str, float], rows: str, submitted: str) -> Stats:
-    counts = {name: int(figures.get(f"rolled_back_tokens/{name}", 0)) for name in CAUSES}
-    hits, misses = int(figures.get("hits", 0)), int(figures.get("misses", 0))
     return Stats(
-        rounds=hits + misses,
-        hits=hits,
-        submitted=int(figures.get(submitted, 0)),
-        accepted=int(figures.get("accepted_tokens", 0)),
-        rows=int(figures.get(rows, 0)),
+        rounds=_count(figures, "hits") + _count(figures, "misses"),
+        hits=_count(figures, "hits"),
+        submitted=_count(figures, submitted),
+        accepted=_count(figures, "accepted_tokens"),
+        rows=_count(figures, rows),
         wait_s=figures.get("wait_seconds", 0.0),
-        **counts,
+        **{cause: _count(figures, f"rolled_back_tokens/{cause}") for cause in CAUSES},
     )
 
 
-def _undrafted(figures: Mapping[str, float]) -> float:
-    return sum(figures.get(f"undrafted/{reason}", 0) for reason in REASONS)
+def _undrafted(figures: Mapping[str, float]) -> int:
+    return sum(_count(figures, f"undrafted/{reason}") for reason in REASONS)
+
+
+def _count(figures: Mapping[str, float], name: str) -> int:
+    return round(figures.get(name, 0))
 
 
 def _sums(samples: Iterable[Sample], prefix: str) -> dict[str, float]:

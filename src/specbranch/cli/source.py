@@ -36,7 +36,7 @@ class Outage(SpecBranchError, RuntimeError):
 def print_outage(outage: Outage, address: str, as_json: bool) -> None:
     """Say on standard error why nothing could be read, and what would help; for machines, as JSON too."""
     hint = f"; {_HINT}" if str(outage).startswith("nobody") else ""
-    Console(stderr=True).print(f"[bold red]no answer:[/] {escape(str(outage))}{hint}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(str(outage))}{hint}", highlight=False, soft_wrap=True)
     if as_json:
         print_json({"address": address, "answers": False, "cause": str(outage)})
 
@@ -99,14 +99,13 @@ class PageSource:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/").removesuffix("/metrics")
-        self.name = f"vLLM at {self._url}"
+        self.name = f"server at {self._url}"
 
     def read(self) -> Reading:
         reading = of_page(read_page(self._text()), time.monotonic())
         if reading is None:
             raise Outage(f"{self._url}/metrics has no metrics of specbranch: the server runs without our proposer")
-        if reading.uptime_s is not None:
-            self.name = f"draft service at {self._url}"
+        self.name = f"{'vLLM' if reading.uptime_s is None else 'draft service'} at {self._url}"
         return reading
 
     def _text(self) -> str:

@@ -26,7 +26,7 @@ def top(
     address: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ADDRESS]",
+            metavar="ADDRESS",
             help="A draft service, ipc://PATH or tcp://HOST:PORT with --keys; or a vLLM server with drafts, "
             "http://HOST:PORT. Default: the socket that `specbranch draft` uses by itself.",
             show_default=False,
@@ -85,7 +85,7 @@ class _View:
         self._as_json = as_json
         self._console = console_for(False)
         self._live = Live(console=self._console, auto_refresh=False)
-        self._has_screen = self._console.is_terminal and not as_json
+        self._has_screen = self._console.is_terminal and not self._console.is_dumb_terminal and not as_json
         self._now: Reading | None = None
         self._earlier: Reading | None = None
 

@@ -21,14 +21,14 @@ def as_screen(name: str, now: Reading | None, earlier: Reading | None, outage: s
     if outage:
         parts.append(Text(outage, style="bold red"))
     if now is not None:
-        parts += [Text(line) for line in now_lines(now)]
+        parts += [Text(line, style="dim" if outage else "") for line in now_lines(now)]
         parts.append(_table(now, earlier, is_old=bool(outage)))
     return Group(*parts)
 
 
 def as_line(now: Reading, earlier: Reading | None) -> str:
     """The most important measures, over the last interval if there was one."""
-    words = [f"{now.sessions:,.0f} sessions", *now.states]
+    words = [count(now.sessions, "session"), *now.states]
     for measure in measures(now, earlier):
         if measure.name in _IN_A_LINE:
             value = _value(measure, measure.last, is_rate=True) if earlier else _value(measure, measure.total)
@@ -63,19 +63,24 @@ def now_lines(now: Reading) -> list[str]:
     about = [now.model, *(f"drafting: {state}" for state in now.states)]
     if now.uptime_s is not None:
         about.append(f"up {duration(now.uptime_s)}")
-    held = [f"{now.sessions:,.0f} sessions"]
+    held = [count(now.sessions, "session")]
     if now.targets is not None:
-        held[0] += f" of {now.targets:,.0f} targets"
+        held[0] += f" of {count(now.targets, 'target')}"
     if now.session_tokens is not None:
-        held.append(f"{now.session_tokens:,.0f} tokens")
+        held.append(count(now.session_tokens, "token"))
     if now.memory_bytes is not None:
-        held.append(f"memory {gigabytes(now.memory_bytes)}")
+        held.append(f"memory {memory(now.memory_bytes)}")
     if now.undrafted:
-        held.append(f"{now.undrafted:,.0f} texts not drafted for")
+        held.append(f"{count(now.undrafted, 'text')} not drafted for")
     if now.faults:
-        held.append(f"{now.faults:,.0f} faults")
+        held.append(count(now.faults, "fault"))
     lines = [", ".join(word for word in about if word), ", ".join(held), _cost(now), _gate(now)]
     return [line for line in lines if line]
+
+
+def count(number: int, thing: str) -> str:
+    """So many things."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def duration(seconds: float) -> str:
@@ -90,13 +95,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
-def gigabytes(size: float | None) -> str:
+def memory(size: float | None) -> str:
     """A size in memory; nothing if it is not known."""
-    return "" if size is None else f"{size / 1e9:.2f} GB"
+    if size is None:
+        return ""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def _cost(now: Reading) -> str:
-    if not now.first_row_s:
+    if now.draft_steps is not None or not now.first_row_s:
         return ""
     return f"a draft step of one row takes {_ms(now.first_row_s):.1f} ms, each further row {_ms(now.more_row_s):.1f} ms"
 
@@ -107,7 +114,7 @@ def _gate(now: Reading) -> str:
 
 
 def _table(now: Reading, earlier: Reading | None, is_old: bool) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False, style="dim" if is_old else "")
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold cyan", style="dim" if is_old else "")
     table.add_column("", no_wrap=True, min_width=24)
     if earlier is not None:
         table.add_column(f"last {now.at_s - earlier.at_s:.1f} s", justify="right", min_width=12)
