@@ -127,6 +127,15 @@ def test_the_screen_of_a_draft_service(width: int) -> None:
     assert printed(as_screen("draft service at ipc:///here", NOW, EARLIER), width) == SCREEN
 
 
+def test_the_screen_in_the_docs_is_that_of_the_command() -> None:
+    block = (
+        (ROOT / "docs" / "service.md").read_text().partition("`top` shows, among others:\n\n")[2].partition("\n\n")[0]
+    )
+    quoted = [line.removeprefix("    ") for line in block.splitlines()]
+
+    assert len(quoted) == 10 and set(quoted) <= set(SCREEN.splitlines())
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_of_a_server_before_its_second_reading(width: int) -> None:
     assert printed(as_screen("vLLM at http://here", OF_VLLM, None), width) == OF_VLLM_SCREEN
@@ -240,13 +249,13 @@ def test_a_description_has_what_the_service_tells() -> None:
 
     assert lines(Overview(1, settings, figures)) == {
         "model": "draft",
-        "engine": "torch, on cpu, weights in int8, 500 MB",
+        "engine": "torch, device cpu, int8, 500 MB of weights",
         "heads": "none",
         "vocabulary": "151,936 tokens",
         "cache": "65,536 tokens, 256 branches",
         "limits": "64 sessions, 32 rows a step",
         "version": "1.2, protocol 8",
-        "targets": "1 target now, 3 sessions of 1,500 tokens",
+        "targets": "1 now, with 3 sessions of 1,500 tokens",
         "memory": "2.0 GB",
         "uptime": "1 min 1 s",
     }
@@ -291,7 +300,7 @@ def test_a_service_that_runs_is_reached_described_and_read(tmp_path: Path) -> No
     }
     assert f"scripted, version {__version__}" in as_words.stdout
     assert document(described)["figures"]["target_steps"] == 20
-    assert "1 target now, 1 session of" in as_screen.stdout
+    assert "1 now, with 1 session of" in as_screen.stdout
     assert document(read)["total"]["verdicts"] == 19
     assert document(read)["now"]["sessions"] == document(read)["now"]["targets"] == 1
     assert document(read)["last"] is None

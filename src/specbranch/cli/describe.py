@@ -50,8 +50,8 @@ def lines(overview: Overview) -> dict[str, str]:
     weights = settings.get("weight_bytes")
     found = {
         "model": _joined(settings, "{model}"),
-        "engine": _joined(settings, "{engine}", "on {device}", "weights in {dtype}")
-        + (f", {memory(float(weights))}" if isinstance(weights, int) else ""),
+        "engine": _joined(settings, "{engine}", "device {device}", "{dtype}")
+        + (f", {memory(float(weights))} of weights" if isinstance(weights, int) else ""),
         "heads": _joined(settings, "{heads}") or "none",
         "vocabulary": _joined(settings, "{vocab_len} tokens"),
         "cache": _joined(settings, "{cache_tokens} tokens", "{max_handles} branches"),
@@ -63,7 +63,7 @@ def lines(overview: Overview) -> dict[str, str]:
             "prefill in pieces of {piece_len}",
         ),
         "version": _joined(settings, "{version}", "protocol {wire}"),
-        "targets": f"{_held(figures, 'target')} now, {_held(figures, 'session')} of "
+        "targets": f"{figures.get('targets', 0):,.0f} now, with {_held(figures, 'session')} of "
         f"{count(round(figures.get('session_tokens', 0)), 'token')}",
         "memory": memory(figures.get("memory_bytes") or None),
         "uptime": duration(figures.get("uptime_seconds", 0.0)),
