@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,28 @@ def test_a_services_own_endpoint_is_read_too_and_another_servers_is_not(tmp_path
 
     assert f"draft service at http://127.0.0.1:{port}" in shown.stdout and "time of a draft step" in shown.stdout
     assert strange.exit_code == 1 and "has no metrics of specbranch" in strange.stderr
+
+
+class Broken(BaseHTTPRequestHandler):
+    """A server whose page cannot be made, and that would like to clear the screen."""
+
+    def do_GET(self) -> None:
+        self.send_response(503, "bad\x1b[2Jnews")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_server_that_cannot_show_its_metrics_is_quoted_and_harmless() -> None:
+    with HTTPServer(("127.0.0.1", 0), Broken) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        done = run("top", f"http://127.0.0.1:{server.server_port}", "--once")
+        server.shutdown()
+        thread.join(PATIENCE_S)
+
+    assert done.exit_code == 1 and "answers with 503 bad[2Jnews" in done.stderr
 
 
 class Watcher:

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from specbranch.cli.console import UsageError, print_json
 from specbranch.cli.page import read_page
-from specbranch.cli.reading import Reading, of_overview, of_page
+from specbranch.cli.reading import Reading, of_overview, of_page, printable
 from specbranch.cli.remote import why_silent
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.settings import client_keys
@@ -113,9 +113,9 @@ class PageSource:
             with urllib.request.urlopen(f"{self._url}/metrics", timeout=_ANSWER_S) as page:
                 return str(page.read(_MOST_BYTES).decode(errors="replace"))
         except urllib.error.HTTPError as error:
-            raise Outage(f"{self._url}/metrics answers with {error.code} {error.reason}") from error
+            raise Outage(f"{self._url}/metrics answers with {error.code} {printable(error.reason)}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Outage(f"no answer from {self._url}: {getattr(error, 'reason', error)}") from error
+            raise Outage(f"no answer from {self._url}: {printable(getattr(error, 'reason', error))}") from error
 
     def close(self) -> None:
         pass
