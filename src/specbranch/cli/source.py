@@ -113,6 +113,7 @@ class PageSource:
             with urllib.request.urlopen(f"{self._url}/metrics", timeout=_ANSWER_S) as page:
                 return str(page.read(_MOST_BYTES).decode(errors="replace"))
         except urllib.error.HTTPError as error:
+            error.close()
             raise Outage(f"{self._url}/metrics answers with {error.code} {printable(error.reason)}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise Outage(f"no answer from {self._url}: {printable(getattr(error, 'reason', error))}") from error
