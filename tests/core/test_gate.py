@@ -62,6 +62,7 @@ def test_loads_are_judged_apart() -> None:
     assert gate.is_open(1)
     assert not gate.is_open(8)
     assert gate.is_open(1)
+    assert gate.is_open_at == {1: True, 8: False}
 
 
 def test_plain_decoding_is_measured_again_now_and_then() -> None:

@@ -25,6 +25,8 @@ from specbranch.service.wire import (
     Hello,
     Open,
     Outcome,
+    Overview,
+    OverviewRequest,
     Proposals,
     Refused,
     Reply,
@@ -67,6 +69,7 @@ REQUESTS: list[Request] = [
         [pack([1, 2, 3])],
     ),
     StatsRequest(10, b"ours"),
+    OverviewRequest(11),
 ]
 REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152),
@@ -77,6 +80,7 @@ REPLIES: list[Reply] = [
     Ahead([AheadRow(NAME, [Outcome([4, 5], [6]), Outcome([7], []), Outcome([8], [9], bytes(9))])]),
     Refused("because"),
     stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000, 3, 2, 1),
+    Overview(11, {"model": "m" * 256, "wire": VERSION}, {"hits": 5.0, "rolled_back_tokens/cut": 0.5}),
 ]
 
 
@@ -146,8 +150,14 @@ def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
         Proposals(1, [None] * (MAX_ROWS + 1)),
         Welcome(VERSION, 7, "model", 0),
         Welcome(VERSION, 7, "model", 5, bytes(MAX_SAMPLE + 4)),
+        Overview(1, {"model": "m" * 257}, {}),
+        Overview(1, {"wire": -1}, {}),
+        Overview(1, {}, {"hits": -1.0}),
+        Overview(1, {}, {"hits": float("nan")}),
+        Overview(1, {}, {"hits": float("inf")}),
+        Overview(1, {}, {str(number): 1.0 for number in range(129)}),
     ],
-    ids=range(6),
+    ids=range(12),
 )
 def test_a_reply_out_of_bounds_is_refused(message: Reply) -> None:
     with pytest.raises(FrameError):
@@ -245,7 +255,7 @@ def test_a_million_mutated_frames_are_taken_or_refused_and_nothing_else(capsys: 
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Hello | Step | Open | StatsRequest)
+            assert isinstance(message, Hello | Step | Open | StatsRequest | OverviewRequest)
 
     with capsys.disabled():
         print(f"\n1,000,000 mutated frames in {time.monotonic() - start_s:.0f} s: {counts}")
@@ -264,7 +274,7 @@ def test_mutated_replies_are_taken_or_refused_and_nothing_else() -> None:
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Welcome | Proposals | Ahead | Refused | StatsReply)
+            assert isinstance(message, Welcome | Proposals | Ahead | Refused | StatsReply | Overview)
 
     assert counts["taken"] > 1_000
     assert counts["refused"] > 10_000

@@ -73,6 +73,18 @@ DraftKeys = Annotated[
     Path | None,
     typer.Option("--draft-keys", metavar="DIR", help="Keys for --draft-address, written by `specbranch keys`."),
 ]
+ServiceAddress = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="ADDRESS",
+        help="Where the draft service listens: ipc://PATH, or tcp://HOST:PORT with --keys. Default: the socket that "
+        "`specbranch draft` chooses itself.",
+        show_default=False,
+    ),
+]
+ServiceKeysDir = Annotated[
+    Path | None, typer.Option("--keys", metavar="DIR", help="Keys for TCP, written by `specbranch keys`.")
+]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help=f"Device of the model, {_DEVICE_HELP}")]
 Engine = Annotated[str | None, typer.Option("--engine", metavar="ENGINE", help=f"Draft engine: {_ENGINE_HELP}")]
 ModelDtype = Annotated[

@@ -54,6 +54,7 @@ class _Rate:
 class _Load:
     """What is known of one load."""
 
+    most_rows: int
     pause: int
     is_open: bool = False
     is_measuring: bool = True
@@ -68,6 +69,7 @@ class Gate:
     def __init__(self, settings: GateSettings | None = None) -> None:
         self._settings = settings or GateSettings()
         self._loads: dict[int, _Load] = {}
+        self.is_open_at: dict[int, bool] = {}  # by the most rows of every load that was decided on
         self._was_open = False
         self._since_change = 0
         self._has_seen_drafts = False
@@ -140,10 +142,11 @@ class Gate:
 
     def _turn(self, load: _Load, is_open: bool, is_measuring: bool) -> None:
         load.is_open, load.is_measuring, load.steps = is_open, is_measuring, 0
+        self.is_open_at[load.most_rows] = is_open
 
     def _load(self, num_rows: int) -> _Load:
         """Loads of 1, 2, 3-4, 5-8, ... rows."""
         key = max(num_rows - 1, 0).bit_length()
         if key not in self._loads:
-            self._loads[key] = _Load(self._settings.closed_steps // 2)
+            self._loads[key] = _Load(1 << key, self._settings.closed_steps // 2)
         return self._loads[key]

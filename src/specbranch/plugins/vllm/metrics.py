@@ -53,6 +53,11 @@ _STATS: dict[str, tuple[str, Callable[[StatsReply], int]]] = {
     "accepted_tokens": ("Draft tokens that the target accepted.", lambda stats: stats.accepted),
     "draft_rows": ("Rows that the draft model has run for this target.", lambda stats: stats.rows),
 }
+_GAUGES: dict[str, tuple[str, Callable[[StatsReply], float]]] = {
+    "sessions": ("Sequences that the draft service keeps for this target.", lambda stats: stats.sessions),
+    "draft_first_row_seconds": ("Time of a draft step with one row.", lambda stats: stats.first_row_us / 1e6),
+    "draft_more_row_seconds": ("Time of each further row in a draft step.", lambda stats: stats.more_row_us / 1e6),
+}
 
 
 class Collector:
@@ -88,6 +93,7 @@ class Collector:
     def _families(self, stats_files: Sequence[Shown]) -> Iterator[Any]:
         groups = self._ask(stats_files)
         yield self._states(groups)
+        yield _gates(stats_files)
         yield from _of_proposers(stats_files)
         yield from _of_services([(group, reporter.stats) for group, reporter, _ in groups if reporter is not None])
 
@@ -149,6 +155,22 @@ def _labels(group: Sequence[Shown]) -> list[str]:
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
+def _gates(stats_files: Sequence[Shown]) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(
+        "specbranch_gate_open",
+        "Whether the gate lets drafts through, by the number of requests in a step.",
+        labels=[*_LABELS, "rows"],
+    )
+    for shown in stats_files:
+        for most_rows, is_open in sorted(shown.is_open_at.items()):
+            fewest = most_rows // 2 + 1
+            rows = f"{most_rows}" if fewest >= most_rows else f"{fewest}-{most_rows}"
+            family.add_metric([*_labels([shown]), rows], float(is_open))
+    return family
+
+
 def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
@@ -198,15 +220,15 @@ def _of_services(known: Sequence[tuple[list[Shown], StatsReply | None]]) -> Iter
     undrafted = CounterMetricFamily(
         "specbranch_undrafted", "Texts that the draft service did not draft for.", labels=[*_LABELS, "reason"]
     )
-    sessions = GaugeMetricFamily(
-        "specbranch_sessions", "Sequences that the draft service keeps for this target.", labels=_LABELS
-    )
     for labels, stats in answered:
         for cause in CAUSES:
             rolled_back.add_metric([*labels, cause], getattr(stats, cause))
         for reason in REASONS:
             undrafted.add_metric([*labels, reason], getattr(stats, reason))
-        sessions.add_metric(labels, stats.sessions)
     yield rolled_back
     yield undrafted
-    yield sessions
+    for name, (text, gauge) in _GAUGES.items():
+        family = GaugeMetricFamily(f"specbranch_{name}", text, labels=_LABELS)
+        for labels, stats in answered:
+            family.add_metric(labels, gauge(stats))
+        yield family

@@ -303,6 +303,7 @@ class SpecBranchProposer:
                 counts=self.counts(),
                 lens=self._lens,
                 asides=dict(self._asides),
+                is_open_at=gate.is_open_at if gate else {},
             )
         )
 

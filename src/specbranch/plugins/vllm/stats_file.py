@@ -43,6 +43,7 @@ class Shown(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     lens: list[int] = []  # rows by the number of draft tokens
     asides: dict[str, int] = {}  # rows without drafts, by cause
     has_other_vocab: bool = False  # nothing is drafted, because the draft's tokens are not the target's
+    is_open_at: dict[int, bool] = {}  # what the gate decided, by the most rows of a load
 
 
 _encoder = msgspec.msgpack.Encoder()
