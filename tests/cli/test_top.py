@@ -28,6 +28,7 @@ from specbranch.cli.measures import Measure, measures
 from specbranch.cli.page import read_page
 from specbranch.cli.reading import Reading, of_overview, of_page
 from specbranch.cli.top_view import as_json, as_line, as_screen, count, duration, memory
+from specbranch.core.gate import Decision
 from specbranch.core.stats import Stats
 from specbranch.plugins.vllm.metrics import Collector
 from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file
@@ -368,7 +369,7 @@ def vllms_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) ->
             namespace=b"ours",
             counts=counts,
             lens=[2, 4, 14],
-            is_open_at={1: True},
+            gate=[Decision(1, True, 4.0, 2.0, 512)],
         )
     )
     registry = CollectorRegistry()

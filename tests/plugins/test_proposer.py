@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specbranch.core.gate import Decision
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import HASH_LEN
@@ -332,6 +333,22 @@ def test_a_wish_that_cannot_be_read_is_ignored_with_one_warning(gamma: Any, capl
         assert [limits.limit_of(SimpleNamespace(extra_args={limits.KEY: gamma})) for _ in range(2)] == [None, None]
 
     assert caplog.text.count("not a whole number") == 1
+
+
+def test_what_the_gate_decides_is_logged_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = proposer_with(monkeypatch, is_gated=True)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="vllm.specbranch"):
+        for is_open in (False, False, True):
+            proposer._say_decisions({8: Decision(8, is_open, 9.1, 9.4, 256)})
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"specbranch: with 5-8 requests at once 9.1 tokens/s with drafts, 9.4 without: drafts are {state}, next "
+        "comparison after 256 steps"
+        for state in ("off", "on")
+    ]
 
 
 def test_nobody_is_told_of_prompts_while_drafts_do_not_pay(

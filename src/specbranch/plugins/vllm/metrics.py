@@ -93,7 +93,7 @@ class Collector:
     def _families(self, stats_files: Sequence[Shown]) -> Iterator[Any]:
         groups = self._ask(stats_files)
         yield self._states(groups)
-        yield _gates(stats_files)
+        yield from _gates(stats_files)
         yield from _of_proposers(stats_files)
         yield from _of_services([(group, reporter.stats) for group, reporter, _ in groups if reporter is not None])
 
@@ -155,20 +155,27 @@ def _labels(group: Sequence[Shown]) -> list[str]:
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
-def _gates(stats_files: Sequence[Shown]) -> Any:
+def _gates(stats_files: Sequence[Shown]) -> Iterator[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
-    family = GaugeMetricFamily(
+    is_open = GaugeMetricFamily(
         "specbranch_gate_open",
         "Whether the gate lets drafts through, by the number of requests in a step.",
         labels=[*_LABELS, "rows"],
     )
+    speed = GaugeMetricFamily(
+        "specbranch_gate_tokens_per_second",
+        "What the gate measured when it decided, with drafts and without.",
+        labels=[*_LABELS, "rows", "way"],
+    )
     for shown in stats_files:
-        for most_rows, is_open in sorted(shown.is_open_at.items()):
-            fewest = most_rows // 2 + 1
-            rows = f"{most_rows}" if fewest >= most_rows else f"{fewest}-{most_rows}"
-            family.add_metric([*_labels([shown]), rows], float(is_open))
-    return family
+        for decision in sorted(shown.gate, key=lambda decision: decision.most_rows):
+            labels = [*_labels([shown]), decision.rows]
+            is_open.add_metric(labels, float(decision.is_open))
+            speed.add_metric([*labels, "drafts"], decision.drafted)
+            speed.add_metric([*labels, "plain"], decision.plain)
+    yield is_open
+    yield speed
 
 
 def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:

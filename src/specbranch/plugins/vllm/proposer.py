@@ -7,6 +7,7 @@ by their tokens, so none of this matters here.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.distribution import Distribution
-from specbranch.core.gate import Gate
+from specbranch.core.gate import Decision, Gate
 from specbranch.core.sampling import Sampling
 from specbranch.engines.vocabulary import read_sample
 from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
@@ -27,6 +28,8 @@ from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
 from specbranch.predictor.hrad import Hrad, read_hrad
 from specbranch.service.client import Committed, DraftClient
+
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
 
 _MOST_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
 _MOST_GATES = 64
@@ -46,6 +49,7 @@ class SpecBranchProposer:
         self._client: DraftClient | None = None
         self._gate: Gate | None = None
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
+        self._decided: dict[int, bool] = {}  # what was logged of the gate
         self._pace = Pace()
         self._had_drafts = False
         self._has_asked = False  # in the last step
@@ -89,6 +93,7 @@ class SpecBranchProposer:
             self._client.close()
         self._settings = settings
         self._gate = self._gate_for(settings) if settings.is_gated else None
+        self._decided = {}
         # Without a planner there is nothing to ask for.
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
 
@@ -254,7 +259,24 @@ class SpecBranchProposer:
             return True
         if step_s is not None:
             self._gate.observe(len(num_new), sum(num_new), step_s, self._had_drafts)
+            self._say_decisions(self._gate.decisions)
         return self._gate.is_open(len(num_new))
+
+    def _say_decisions(self, decisions: Mapping[int, Decision]) -> None:
+        """Log what the gate has decided, where that is new; at most once in hundreds of steps."""
+        for most_rows, decision in decisions.items():
+            if self._decided.get(most_rows) is decision.is_open:
+                continue
+            self._decided[most_rows] = decision.is_open
+            log.info(
+                "specbranch: with %s requests at once %.1f tokens/s with drafts, %.1f without: drafts are %s, next "
+                "comparison after %d steps",
+                decision.rows,
+                decision.drafted,
+                decision.plain,
+                "on" if decision.is_open else "off",
+                decision.num_steps,
+            )
 
     def _without_aside(self, rows: Sequence[int], names: Sequence[str | None]) -> Sequence[int]:
         if self._runner is None:
@@ -303,7 +325,7 @@ class SpecBranchProposer:
                 counts=self.counts(),
                 lens=self._lens,
                 asides=dict(self._asides),
-                is_open_at=gate.is_open_at if gate else {},
+                gate=list(gate.decisions.values()) if gate else [],
             )
         )
 
