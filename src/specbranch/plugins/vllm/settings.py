@@ -25,10 +25,10 @@ class RunnerError(SpecBranchError, ValueError):
 class ProposerSettings(DraftSettings):
     """The settings of any target, and those for vLLM alone.
 
-    `pad`: fill all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such graphs.
-    `runner` is vLLM's model runner: `auto` leaves it to vLLM. `rule`: with `auto`, draft tokens of sampled requests are
-    drawn by chance and tested against their probabilities where vLLM takes these; with `match`, the likeliest are
-    proposed and kept as often as the target would say them.
+    `pad`: fill all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such
+    graphs. `runner` is vLLM's model runner: `auto` leaves it to vLLM. `rule`: with `auto`, draft tokens of sampled
+    requests are drawn by chance and tested against their probabilities where vLLM takes these; with `match`, the
+    likeliest are proposed and kept as often as the target would say them.
     """
 
     pad: str = "auto"
