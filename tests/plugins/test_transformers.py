@@ -169,7 +169,7 @@ class Likely:
 
 
 def test_sampled_output_has_the_distribution_of_the_model_alone() -> None:
-    """Two samples of 1,500 short texts; a false alarm has a probability of one in ten thousand."""
+    """Two samples of 700 short texts; a false alarm has a probability of one in ten thousand."""
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -184,18 +184,18 @@ def test_sampled_output_has_the_distribution_of_the_model_alone() -> None:
         "do_sample": True,
         "top_k": 4,
         "temperature": 1.5,
-        "max_new_tokens": 4,
+        "max_new_tokens": 3,
         "attention_mask": torch.ones_like(prompt),
     }
 
     def sample(**arguments: Any) -> list[tuple[int, ...]]:
-        return [tuple(model.generate(prompt, **sampling, **arguments)[0, 3:].tolist()) for _ in range(1500)]
+        return [tuple(model.generate(prompt, **sampling, **arguments)[0, 3:].tolist()) for _ in range(700)]
 
     alone, drafted = sample(), sample(custom_generate=decoding)
     found = compare_counts(*count_pairs(alone, drafted), 1e-4, np.random.default_rng(0))
 
-    assert likely.num_proposed > 1500
-    assert len(set(alone)) > 50
+    assert likely.num_proposed > 700
+    assert len(set(alone)) > 30
     assert found.p_value > 1e-4
 
 
