@@ -6,7 +6,7 @@ benchmarks/seams.py llamacpp TARGET DRAFT        GGUF files; DRAFT may be any dr
 
 Four ways take turns on every prompt: the engine alone on the target's cores, alone on all cores, with its own method
 on all cores (Transformers' `assistant_model`, llama-cpp-python's prompt lookup), and with our drafts, which have cores
-of their own. Greedy. `--dtype` is of a Transformers target and its assistant.
+of their own and no gate. Greedy. `--dtype` is of a Transformers target and its assistant.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Run:
 
 
 class Engine:
-    """An engine with its ways; `threads` is how it is told how many to use."""
+    """An engine with its ways of decoding."""
 
     def __init__(self, cores: Cores) -> None:
         assert cores.target is not None and cores.draft is not None, "both are on the CPU"
@@ -85,7 +85,7 @@ class Transformers(Engine):
         load = transformers.AutoModelForCausalLM.from_pretrained
         self._model = load(args.target, dtype=args.dtype)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
-        self._arguments = draft.transformers_args()
+        self._arguments = draft.transformers_args(is_gated=False)
         self.ways = [
             Way("alone, target's cores", self.target_cores, self._decode()),
             Way("alone, all cores", self.all_cores, self._decode()),
@@ -116,7 +116,7 @@ class LlamaCpp(Engine):
         from llama_cpp import Llama
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        self._draft_model = draft.llamacpp_draft(args.target)
+        self._draft_model = draft.llamacpp_draft(args.target, is_gated=False)
 
         def llama(draft_model: Any = None) -> Any:
             # With a draft model it keeps logits of all positions, so the context is no longer than needed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,17 @@ def test_a_draft_with_another_vocabulary_is_told_of_once_and_not_used(
     assert texts == plain[:4]
     assert model.num_accepted == 0
     assert num_warnings(caplog, "another vocabulary") == 1
+
+
+def test_a_recurrent_target_is_refused(draft: DraftServer, tmp_path: Path) -> None:
+    """A file that says of itself to be Mamba; no more than its head is read."""
+    data = gguf_path(str(model_path("smollm2-short"))).read_bytes()
+    name = b"general.architecture" + struct.pack("<IQ", 8, 5)
+    assert name + b"llama" in data
+    (tmp_path / "mamba.gguf").write_bytes(data.replace(name + b"llama", name + b"mamba", 1))
+
+    with pytest.raises(SpecBranchError, match="mamba.gguf is a recurrent or hybrid .* leave draft_model out"):
+        draft.llamacpp_draft(tmp_path / "mamba.gguf")
 
 
 def test_a_target_that_is_no_file_of_this_machine_is_refused(draft: DraftServer) -> None:

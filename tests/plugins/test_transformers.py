@@ -140,8 +140,8 @@ def test_what_takes_no_drafts_is_decoded_without_and_told_of_once(
         assert drafted.tolist() == model.generate(**inputs, **GREEDY).tolist()
 
     assert arguments["custom_generate"].num_accepted == 0
-    for words in ("several texts at once", "stopping criteria AfterTen", "a cache that is not a new dynamic one"):
-        assert num_warnings(caplog, f"nothing is drafted for {'the ' if 'AfterTen' in words else ''}{words}") == 1
+    for words in ("several texts at once", "the stopping criteria AfterTen", "a cache that is not a new dynamic one"):
+        assert num_warnings(caplog, f"nothing is drafted for {words}") == 1
 
 
 def test_beams_are_refused_with_the_way_out(model: Any, prompts: Sequence[Any], draft: DraftServer) -> None:
@@ -184,7 +184,7 @@ def test_sampled_output_has_the_distribution_of_the_model_alone() -> None:
         "do_sample": True,
         "top_k": 4,
         "temperature": 1.5,
-        "max_new_tokens": 3,
+        "max_new_tokens": 4,
         "attention_mask": torch.ones_like(prompt),
     }
 

@@ -264,7 +264,13 @@ def refuse_recurrent(path: Path, advice: str) -> None:
     """Raise `EngineError`, with this advice, for a model whose state cannot be truncated; its weights are not read."""
     params = model_params("cpu")
     params.vocab_only = True
-    model = _load_model(path, params)
+    talk = logging.getLogger("llama-cpp-python")
+    level = talk.level
+    talk.setLevel(logging.ERROR)
+    try:
+        model = _load_model(path, params)
+    finally:
+        talk.setLevel(level)
     try:
         _require_attention_only(model, path, advice)
     finally:
