@@ -120,7 +120,7 @@ def test_a_recurrent_target_is_refused(draft: DraftServer, tmp_path: Path) -> No
     assert name + b"llama" in data
     (tmp_path / "mamba.gguf").write_bytes(data.replace(name + b"llama", name + b"mamba", 1))
 
-    with pytest.raises(SpecBranchError, match="mamba.gguf is a recurrent or hybrid .* leave draft_model out"):
+    with pytest.raises(SpecBranchError, match=r"mamba\.gguf is a recurrent or hybrid .* leave draft_model out"):
         draft.llamacpp_draft(tmp_path / "mamba.gguf")
 
 

@@ -132,6 +132,7 @@ def test_what_takes_no_drafts_is_decoded_without_and_told_of_once(
     for inputs in (
         {"input_ids": both, "attention_mask": torch.ones_like(both)},
         {**prompts[0], "stopping_criteria": [AfterTen()]},
+        {**prompts[0], "guidance_scale": 1.5},
         {**prompts[0], "cache_implementation": "static"},
         {**prompts[0], "use_cache": False},
     ):
@@ -140,7 +141,13 @@ def test_what_takes_no_drafts_is_decoded_without_and_told_of_once(
         assert drafted.tolist() == model.generate(**inputs, **GREEDY).tolist()
 
     assert arguments["custom_generate"].num_accepted == 0
-    for words in ("several texts at once", "the stopping criteria AfterTen", "a cache that is not a new dynamic one"):
+    assert num_warnings(caplog, "nothing is drafted") == 4
+    for words in (
+        "several texts",
+        "AfterTen",
+        "UnbatchedClassifierFreeGuidance",
+        "a cache that is not a new dynamic one",
+    ):
         assert num_warnings(caplog, f"nothing is drafted for {words}") == 1
 
 

@@ -1,7 +1,7 @@
 """Drafts for an engine that decodes one text at a time. Whatever the draft service does, the engine goes on.
 
 Such an engine says neither when a text begins nor when it ends, nor what was accepted: all of this is seen from the
-text itself. One more text at the same time, in another thread, goes without drafts.
+text itself. Texts that several threads decode at the same time get few drafts.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ So the output is that of the same model without drafts, greedy, or sampled from 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,12 +29,15 @@ with extra("torch"):
         GenerationMode,
         MaxLengthCriteria,
         MaxTimeCriteria,
+        SynthIDTextWatermarkLogitsProcessor,
+        UnbatchedClassifierFreeGuidanceLogitsProcessor,
     )
 
 log = logging.getLogger(__name__)
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _SEEN_IN_TIME = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)  # others could stop amid the tokens of a step
+_WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
 class ModeError(SpecBranchError, ValueError):
@@ -80,7 +84,7 @@ class DraftedDecoding:
             streamer=text_streamer,
             **kwargs,
         )
-        obstacle = _obstacle(model, input_ids, stopping_criteria, kwargs)
+        obstacle = _obstacle(model, input_ids, kwargs.get("past_key_values"), logits_processor, stopping_criteria)
         if obstacle is not None:
             self._warn(obstacle)
             return type(model)._sample(model, input_ids, **arguments)
@@ -142,14 +146,22 @@ class _WithCandidates:
         return self._candidates
 
 
-def _obstacle(model: Any, input_ids: torch.Tensor, stopping_criteria: Any, kwargs: dict[str, Any]) -> str | None:
+def _obstacle(
+    model: Any, input_ids: torch.Tensor, cache: Any, logits_processor: Any, stopping_criteria: Any
+) -> str | None:
     """What keeps a text from being drafted for, in words; None if nothing does."""
     if len(input_ids) != 1:
         return "several texts at once"
     if model.config.is_encoder_decoder or model._is_stateful:
         return f"{type(model).__name__}, which has an encoder or cannot take tokens back"
-    cache: Any = kwargs.get("past_key_values")
     if type(cache) is not DynamicCache or cache.get_seq_length():
         return "a cache that is not a new dynamic one"
-    others = sorted({type(one).__name__ for one in stopping_criteria if not isinstance(one, _SEEN_IN_TIME)})
-    return f"the stopping criteria {', '.join(others)}, which are looked at between steps only" if others else None
+    if remembering := _names(one for one in logits_processor if isinstance(one, _WITH_MEMORY)):
+        return f"{remembering}, which would remember rejected tokens"
+    if late := _names(one for one in stopping_criteria if not isinstance(one, _SEEN_IN_TIME)):
+        return f"{late}, which would be looked at between steps only"
+    return None
+
+
+def _names(objects: Iterable[object]) -> str:
+    return ", ".join(sorted({type(one).__name__ for one in objects}))
