@@ -17,7 +17,7 @@ from specbranch.cli.page import read_page
 from specbranch.cli.reading import Reading, of_overview, of_page, printable
 from specbranch.cli.remote import why_silent
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.settings import client_keys
+from specbranch.plugins.settings import client_keys
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.wire import Overview
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specbranch.core.rollback import CAUSES
-from specbranch.plugins.vllm.settings import client_keys
+from specbranch.plugins.settings import client_keys
 from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.undrafted import REASONS
