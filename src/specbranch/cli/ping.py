@@ -15,7 +15,7 @@ from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
 from specbranch.cli.reading import printable
 from specbranch.cli.remote import why_silent
 from specbranch.cli.source import Outage, ServiceSource, print_outage
-from specbranch.plugins.vllm.settings import client_keys
+from specbranch.plugins.settings import client_keys
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import EndpointError, default_address
 
