@@ -93,16 +93,22 @@ def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
 
 
 def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.Generator) -> list[Finding]:
-    """One finding for each feature; a false alarm anywhere among them has probability at most `alpha`."""
+    """One finding for each feature, and one for all; a false alarm among them has probability at most `alpha`.
+
+    Where both servers give log-probabilities, those of the texts are compared, else the texts themselves.
+    """
     named: list[tuple[str, int, Outcomes | Surprises]] = []
     for one in samples:
-        n = len(one.endpoint)
-        named.append((one.name, n, Outcomes(_outcomes(one.reference), _outcomes(one.endpoint))))
+        pair: Outcomes | Surprises = Outcomes(_outcomes(one.reference), _outcomes(one.endpoint))
         if all(reply.logprobs for reply in (*flat(one.reference), *flat(one.endpoint))):
-            surprises = ([reply.surprise for reply in flat(answers)] for answers in (one.reference, one.endpoint))
-            named.append((f"{one.name}: surprise", n, Surprises(*surprises)))
-    compared = compare_all([pair for _, _, pair in named], alpha, rng)
-    return [_distribution_finding(name, n, one, alpha) for (name, n, _), one in zip(named, compared, strict=True)]
+            pair = Surprises(_surprises(one.reference), _surprises(one.endpoint))
+        named.append((one.name, len(one.endpoint), pair))
+    compared = compare_all([pair for _, _, pair in named], alpha, rng, together=True)
+    together = ("all together", sum(n for _, n, _ in named))
+    return [
+        _distribution_finding(name, n, one, alpha)
+        for (name, n), one in zip([*((name, n) for name, n, _ in named), together], compared, strict=True)
+    ]
 
 
 def always(
@@ -140,9 +146,9 @@ def drafting(reference: Drafts | None, endpoint: Drafts | None) -> Finding:
     return Finding(name="drafts", compared="by the endpoint", n=1, result=result, says=says, figures=figures)
 
 
-def unasked(name: str, result: str, why: str) -> Finding:
-    """A check that could not be made."""
-    return Finding(name=name, compared="", n=0, result=result, says=why)
+def unasked(name: str, result: str, says: str, message: str | None = None) -> Finding:
+    """A check that could not be made, and the server's message on it."""
+    return Finding(name=name, compared="", n=0, result=result, says=says, details=[message] if message else ())
 
 
 def flat(answers: Answers) -> list[Reply]:
@@ -210,7 +216,16 @@ def _greedy_finding(name: str, compared: str, greedy: Greedy, found: Sequence[_D
 
 
 def _outcomes(answers: Answers) -> list[Hashable]:
-    return [tuple((reply.text, reply.finish_reason) for reply in replies) for replies in answers]
+    """Of each answer one choice, each index in turn, and whether all choices are the same."""
+    return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
+
+
+def _outcome(chosen: Reply, replies: Sequence[Reply]) -> Hashable:
+    return chosen.text, chosen.finish_reason, all(_is_same(chosen, other) for other in replies)
+
+
+def _surprises(answers: Answers) -> list[float]:
+    return [sum(reply.surprise for reply in replies) for replies in answers]
 
 
 def _distribution_finding(name: str, n: int, compared: Compared, alpha: float) -> Finding:

@@ -24,7 +24,7 @@ from specbranch.endpoints.findings import (
 from specbranch.endpoints.reply import Reply
 from specbranch.endpoints.server import CHAT, COMPLETIONS, Drafts, Refused, ServerError
 from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, Feature
-from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, SKIPPED, Finding, is_json
+from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, NOTE, SKIPPED, Finding, is_json
 from specbranch.plugins.vllm.exactness.kit import FULL, Listener, Size
 from specbranch.plugins.vllm.exactness.prompts import COIN, TOSS_KEYS, greedy_prompts
 from specbranch.plugins.vllm.messages import Ask
@@ -33,7 +33,14 @@ from specbranch.version import __version__
 T = TypeVar("T")
 _NUM_CHOICES = 2
 _NUM_LOGPROBS = 5
+_LONG = 16  # tokens, where log-probabilities are compared: the longer a text, the more an error adds up
 _CHOICES = Feature(f"n = {_NUM_CHOICES}", COIN, sampling={"n": _NUM_CHOICES})
+_FEATURES = (
+    *(replace(one, num_tokens=_LONG) if "logprobs" in one.sampling else one for one in FEATURES),
+    _CHOICES,
+)
+_NUM_REPEATS = 8
+_STAGE = "asking both servers"
 
 
 class Asked(Protocol):
@@ -108,8 +115,8 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
     """Ask both servers the same, first the reference, and judge the answers."""
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
-    findings = questions.greedy()
-    sampled = [questions.sampled(feature) for feature in (*FEATURES, _CHOICES)]
+    findings = [*questions.greedy(), *questions.seeds()]
+    sampled = [questions.sampled(feature) for feature in _FEATURES]
     samples = [one for one in sampled if isinstance(one, Sampled)]
     listen("testing the samples", None, None)
     if samples:
@@ -117,7 +124,7 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
     findings += [one for one in sampled if isinstance(one, Finding)]
     findings += _properties({one.name: one for one in samples})
     if not any(finding.result in (HOLDS, FAILED) for finding in findings):
-        raise ServerError(f"nothing could be compared: {findings[0].says}")
+        raise ServerError("nothing could be compared: " + "; ".join(findings[0].details or [findings[0].says]))
     after = [server.drafts() for server in (reference, endpoint)]
     findings.append(drafting(*(_grown(*pair) for pair in zip(before, after, strict=True))))
     return Comparison(options, _named(endpoint), _named(reference), findings)
@@ -132,6 +139,10 @@ class _Questions:
         self._listen = listen
         self._takes = [path for path in endpoint.takes if path in reference.takes]
         self._is_over = ""
+        self._is_seeded = False
+        self._num_done = 0
+        self._num_asks = 4 * options.size.num_prompts + 2 * _NUM_REPEATS
+        self._num_asks += sum(2 * self._num_requests(feature) for feature in _FEATURES)
         if not self._takes:
             raise ServerError(
                 f"{endpoint.url} answers {_listed(endpoint.takes)} and {reference.url} {_listed(reference.takes)}: "
@@ -160,12 +171,28 @@ class _Questions:
         tie = self._options.tie
         return [greedy_equality(greedy, tie), greedy_together(greedy, self._options.at_once, tie)]
 
+    def seeds(self) -> list[Finding]:
+        """Whether a server repeats itself without a seed; then every request needs one, or samples are not independent."""
+        asks = replace(_CHOICES, sampling={}, num_tokens=_LONG).asks(_NUM_REPEATS)
+        answers = self._both("seeds", dict.fromkeys(self._servers, asks), self._options.at_once)
+        if isinstance(answers, Finding):
+            return [answers]
+        repeating = [role for role, one in zip(self._servers, answers, strict=True) if _is_constant(one)]
+        self._is_seeded = bool(repeating)
+        says = f"the {' and the '.join(repeating)} repeats itself without a seed, so every sample has one"
+        return [unasked("seeds", NOTE, says)] if repeating else []
+
     def sampled(self, feature: Feature) -> Sampled | Finding:
         """Many samples of one prompt from both servers."""
-        num_requests = max(2, self._options.size.num_samples // feature.sampling.get("n", 1))
-        asks = {name: feature.asks(num_requests, sample=sample) for sample, name in enumerate(self._servers)}
+        feature = replace(feature, is_seeded=feature.is_seeded or self._is_seeded)
+        count = self._num_requests(feature)
+        asks = {role: feature.asks(count, sample=sample) for sample, role in enumerate(self._servers)}
         answers = self._both(f"distribution: {feature.name}", asks, self._options.at_once)
         return answers if isinstance(answers, Finding) else Sampled(feature.name, *answers)
+
+    def _num_requests(self, feature: Feature) -> int:
+        """As many choices as there are samples."""
+        return max(2, self._options.size.num_samples // int(feature.sampling.get("n", 1)))
 
     def _both(self, name: str, asks: Mapping[str, Sequence[Ask]], at_once: int) -> list[Answers] | Finding:
         """The answers of the reference and of the endpoint; or why there are none."""
@@ -174,19 +201,22 @@ class _Questions:
         answers: list[Answers] = []
         for role in self._servers:
             try:
-                answers.append(self._ask(f"{name}: {role}", role, asks[role], at_once))
+                answers.append(self._ask(role, asks[role], at_once))
             except Refused as error:
-                return unasked(name, SKIPPED, f"refused by the {role}: {error}")
+                return unasked(name, SKIPPED, f"the {role} refuses it", str(error))
             except ServerError as error:
                 if not self._servers[role].is_up():
                     self._is_over = f"the {role} no longer answers"
-                return unasked(name, FAILED if role == "endpoint" else SKIPPED, f"the {role} failed: {error}")
+                return unasked(name, FAILED if role == "endpoint" else SKIPPED, f"the {role} broke down", str(error))
         return answers
 
-    def _ask(self, stage: str, role: str, asks: Sequence[Ask], at_once: int) -> Answers:
+    def _ask(self, role: str, asks: Sequence[Ask], at_once: int) -> Answers:
         placed = [msgspec.structs.replace(ask, is_chat=self._is_chat(ask)) for ask in asks]
-        self._listen(stage, 0, len(placed))
-        return self._servers[role].ask_all(placed, at_once, lambda number: self._listen(stage, number, len(placed)))
+        start = self._num_done
+        self._num_done += len(placed)  # also if it is refused: there is no more to come
+        return self._servers[role].ask_all(
+            placed, at_once, lambda number: self._listen(_STAGE, start + number, self._num_asks)
+        )
 
     def _is_chat(self, ask: Ask) -> bool:
         """Schemas are a part of the chat API first, plain prompts of the other one; each server has one at least."""
@@ -197,7 +227,8 @@ class _Questions:
         """The reference's answers to these prompts with log-probabilities; none if it has none to give."""
         again = [Ask(asks[index].prompt, {**asks[index].sampling, "logprobs": _NUM_LOGPROBS}) for index in indexes]
         try:
-            answers = self._ask("greedy: where answers differ", "reference", again, 1)
+            self._num_asks += len(again)
+            answers = self._ask("reference", again, 1)
         except ServerError:
             return {}
         return {index: replies[0] for index, replies in zip(indexes, answers, strict=True) if replies[0].logprobs}
@@ -241,6 +272,10 @@ def _property(
     if sampled is None:
         return []
     return [always(name, compared, items(sampled.reference), items(sampled.endpoint), is_right)]
+
+
+def _is_constant(answers: Answers) -> bool:
+    return len({reply.text for reply in flat(answers)}) == 1
 
 
 def _named(server: Asked) -> dict[str, str]:

@@ -75,9 +75,19 @@ class Surprises:
         return Compared("mean log-probability of a sample", test, test.p_value)
 
 
-def compare_all(pairs: Sequence[Outcomes | Surprises], alpha: float, rng: np.random.Generator) -> list[Compared]:
-    """One test for each pair of samples; a false alarm anywhere among them has probability at most `alpha`."""
-    tested = [pair.compared(alpha / len(pairs), rng) for pair in pairs]
+def compare_all(
+    pairs: Sequence[Outcomes | Surprises], alpha: float, rng: np.random.Generator, together: bool = False
+) -> list[Compared]:
+    """One test for each pair of samples; a false alarm anywhere among them has probability at most `alpha`.
+
+    `together` adds a last test of all pairs of samples, which must then be independent of each other: a shift that is
+    too small to be seen in one of them can be seen in many.
+    """
+    level = alpha / (len(pairs) + together)
+    tested = [pair.compared(level, rng) for pair in pairs]
+    if together:
+        p_value = combined([one.test.p_value for one in tested])
+        tested.append(Compared("all p-values in one", Test(p_value, -math.log(p_value), math.inf), p_value))
     adjusted = holm([one.test.p_value for one in tested])
     return [replace(one, p_value=p_value) for one, p_value in zip(tested, adjusted, strict=True)]
 
@@ -152,6 +162,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
         adjusted[index] = largest
     return adjusted
+
+
+def combined(p_values: Sequence[float]) -> float:
+    """One p-value of independent ones, by their product (Fisher 1932): P(product of uniform numbers <= this one)."""
+    product = math.prod(p_values)
+    term, tail = 1.0, 0.0
+    for rank in range(len(p_values)):
+        tail += term
+        term *= -math.log(product) / (rank + 1)
+    return min(1.0, product * tail)
 
 
 def noticed_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:
