@@ -149,7 +149,7 @@ def test_a_shift_that_no_single_feature_shows_is_seen_in_all_together() -> None:
 
 
 def test_log_probabilities_are_compared_where_both_servers_give_them() -> None:
-    """The texts differ all, so that nothing is seen in them; the second server takes less likely tokens."""
+    """The texts show nothing, but the second server takes less likely tokens."""
     chance = random.Random(0)
     one, two = (
         [[Reply(f"{chance.random()}", "length", ["t"], [{"t": chance.gauss(mean, 1)}])] for _ in range(200)]
@@ -160,7 +160,13 @@ def test_log_probabilities_are_compared_where_both_servers_give_them() -> None:
     [with_one, _] = same_distribution([Sampled("logprobs", one, without)], 1e-3, np.random.default_rng(0))
 
     assert (with_both.compared, with_both.result) == ("mean log-probability of a sample", FAILED)
-    assert (with_one.compared, with_one.result) == ("joint distribution, 1 cells", NOTE)
+    assert (with_one.compared, with_one.result) == ("joint distribution, 14 cells", HOLDS)
+
+
+def test_samples_of_one_text_could_not_have_shown_anything() -> None:
+    [finding, _] = same_distribution([sampled("one text", [1, 0, 0], [1, 0, 0])], 1e-3, np.random.default_rng(0))
+
+    assert (finding.result, finding.says) == (NOTE, "too few samples to notice any shift")
 
 
 def test_choices_that_are_always_equal_are_noticed() -> None:

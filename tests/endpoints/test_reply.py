@@ -40,6 +40,16 @@ def test_a_chat_without_text_is_empty() -> None:
     assert read_replies({"choices": [{"message": {"content": None}}]}) == [Reply("", None, [], [])]
 
 
+def test_an_impossible_token_has_a_finite_number() -> None:
+    logprobs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"b": float("-inf")}]}
+    [reply] = read_replies({"choices": [{"text": "a", "logprobs": logprobs}]})
+
+    assert reply.logprobs == [{"b": -9999.0, "a": -0.5}]
+    logprobs["token_logprobs"] = [float("nan")]
+    with pytest.raises(ValueError, match="not a number"):
+        read_replies({"choices": [{"text": "a", "logprobs": logprobs}]})
+
+
 @pytest.mark.parametrize("document", [{}, {"choices": []}, {"choices": [{}]}, {"choices": [3]}, {"choices": None}])
 def test_anything_else_is_an_error(document: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):

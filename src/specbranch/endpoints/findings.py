@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
+from specbranch.endpoints.cells import in_cells
 from specbranch.endpoints.parting import Parting, first_difference, part
 from specbranch.endpoints.reply import Reply
 from specbranch.endpoints.server import Drafts
@@ -99,7 +100,7 @@ def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.G
     """
     named: list[tuple[str, int, Outcomes | Surprises]] = []
     for one in samples:
-        pair: Outcomes | Surprises = Outcomes(_outcomes(one.reference), _outcomes(one.endpoint))
+        pair: Outcomes | Surprises = Outcomes(*in_cells(_outcomes(one.reference), _outcomes(one.endpoint)))
         if all(reply.logprobs for reply in (*flat(one.reference), *flat(one.endpoint))):
             pair = Surprises(_surprises(one.reference), _surprises(one.endpoint))
         named.append((one.name, len(one.endpoint), pair))
@@ -215,13 +216,14 @@ def _greedy_finding(name: str, compared: str, greedy: Greedy, found: Sequence[_D
     )
 
 
-def _outcomes(answers: Answers) -> list[Hashable]:
-    """Of each answer one choice, each index in turn, and whether all choices are the same."""
+def _outcomes(answers: Answers) -> list[str]:
+    """Of each answer one choice, each index in turn, with why it ended; before it, whether all choices are the same."""
     return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
 
 
-def _outcome(chosen: Reply, replies: Sequence[Reply]) -> Hashable:
-    return chosen.text, chosen.finish_reason, all(_is_same(chosen, other) for other in replies)
+def _outcome(chosen: Reply, replies: Sequence[Reply]) -> str:
+    is_one = all(_is_same(chosen, other) for other in replies)
+    return f"{'=' if is_one else '+'}{chosen.text}\0{chosen.finish_reason}"
 
 
 def _surprises(answers: Answers) -> list[float]:

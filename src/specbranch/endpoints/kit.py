@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from specbranch.endpoints.features import CHOICES, FEATURES, NUM_CHOICES, REPEATED
 from specbranch.endpoints.findings import (
     Answers,
     Greedy,
@@ -23,22 +24,15 @@ from specbranch.endpoints.findings import (
 )
 from specbranch.endpoints.reply import Reply
 from specbranch.endpoints.server import CHAT, COMPLETIONS, Drafts, Refused, ServerError
-from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, Feature
+from specbranch.plugins.vllm.exactness.features import STOP, Feature
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, NOTE, SKIPPED, Finding, is_json
 from specbranch.plugins.vllm.exactness.kit import FULL, Listener, Size
-from specbranch.plugins.vllm.exactness.prompts import COIN, TOSS_KEYS, greedy_prompts
+from specbranch.plugins.vllm.exactness.prompts import TOSS_KEYS, greedy_prompts
 from specbranch.plugins.vllm.messages import Ask
 from specbranch.version import __version__
 
 T = TypeVar("T")
-_NUM_CHOICES = 2
 _NUM_LOGPROBS = 5
-_LONG = 16  # tokens, where log-probabilities are compared: the longer a text, the more an error adds up
-_CHOICES = Feature(f"n = {_NUM_CHOICES}", COIN, sampling={"n": _NUM_CHOICES})
-_FEATURES = (
-    *(replace(one, num_tokens=_LONG) if "logprobs" in one.sampling else one for one in FEATURES),
-    _CHOICES,
-)
 _NUM_REPEATS = 8
 _STAGE = "asking both servers"
 
@@ -116,7 +110,7 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
     findings = [*questions.greedy(), *questions.seeds()]
-    sampled = [questions.sampled(feature) for feature in _FEATURES]
+    sampled = [questions.sampled(feature) for feature in FEATURES]
     samples = [one for one in sampled if isinstance(one, Sampled)]
     listen("testing the samples", None, None)
     if samples:
@@ -125,8 +119,9 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
     findings += _properties({one.name: one for one in samples})
     if not any(finding.result in (HOLDS, FAILED) for finding in findings):
         raise ServerError("nothing could be compared: " + "; ".join(findings[0].details or [findings[0].says]))
-    after = [server.drafts() for server in (reference, endpoint)]
-    findings.append(drafting(*(_grown(*pair) for pair in zip(before, after, strict=True))))
+    if not questions.is_over:
+        after = [server.drafts() for server in (reference, endpoint)]
+        findings.append(drafting(*(_grown(*pair) for pair in zip(before, after, strict=True))))
     return Comparison(options, _named(endpoint), _named(reference), findings)
 
 
@@ -138,11 +133,11 @@ class _Questions:
         self._options = options
         self._listen = listen
         self._takes = [path for path in endpoint.takes if path in reference.takes]
-        self._is_over = ""
+        self.is_over = ""
         self._is_seeded = False
         self._num_done = 0
         self._num_asks = 4 * options.size.num_prompts + 2 * _NUM_REPEATS
-        self._num_asks += sum(2 * self._num_requests(feature) for feature in _FEATURES)
+        self._num_asks += sum(2 * self._num_requests(feature) for feature in FEATURES)
         if not self._takes:
             raise ServerError(
                 f"{endpoint.url} answers {_listed(endpoint.takes)} and {reference.url} {_listed(reference.takes)}: "
@@ -172,8 +167,8 @@ class _Questions:
         return [greedy_equality(greedy, tie), greedy_together(greedy, self._options.at_once, tie)]
 
     def seeds(self) -> list[Finding]:
-        """Whether a server repeats itself without a seed; then every request needs one, or samples are not independent."""
-        asks = replace(_CHOICES, sampling={}, num_tokens=_LONG).asks(_NUM_REPEATS)
+        """Whether a server repeats itself without a seed; then samples are independent only if each has one."""
+        asks = REPEATED.asks(_NUM_REPEATS)
         answers = self._both("seeds", dict.fromkeys(self._servers, asks), self._options.at_once)
         if isinstance(answers, Finding):
             return [answers]
@@ -196,8 +191,8 @@ class _Questions:
 
     def _both(self, name: str, asks: Mapping[str, Sequence[Ask]], at_once: int) -> list[Answers] | Finding:
         """The answers of the reference and of the endpoint; or why there are none."""
-        if self._is_over:
-            return unasked(name, SKIPPED, self._is_over)
+        if self.is_over:
+            return unasked(name, SKIPPED, self.is_over)
         answers: list[Answers] = []
         for role in self._servers:
             try:
@@ -206,7 +201,7 @@ class _Questions:
                 return unasked(name, SKIPPED, f"the {role} refuses it", str(error))
             except ServerError as error:
                 if not self._servers[role].is_up():
-                    self._is_over = f"the {role} no longer answers"
+                    self.is_over = f"the {role} no longer answers"
                 return unasked(name, FAILED if role == "endpoint" else SKIPPED, f"the {role} broke down", str(error))
         return answers
 
@@ -253,11 +248,11 @@ def _properties(samples: Mapping[str, Sampled]) -> list[Finding]:
         ),
         *_property(samples.get("logprobs"), "logprobs given", "every answer", flat, lambda one: len(one.logprobs) > 0),
         *_property(
-            samples.get(_CHOICES.name),
+            samples.get(CHOICES.name),
             "all choices given",
-            _CHOICES.name,
+            CHOICES.name,
             lambda answers: [len(replies) for replies in answers],
-            lambda count: count == _NUM_CHOICES,
+            lambda count: count == NUM_CHOICES,
         ),
     ]
 

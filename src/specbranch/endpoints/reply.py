@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_LEAST = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,25 @@ def _read_choice(choice: Mapping[str, Any]) -> Reply:
 
 def _read_logprobs(found: Mapping[str, Any]) -> tuple[list[str], list[dict[str, float]]]:
     if found.get("content"):  # the form of chats, which some servers have everywhere
-        rows = [(one["token"], one["logprob"], _likeliest(one)) for one in found["content"]]
+        rows = [(one["token"], _number(one["logprob"]), _likeliest(one)) for one in found["content"]]
     elif found.get("tokens"):
-        likeliest = found.get("top_logprobs") or [None] * len(found["tokens"])
-        rows = list(zip(found["tokens"], found["token_logprobs"], likeliest, strict=True))
+        likeliest = [
+            {token: _number(value) for token, value in (likely or {}).items()}
+            for likely in found.get("top_logprobs") or [None] * len(found["tokens"])
+        ]
+        rows = list(zip(found["tokens"], map(_number, found["token_logprobs"]), likeliest, strict=True))
     else:
         rows = []
-    return [token for token, _, _ in rows], [{**(likely or {}), token: float(own)} for token, own, likely in rows]
+    return [token for token, _, _ in rows], [{**likely, token: own} for token, own, likely in rows]
 
 
 def _likeliest(one: Mapping[str, Any]) -> dict[str, float]:
-    return {other["token"]: float(other["logprob"]) for other in one.get("top_logprobs") or ()}
+    return {other["token"]: _number(other["logprob"]) for other in one.get("top_logprobs") or ()}
+
+
+def _number(logprob: Any) -> float:
+    """A log-probability; that of an impossible token, which some servers call minus infinity, is a number too."""
+    number = max(float(logprob), _LEAST)
+    if math.isnan(number):
+        raise ValueError("a log-probability is not a number")
+    return number
