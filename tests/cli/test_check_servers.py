@@ -81,6 +81,21 @@ def test_a_server_that_breaks_on_the_way_has_failed_and_the_rest_is_skipped() ->
     assert "the endpoint no longer answers" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "reference", "says"),
+    [
+        (Toy(seed=2), Toy(seed=1, crashes_at="stop"), "the reference no longer answers"),
+        (Toy(seed=2, crashes_at="stop", code=429), Toy(seed=1), "lower --concurrency"),
+    ],
+    ids=["a reference that breaks", "an endpoint that has no time"],
+)
+def test_where_nothing_can_be_said_the_code_is_two(endpoint: Toy, reference: Toy, says: str) -> None:
+    result = check(endpoint, reference=reference)
+
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
 def test_drafts_of_which_none_is_accepted_check_nothing() -> None:
     result = check(Toy(seed=2, accepts=0), "--json")
 

@@ -97,13 +97,17 @@ def test_a_feature_that_a_server_refuses_is_skipped() -> None:
 def test_a_server_that_repeats_itself_is_given_seeds() -> None:
     """As some do that have one seed for all requests; without seeds both samples would be one text each."""
 
+    seeds: list[int] = []
+
     class Repeating(Toy):
         def answer(self, body: dict[str, Any], is_chat: bool = False) -> dict[str, Any]:
+            seeds.extend([body["seed"]] if "seed" in body else [])
             return super().answer({"seed": self.seed, **body}, is_chat)
 
     found = compared(Repeating(seed=1), Repeating(seed=2))
 
     assert results(found)["seeds"] == NOTE
+    assert len(set(seeds)) == len(seeds) > 1000  # no sample is drawn twice: the features are independent
     assert not found.has_failed
     assert results(found)["distribution: temperature 1"] == "holds"
 

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from specbranch.endpoints.reply import Reply
-from specbranch.endpoints.server import CHAT, COMPLETIONS, Address, Drafts, Refused, Server, ServerError, body_of
+from specbranch.endpoints.server import (
+    CHAT,
+    COMPLETIONS,
+    Address,
+    Drafts,
+    Refused,
+    Server,
+    ServerError,
+    Unavailable,
+    body_of,
+)
 from specbranch.plugins.vllm.messages import Ask
 from tests.endpoints.toy import Toy, serving
 
@@ -106,8 +116,16 @@ def test_a_server_that_breaks_is_no_longer_up() -> None:
         with pytest.raises(ServerError, match="HTTP 500: the engine died") as error:
             ask(server, Ask("p", {"top_k": 5, "max_tokens": 1}))
 
-        assert not isinstance(error.value, Refused)
+        assert not isinstance(error.value, Refused | Unavailable)
         assert not server.is_up()
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_server_that_has_no_time_is_not_said_to_be_wrong(code: int) -> None:
+    with serving(Toy(crashes_at="top_k", code=code)) as url:
+        server = opened(url)
+        with pytest.raises(Unavailable, match=f"HTTP {code}: .*lower --concurrency"):
+            ask(server, Ask("p", {"top_k": 5, "max_tokens": 1}))
 
 
 def test_draft_tokens_are_those_of_vllms_metrics() -> None:

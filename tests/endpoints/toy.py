@@ -63,6 +63,7 @@ class Toy:
     accepts: int | None = None  # of ten draft tokens for each answer; None: it does not tell
     crashes_at: str = ""  # a parameter that ends it
     is_dead: bool = False
+    code: int = 500  # of its end
     num_answers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -203,7 +204,7 @@ def serving(toy: Toy, models: Sequence[str] = ("toy",), key: str | None = None) 
                 self._json(401, {"error": "Unauthorized"})
             elif toy.is_dead or (toy.crashes_at and toy.crashes_at in body):
                 toy.is_dead = True
-                self._json(500, {"error": {"message": "the engine died"}})
+                self._json(toy.code, {"error": {"message": "the engine died"}})
             else:
                 self._answer(body)
 

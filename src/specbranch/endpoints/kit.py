@@ -23,7 +23,7 @@ from specbranch.endpoints.findings import (
     unasked,
 )
 from specbranch.endpoints.reply import Reply
-from specbranch.endpoints.server import CHAT, COMPLETIONS, Drafts, Refused, ServerError
+from specbranch.endpoints.server import CHAT, COMPLETIONS, Drafts, Refused, ServerError, Unavailable
 from specbranch.plugins.vllm.exactness.features import STOP, Feature
 from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, NOTE, SKIPPED, Finding, is_json
 from specbranch.plugins.vllm.exactness.kit import FULL, Listener, Size
@@ -110,7 +110,7 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
     findings = [*questions.greedy(), *questions.seeds()]
-    sampled = [questions.sampled(feature) for feature in FEATURES]
+    sampled = [questions.sampled(number, feature) for number, feature in enumerate(FEATURES)]
     samples = [one for one in sampled if isinstance(one, Sampled)]
     listen("testing the samples", None, None)
     if samples:
@@ -126,7 +126,7 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
 
 
 class _Questions:
-    """Asks both servers; what one of them refuses is skipped, and so is all that follows once one is down."""
+    """Asks both servers; what one of them refuses is skipped, and so is all that follows once the endpoint is down."""
 
     def __init__(self, endpoint: Asked, reference: Asked, options: CompareOptions, listen: Listener) -> None:
         self._servers = {"reference": reference, "endpoint": endpoint}
@@ -177,11 +177,11 @@ class _Questions:
         says = f"the {' and the '.join(repeating)} repeats itself without a seed, so every sample has one"
         return [unasked("seeds", NOTE, says)] if repeating else []
 
-    def sampled(self, feature: Feature) -> Sampled | Finding:
-        """Many samples of one prompt from both servers."""
+    def sampled(self, number: int, feature: Feature) -> Sampled | Finding:
+        """Many samples of one prompt from both servers; no two features have seeds in common."""
         feature = replace(feature, is_seeded=feature.is_seeded or self._is_seeded)
-        count = self._num_requests(feature)
-        asks = {role: feature.asks(count, sample=sample) for sample, role in enumerate(self._servers)}
+        count, first = self._num_requests(feature), number * len(self._servers)
+        asks = {role: feature.asks(count, sample=sample) for sample, role in enumerate(self._servers, first)}
         answers = self._both(f"distribution: {feature.name}", asks, self._options.at_once)
         return answers if isinstance(answers, Finding) else Sampled(feature.name, *answers)
 
@@ -199,10 +199,16 @@ class _Questions:
                 answers.append(self._ask(role, asks[role], at_once))
             except Refused as error:
                 return unasked(name, SKIPPED, f"the {role} refuses it", str(error))
+            except Unavailable:
+                raise
             except ServerError as error:
-                if not self._servers[role].is_up():
-                    self.is_over = f"the {role} no longer answers"
-                return unasked(name, FAILED if role == "endpoint" else SKIPPED, f"the {role} broke down", str(error))
+                is_up = self._servers[role].is_up()
+                if role == "endpoint":
+                    self.is_over = "" if is_up else "the endpoint no longer answers"
+                    return unasked(name, FAILED, "the endpoint broke down", str(error))
+                if not is_up:
+                    raise ServerError(f"the reference no longer answers: {error}") from error
+                return unasked(name, SKIPPED, "the reference cannot do it", str(error))
         return answers
 
     def _ask(self, role: str, asks: Sequence[Ask], at_once: int) -> Answers:

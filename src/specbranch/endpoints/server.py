@@ -27,6 +27,10 @@ class ServerError(SpecBranchError, RuntimeError):
     """A server that cannot be reached, or that does not do what a server does."""
 
 
+class Unavailable(ServerError):
+    """A server that might do it, but not now or not for us: nothing can be said of it."""
+
+
 class Refused(ServerError):
     """A request that the server is able to read and does not take."""
 
@@ -179,7 +183,7 @@ class Server:
             with error:
                 raise _refusal(url, error.code, error.read()) from error
         except TimeoutError as error:
-            raise ServerError(f"{url} did not answer in {self._address.timeout_s:g} s; see --timeout-s") from error
+            raise Unavailable(f"{url} did not answer in {self._address.timeout_s:g} s; see --timeout-s") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ServerError(
@@ -203,9 +207,9 @@ def body_of(ask: Ask, model: str) -> dict[str, Any]:
 def _refusal(url: str, code: int, body: bytes) -> ServerError:
     says = f"{url} answers with HTTP {code}: {_message(body)}"
     if code in (401, 403):
-        return ServerError(f"{says}; put its key into a variable of the environment and name that by --api-key-env")
-    if code == 429:
-        return ServerError(f"{says}; lower --concurrency")
+        return Unavailable(f"{says}; put its key into a variable of the environment and name that by --api-key-env")
+    if code in (429, 502, 503, 504):
+        return Unavailable(f"{says}; try again later, or lower --concurrency")
     return Refused(says) if 400 <= code < 500 or code == 501 else ServerError(says)
 
 
