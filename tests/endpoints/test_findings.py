@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,6 +162,19 @@ def test_log_probabilities_are_compared_where_both_servers_give_them() -> None:
 
     assert (with_both.compared, with_both.result) == ("mean log-probability of a sample", FAILED)
     assert (with_one.compared, with_one.result) == ("joint distribution, 14 cells", HOLDS)
+
+
+def test_samples_without_an_accepted_draft_token_show_nothing_of_drafts() -> None:
+    one = sampled("one", [0.7, 0.2, 0.1], [0.7, 0.2, 0.1])
+    with_drafts, without = (
+        same_distribution([replace(one, drafts=drafts)], 1e-3, np.random.default_rng(0))[0]
+        for drafts in (Drafts(10, 4), Drafts(10, 0))
+    )
+
+    assert (with_drafts.result, without.result) == (HOLDS, NOTE)
+    assert with_drafts.says.startswith("4 of 10 draft tokens accepted; would notice a shift of 0.")
+    wrong = replace(sampled("other", [0.7, 0.2, 0.1], [0.3, 0.3, 0.4]), drafts=Drafts(10, 0))
+    assert same_distribution([wrong], 1e-3, np.random.default_rng(0))[0].result == FAILED
 
 
 def test_samples_of_one_text_could_not_have_shown_anything() -> None:

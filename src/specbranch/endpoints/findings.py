@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -49,11 +49,12 @@ class Greedy:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answers of both servers to one sampling feature."""
+    """The answers of both servers to one sampling feature, and the endpoint's draft tokens meanwhile, if it tells."""
 
     name: str
     reference: Answers
     endpoint: Answers
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +99,13 @@ def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.G
 
     Where both servers give log-probabilities, those of the texts are compared, else the texts themselves.
     """
-    named: list[tuple[str, int, Outcomes | Surprises]] = []
-    for one in samples:
-        pair: Outcomes | Surprises = Outcomes(*in_cells(_outcomes(one.reference), _outcomes(one.endpoint)))
-        if all(reply.logprobs for reply in (*flat(one.reference), *flat(one.endpoint))):
-            pair = Surprises(_surprises(one.reference), _surprises(one.endpoint))
-        named.append((one.name, len(one.endpoint), pair))
-    compared = compare_all([pair for _, _, pair in named], alpha, rng, together=True)
-    together = ("all together", sum(n for _, n, _ in named))
-    return [
-        _distribution_finding(name, n, one, alpha)
-        for (name, n), one in zip([*((name, n) for name, n, _ in named), together], compared, strict=True)
+    *compared, together = compare_all([_pair(one) for one in samples], alpha, rng, together=True)
+    findings = [
+        _distribution_finding(one.name, len(one.endpoint), test, alpha, one.drafts)
+        for one, test in zip(samples, compared, strict=True)
     ]
+    n = sum(len(one.endpoint) for one in samples)
+    return [*findings, _distribution_finding("all together", n, together, alpha, None)]
 
 
 def always(
@@ -139,11 +135,10 @@ def drafting(reference: Drafts | None, endpoint: Drafts | None) -> Finding:
     result, says = NOTE, "the server does not tell; make sure that speculative decoding is on"
     if endpoint is not None:
         result = HOLDS if endpoint.accepted else FAILED
-        says = f"{endpoint.accepted} of {endpoint.submitted} draft tokens accepted"
-        says = says if endpoint.accepted else f"nothing was checked: {says}"
+        says = str(endpoint) if endpoint.accepted else f"nothing was checked: {endpoint}"
     if reference is not None and reference.submitted:
         says += f"; the reference drafts too ({reference.submitted} tokens)"
-    figures = {} if endpoint is None else {"submitted": endpoint.submitted, "accepted": endpoint.accepted}
+    figures = {} if endpoint is None else asdict(endpoint)
     return Finding(name="drafts", compared="by the endpoint", n=1, result=result, says=says, figures=figures)
 
 
@@ -216,6 +211,12 @@ def _greedy_finding(name: str, compared: str, greedy: Greedy, found: Sequence[_D
     )
 
 
+def _pair(sampled: Sampled) -> Outcomes | Surprises:
+    if all(reply.logprobs for reply in (*flat(sampled.reference), *flat(sampled.endpoint))):
+        return Surprises(_surprises(sampled.reference), _surprises(sampled.endpoint))
+    return Outcomes(*in_cells(_outcomes(sampled.reference), _outcomes(sampled.endpoint)))
+
+
 def _outcomes(answers: Answers) -> list[str]:
     """Of each answer one choice, each index in turn, with why it ended; before it, whether all choices are the same."""
     return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
@@ -230,17 +231,17 @@ def _surprises(answers: Answers) -> list[float]:
     return [sum(reply.surprise for reply in replies) for replies in answers]
 
 
-def _distribution_finding(name: str, n: int, compared: Compared, alpha: float) -> Finding:
+def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, drafts: Drafts | None) -> Finding:
     result = FAILED if compared.p_value <= alpha else HOLDS
-    says = "" if compared.shift is None else noticeable(compared.shift)
-    if compared.shift == 1 and result == HOLDS:
-        result = NOTE
+    could_not_fail = compared.shift == 1 or (drafts is not None and not drafts.accepted)
+    says = [] if drafts is None else [str(drafts)]
+    says += [] if compared.shift is None else [noticeable(compared.shift)]
     return Finding(
         name=f"distribution: {name}",
         compared=compared.what,
         n=n,
-        result=result,
-        says=says,
+        result=NOTE if result == HOLDS and could_not_fail else result,
+        says="; ".join(says),
         p_value=compared.p_value,
-        figures=figures_of(compared),
+        figures={**figures_of(compared), **({} if drafts is None else asdict(drafts))},
     )

@@ -182,21 +182,24 @@ class _Questions:
         feature = replace(feature, is_seeded=feature.is_seeded or self._is_seeded)
         count, first = self._num_requests(feature), number * len(self._servers)
         asks = {role: feature.asks(count, sample=sample) for sample, role in enumerate(self._servers, first)}
+        before = self._servers["endpoint"].drafts()
         answers = self._both(f"distribution: {feature.name}", asks, self._options.at_once)
-        return answers if isinstance(answers, Finding) else Sampled(feature.name, *answers)
+        if isinstance(answers, Finding):
+            return answers
+        return Sampled(feature.name, *answers, drafts=_grown(before, self._servers["endpoint"].drafts()))
 
     def _num_requests(self, feature: Feature) -> int:
         """As many choices as there are samples."""
         return max(2, self._options.size.num_samples // int(feature.sampling.get("n", 1)))
 
-    def _both(self, name: str, asks: Mapping[str, Sequence[Ask]], at_once: int) -> list[Answers] | Finding:
+    def _both(self, name: str, asks: Mapping[str, Sequence[Ask]], at_once: int) -> tuple[Answers, Answers] | Finding:
         """The answers of the reference and of the endpoint; or why there are none."""
         if self.is_over:
             return unasked(name, SKIPPED, self.is_over)
-        answers: list[Answers] = []
+        answers: dict[str, Answers] = {}
         for role in self._servers:
             try:
-                answers.append(self._ask(role, asks[role], at_once))
+                answers[role] = self._ask(role, asks[role], at_once)
             except Refused as error:
                 return unasked(name, SKIPPED, f"the {role} refuses it", str(error))
             except Unavailable:
@@ -209,7 +212,7 @@ class _Questions:
                 if not is_up:
                     raise ServerError(f"the reference no longer answers: {error}") from error
                 return unasked(name, SKIPPED, "the reference cannot do it", str(error))
-        return answers
+        return answers["reference"], answers["endpoint"]
 
     def _ask(self, role: str, asks: Sequence[Ask], at_once: int) -> Answers:
         placed = [msgspec.structs.replace(ask, is_chat=self._is_chat(ask)) for ask in asks]

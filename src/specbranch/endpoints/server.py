@@ -42,6 +42,9 @@ class Drafts:
     submitted: int = 0
     accepted: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.accepted} of {self.submitted} draft tokens accepted"
+
     def __sub__(self, other: Drafts) -> Drafts:
         return Drafts(self.submitted - other.submitted, self.accepted - other.accepted)
 
