@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""Run the README's first command on models of this machine, and keep the lines that it prints.
+"""Run the README's first command on models of this machine, and keep the lines that it prints and when each text came.
 
 benchmarks/readme.py TARGET DRAFT [--dtype float32] [--max-tokens 64]
+
+Then benchmarks/recording.py draws it.
 """
 
 import argparse
@@ -25,15 +27,17 @@ def main() -> None:
     parser.add_argument("--max-tokens", default="256")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "readme.json")
     args = parser.parse_args()
-    words = [*command(), "--dtype", args.dtype, "--max-tokens", args.max_tokens]
+    words = [*command(), "--dtype", args.dtype, "--max-tokens", args.max_tokens, "--json"]
     words[2], words[words.index("--draft") + 1] = args.target, args.draft
     print(shlex.join(words), flush=True)
     where = provenance()
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=True)
     lines = [line for line in done.stderr.splitlines() if "tokens/s" in line]
     print(*lines, sep="\n")
-    document = {"provenance": where, "command": words, "lines": lines}
-    args.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    answer = json.loads(done.stdout)
+    pieces = {"with drafts": answer["pieces"], "without drafts": answer["plain"]["pieces"]}
+    document = {"provenance": where, "command": words, "lines": lines, "pieces": pieces}
+    args.out.write_text(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 def command() -> list[str]:

@@ -37,11 +37,11 @@ WITHOUT_PROVENANCE = {
     "studies/03-hrad/scores.json",
     "studies/05-scale/result.json",
 }
-MOST_WORDS = 16_100
+MOST_WORDS = 17_500
 # Words of our own for which the field has others: distribution, expensive, workaround.
 BANNED = re.compile(r"\b(laws?|dear|mend)\b", re.IGNORECASE)
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
-_FOLDERS = ("benchmarks", "docs", "examples", "scripts", "src", "studies", "tests", "traces")
+_FOLDERS = ("benchmarks", "deploy", "docs", "examples", "scripts", "src", "studies", "tests", "traces")
 _FILES = {name for folder in _FOLDERS for name in (ROOT / folder).rglob("*")} | set(ROOT.iterdir())
 _KNOWN = {f"/{path.relative_to(ROOT)}" for path in _FILES}
 _NAMED = re.compile(
@@ -201,8 +201,8 @@ def test_the_docs_can_be_read_to_the_end() -> None:
     assert sum(len(page.read_text().split()) for page in pages) < MOST_WORDS
 
 
-def test_the_readme_has_at_most_five_hundred_words() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 500
+def test_the_readme_has_at_most_six_hundred_words() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 600
 
 
 def test_our_own_words_are_not_in_the_code() -> None:

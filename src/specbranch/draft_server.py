@@ -1,9 +1,9 @@
-"""A draft service for a vLLM of your own: started, kept alive and stopped from Python.
+"""A draft service for an engine of your own: started, kept alive and stopped from Python.
 
     with DraftServer("Qwen/Qwen2.5-Coder-0.5B-Instruct", device="cuda:1") as draft:
         llm = LLM("Qwen/Qwen2.5-Coder-7B-Instruct", **draft.vllm_args(planner="budget"))
 
-vLLM itself stays as it is; this only gives it two arguments.
+The engine itself stays as it is; this only gives it arguments.
 """
 
 from __future__ import annotations
@@ -13,20 +13,35 @@ import multiprocessing.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
+from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.endpoint import check_reachable
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions, StartError
 
+if TYPE_CHECKING:
+    from specbranch.plugins.llamacpp import DraftModel
+
 log = logging.getLogger(__name__)
 
 # At exit Python runs what was registered last first. vLLM stops its engine by a finalizer, and `multiprocessing` joins
 # what is left of it. So `multiprocessing` must be registered before the first finalizer, which may be one of ours.
 assert multiprocessing.util
+
+
+class DraftKeywords(TypedDict, total=False):
+    """How to draft for an engine that decodes one text at a time; `DraftAddress.vllm_args` says what each means."""
+
+    planner: str
+    max_draft_tokens: int | None
+    settings: Mapping[str, Any]
+    deadline_ms: float
+    namespace: str | None
+    is_gated: bool
 
 
 class DraftAddress:
@@ -65,10 +80,31 @@ class DraftAddress:
             is_gated=is_gated,
         )
         longest = max_draft_tokens or longest_submission(planner)
-        # Raise now what vLLM's worker would refuse much later.
-        options = chosen.client_options(longest)
-        check_reachable(options.address, options.keys)
+        _refuse_wrong(chosen, longest)
         return proposer_arguments(chosen, longest)
+
+    def transformers_args(self, **how: Unpack[DraftKeywords]) -> dict[str, Any]:
+        """Arguments for `model.generate(**inputs, **args)` of Transformers; keep them for all texts.
+
+        A streamer is then given as `text_streamer`: `generate` hands its own `streamer` to no loop but its own.
+        """
+        from specbranch.plugins.transformers import DraftedDecoding
+
+        return {"custom_generate": DraftedDecoding(*self._settings(how))}
+
+    def llamacpp_draft(self, target: str | Path, **how: Unpack[DraftKeywords]) -> DraftModel:
+        """What `llama_cpp.Llama(target, draft_model=...)` takes; `target` is its GGUF file."""
+        from specbranch.plugins.llamacpp import DraftModel
+
+        return DraftModel(target, *self._settings(how))
+
+    def _settings(self, how: DraftKeywords) -> tuple[DraftSettings, int]:
+        """The settings, and the most draft tokens to verify at once; what would be refused later raises now."""
+        given: dict[str, Any] = dict(how)
+        longest = given.pop("max_draft_tokens", None) or longest_submission(how.get("planner", DEFAULT_PLANNER))
+        settings = DraftSettings(address=self.address, keys=self.keys, **given)
+        _refuse_wrong(settings, longest)
+        return settings, longest
 
 
 class DraftServer(DraftAddress):
@@ -133,3 +169,9 @@ class DraftServer(DraftAddress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _refuse_wrong(settings: DraftSettings, longest: int) -> None:
+    """Raise now what the engine's own client would refuse much later."""
+    options = settings.client_options(longest)
+    check_reachable(options.address, options.keys)

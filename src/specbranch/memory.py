@@ -1,7 +1,8 @@
-"""Memory of this host: how much there is, and how much of it this process may still take."""
+"""Memory of this host: how much there is, and how much of it this process takes and may still take."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -14,6 +15,15 @@ def free_host_memory(root: Path = Path("/")) -> int | None:
     """Bytes that can be taken without harm, by the system and by a container's limit; None if neither tells."""
     known = [free for free in (_meminfo(root, "MemAvailable"), _left_in_container(root)) if free is not None]
     return min(known) if known else None
+
+
+def process_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process holds; None where the system does not tell."""
+    try:
+        pages = (root / "proc/self/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _meminfo(root: Path, name: str) -> int | None:

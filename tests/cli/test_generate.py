@@ -125,11 +125,14 @@ def test_a_terminal_that_changed_its_size_has_its_last_line_elsewhere() -> None:
 def test_the_speed_is_that_of_decoding_and_the_first_piece_is_no_round() -> None:
     answer = Answer(asked_s=0.0)
     for at_s, tokens in ((1.0, [1]), (1.5, [2, 3, 4]), (2.0, [5])):
-        answer.take(Piece(index=0, tokens=tokens, text="x" * len(tokens), finish_reason=None, at_s=at_s))
+        text = "x" * len(tokens)
+        piece = Piece(index=0, tokens=tokens, text=text, finish_reason=None, at_s=at_s)
+        answer.take(piece, [Run(text[:-1], True), Run("x", False)])
     answer.wait_s = 0.25
 
     assert (answer.tokens, answer.text, answer.rounds, answer.accepted) == ([1, 2, 3, 4, 5], "xxxxx", 2, 2)
     assert (answer.tokens_per_s, answer.first_token_s, answer.wait_share) == (4.0, 1.0, 0.25)
+    assert answer.as_json()["pieces"][1] == {"at_s": 1.5, "runs": [["xx", True], ["x", False]]}
     assert answer.stats() == (
         "5 tokens · 4.0 tokens/s · first token after 1.00 s · 1.00 draft tokens accepted per round · waited 25%"
     )

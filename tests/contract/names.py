@@ -38,9 +38,13 @@ CONTRACT: tuple[Term, ...] = (
     Members(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        ("scheduled_new_reqs", "scheduled_spec_decode_tokens", "num_scheduled_tokens"),
+        ("scheduled_new_reqs", "scheduled_spec_decode_tokens", "num_scheduled_tokens", "finished_req_ids"),
     ),
-    Members("vllm.v1.core.sched.output", "NewRequestData", ("prompt_token_ids", "lora_request", "mm_features")),
+    Members(
+        "vllm.v1.core.sched.output",
+        "NewRequestData",
+        ("req_id", "prompt_token_ids", "lora_request", "mm_features", "sampling_params"),
+    ),
     Names("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
     Members("vllm.distributed.parallel_state", "GroupCoordinator", ("is_first_rank", "is_last_rank")),
     # The target as a model.
@@ -100,7 +104,11 @@ CONTRACT: tuple[Term, ...] = (
     Arguments("vllm.v1.engine.llm_engine", "LLMEngine.add_request", ("request_id", "prompt", "params")),
     Members("vllm.sampling_params", "StructuredOutputsParams", ("json",)),
     Members("vllm.sampling_params", "RequestOutputKind", ("DELTA",)),
-    Members("vllm.sampling_params", "SamplingParams", ("output_kind", "structured_outputs", "thinking_token_budget")),
+    Members(
+        "vllm.sampling_params",
+        "SamplingParams",
+        ("output_kind", "structured_outputs", "thinking_token_budget", "extra_args"),
+    ),
     Members("vllm.outputs", "CompletionOutput", ("token_ids", "text", "finish_reason", "logprobs")),
     Members("vllm.outputs", "RequestOutput", ("request_id", "outputs", "finished")),
     Members("vllm.logprobs", "Logprob", ("logprob",)),

@@ -202,6 +202,11 @@ def test_at_a_deadline_what_was_drafted_in_time_goes() -> None:
     session.give_up()
     assert len(session.submitted) == 2
     session.give_up()  # said once
+    short = sampled_session(gamma=4)
+    short.longest = 1
+    fill(short, 2)
+    short.give_up()
+    assert len(short.submitted) == 1
     certain = Session([7, 8], planner_of("sps", {"gamma": 4}), TopDraw(), Costs())
     fill(certain, 2)
     certain.give_up()

@@ -88,6 +88,16 @@ def test_a_budget_that_waits_says_nothing_before() -> None:
     assert session.foresee(8) == []
 
 
+def test_no_more_is_submitted_nor_foreseen_than_the_request_allows() -> None:
+    session = under_verification()
+    session.longest = 2
+
+    told = foreseen(session)
+    assert max(len(proposal) for _, proposal in told) == 2
+    session.commit(told[0][0])
+    assert session.propose() == told[0][1]
+
+
 def test_what_was_taken_is_under_verification() -> None:
     session = under_verification()
     (committed, proposal), *_ = foreseen(session)

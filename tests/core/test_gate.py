@@ -62,6 +62,11 @@ def test_loads_are_judged_apart() -> None:
     assert gate.is_open(1)
     assert not gate.is_open(8)
     assert gate.is_open(1)
+    assert {rows: decision.is_open for rows, decision in gate.decisions.items()} == {1: True, 8: False}
+    won, lost = gate.decisions.values()
+    assert (won.rows, lost.rows) == ("1", "5-8")
+    assert won.drafted == pytest.approx(2 * won.plain) and lost.drafted == pytest.approx(lost.plain / 2)
+    assert (won.num_steps, lost.num_steps) == (512, 256)
 
 
 def test_plain_decoding_is_measured_again_now_and_then() -> None:

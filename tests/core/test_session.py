@@ -162,3 +162,11 @@ def test_ratios_of_nothing_are_zero() -> None:
 
     ratios = (stats.hit_rate, stats.accepted_per_round, stats.emitted_per_round, stats.rows_per_round, stats.wait_share)
     assert ratios == (0.0,) * 5
+
+
+def test_a_sum_is_that_of_its_parts_and_a_difference_what_came_since() -> None:
+    earlier, later = Stats(rounds=2, hits=1, wait_s=0.5), Stats(rounds=5, hits=3, rejected=4, wait_s=0.75)
+
+    assert Stats.total([earlier, later]) == Stats(rounds=7, hits=4, rejected=4, wait_s=1.25)
+    assert Stats.total([]) == Stats()
+    assert later.since(earlier) == Stats(rounds=3, hits=2, rejected=4, wait_s=0.25)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.engines.cache_size import MOST, USUAL, cache_size, cache_tokens
-from specbranch.memory import free_host_memory
+from specbranch.memory import free_host_memory, process_memory
 
 GB = 10**9
 
@@ -66,3 +66,13 @@ def test_free_memory_is_the_hosts_or_what_a_container_leaves(tmp_path: Path) -> 
     (group / "memory.max").write_text("1000000\n")
     assert free_host_memory(tmp_path) == 600_000
     assert free_host_memory() is not None
+
+
+def test_a_process_holds_what_the_system_says(tmp_path: Path) -> None:
+    before = process_memory()
+    held = b"x" * 50_000_000
+    after = process_memory()
+
+    assert before is not None and after is not None
+    assert 0.9 * len(held) < after - before < 2 * len(held)
+    assert process_memory(tmp_path) is None

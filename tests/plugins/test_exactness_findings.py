@@ -117,7 +117,9 @@ def test_p_values_are_adjusted_for_all_features_together() -> None:
 
 def test_a_property_of_every_output() -> None:
     good, bad = answer(1, text='{"a": 1, "b": 2}'), answer(1, text='{"a": 1')
-    holds = is_json(("b", "a"))
+
+    def holds(one: Answer) -> bool:
+        return is_json(one.text, ("b", "a"))
 
     assert always("JSON", "all", done(good), holds).result == HOLDS
     assert always("JSON", "all", done(good, bad), holds).details == ["'{\"a\": 1' (length)"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from specbranch.core.gate import Decision
 from specbranch.plugins.vllm import stats_file
 from specbranch.plugins.vllm.metrics import STATES, Collector
 from specbranch.plugins.vllm.stats_file import (
@@ -126,6 +127,7 @@ def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespac
             time.sleep(0.2)
 
     assert found["specbranch_sessions", "1,2"] == 2
+    assert found["specbranch_draft_first_row_seconds", "0"] > 0.002  # the scripted engine's step
     assert found["specbranch_state", "0", "on"] == found["specbranch_state", "1", "lagging"] == 1
     assert {labels[2] for labels in found if labels[:2] == ("specbranch_rolled_back_tokens_total", "0")} == {
         "rejected",
@@ -179,6 +181,16 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
     assert min(max(durations[1:]) for durations in turns) < 0.04
     assert [found["specbranch_state", str(engine), "lagging"] for engine in range(4)] == [1] * 4
     assert found[HITS] == 0
+
+
+def test_what_the_gate_decided_appears_by_load(collector: Collector) -> None:
+    decisions = [Decision(8, False, 9.0, 9.5, 256), Decision(1, True, 4.0, 2.0, 512), Decision(2, True, 5.0, 3.0, 512)]
+    show("ipc:///nowhere/draft.sock", gate=decisions)
+    found = samples(collector)
+
+    assert [found["specbranch_gate_open", "0", rows] for rows in ("1", "2", "5-8")] == [1, 1, 0]
+    assert found["specbranch_gate_tokens_per_second", "0", "5-8", "drafts"] == 9.0
+    assert found["specbranch_gate_tokens_per_second", "0", "5-8", "plain"] == 9.5
 
 
 def test_a_proposer_that_does_not_draft_is_off(collector: Collector) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specbranch.core.gate import Decision
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import HASH_LEN
-from specbranch.plugins.vllm import SpecBranchProposer
+from specbranch.plugins.vllm import SpecBranchProposer, limits
 from specbranch.plugins.vllm.compat import config, patches, runner
 from specbranch.plugins.vllm.compat.runner import PAD
 from specbranch.plugins.vllm.layout import LayoutError
@@ -47,6 +48,7 @@ class FixedClient:
         self.is_whole = is_whole
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.outlooks = [row.outlook for row in rows]
+        self.longest = [row.longest for row in rows]
         self.drawn_from: list[list[Any]] = [[] for _ in rows]
         return [list(self._proposal) for _ in rows]
 
@@ -256,13 +258,23 @@ class FakeRunner:
         return later, self.drafter.propose(scheduled.sampled, lengths, table)
 
 
-def step(*sampled: list[int], new: Sequence[Any] = ()) -> Any:
+def step(*sampled: list[int], new: Sequence[Any] = (), ended: Sequence[str] = ()) -> Any:
     """What a scheduler hands to a runner, and what the step will sample."""
-    return SimpleNamespace(sampled=list(sampled), scheduled_new_reqs=new, scheduled_spec_decode_tokens={})
+    return SimpleNamespace(
+        sampled=list(sampled), scheduled_new_reqs=new, scheduled_spec_decode_tokens={}, finished_req_ids=set(ended)
+    )
 
 
-def new_request(prompt: list[int] | None, lora: str | None = None, image: str | None = None) -> Any:
-    return SimpleNamespace(prompt_token_ids=prompt, lora_request=lora, mm_features=[image] if image else [])
+def new_request(
+    prompt: list[int] | None, lora: str | None = None, image: str | None = None, name: str = "x", gamma: Any = None
+) -> Any:
+    return SimpleNamespace(
+        req_id=name,
+        prompt_token_ids=prompt,
+        lora_request=lora,
+        mm_features=[image] if image else [],
+        sampling_params=SimpleNamespace(extra_args=None if gamma is None else {"specbranch_gamma": gamma}),
+    )
 
 
 @pytest.fixture
@@ -295,6 +307,48 @@ def test_the_service_hears_of_prompts_of_text_before_they_are_read(
 
     client: Any = proposer._client
     assert client.expected == [[1, 2]]
+
+
+def test_a_request_can_do_without_drafts_or_ask_for_short_ones(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    proposer = proposer_with(monkeypatch)
+    client: Any = proposer._client
+    runner = runner_class(proposer)
+    new = [new_request([1], name="a", gamma=0), new_request([2], name="b", gamma="1"), new_request([3], name="c")]
+
+    assert runner.execute_model(step([3], [3], [3], new=new), later=0) == (0, [[], [5, 6], [5, 6]])
+    assert client.expected == [[2], [3]]
+    assert client.longest == [1, None]  # it cuts them, so that it knows what was submitted
+    assert proposer._asides == {"request": 1}
+
+    runner.execute_model(step([3], [3], [3], ended=["a", "b"]), later=0)
+    assert client.longest == [None, None, None]
+
+
+@pytest.mark.parametrize("gamma", [-1, "few", [1]])
+def test_a_wish_that_cannot_be_read_is_ignored_with_one_warning(gamma: Any, caplog: pytest.LogCaptureFixture) -> None:
+    limits._warn_of_value.cache_clear()
+    with caplog.at_level("WARNING", logger="vllm.specbranch"):
+        assert [limits.limit_of(SimpleNamespace(extra_args={limits.KEY: gamma})) for _ in range(2)] == [None, None]
+
+    assert caplog.text.count("not a whole number") == 1
+
+
+def test_what_the_gate_decides_is_logged_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = proposer_with(monkeypatch, is_gated=True)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="vllm.specbranch"):
+        for is_open in (False, False, True):
+            proposer._say_decisions({8: Decision(8, is_open, 9.1, 9.4, 256)})
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"specbranch: with 5-8 requests at once 9.1 tokens/s with drafts, 9.4 without: drafts are {state}, next "
+        "comparison after 256 steps"
+        for state in ("off", "on")
+    ]
 
 
 def test_nobody_is_told_of_prompts_while_drafts_do_not_pay(
@@ -353,7 +407,7 @@ def test_a_runner_that_has_changed_gets_one_warning_and_drafts_for_all(
 ) -> None:
     proposer = proposer_with(monkeypatch)
     lengths, table = tokens([1, 2, 3])
-    proposer.meet(SimpleNamespace(input_batch=SimpleNamespace()), [])
+    proposer.meet(SimpleNamespace(input_batch=SimpleNamespace()), runner.News())
     caplog.clear()
 
     assert [proposer.propose([[3]], lengths, table) for _ in range(3)] == [[[5, 6]]] * 3
@@ -408,7 +462,7 @@ def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(mon
 def padding(monkeypatch: pytest.MonkeyPatch) -> SpecBranchProposer:
     """A proposer with a runner, that pads to two tokens; sequences may have ten."""
     proposer = proposer_with(monkeypatch, pad="on")
-    proposer.meet(FakeRunner(proposer), [])
+    proposer.meet(FakeRunner(proposer), runner.News())
     return proposer
 
 
@@ -482,7 +536,7 @@ def test_rows_are_padded_where_vllm_has_graphs_for_it(
     client._proposal = [5]
 
     assert proposer.propose([[3]], lengths, table) == [[5]]  # nobody has said what the rows are
-    proposer.meet(FakeRunner(proposer), [])
+    proposer.meet(FakeRunner(proposer), runner.News())
     assert proposer.propose([[3]], lengths, table) == ([[5, PAD]] if is_padded else [[5]])
 
 

@@ -130,6 +130,7 @@ class Walk:
     tokens: list[int] = field(init=False)
     calls_s: list[float] = field(default_factory=list)
     num_accepted: int = 0
+    longest: int | None = None
     proposal: list[int] = field(default_factory=list)
     _num_new: int = 0
 
@@ -140,7 +141,8 @@ class Walk:
     def step(self) -> None:
         """Tell what was committed, take a proposal, verify it."""
         start_s = time.monotonic()
-        (self.proposal,) = self.client.propose([Committed(self.tokens, self._num_new, len(self.proposal))])
+        committed = Committed(self.tokens, self._num_new, len(self.proposal), longest=self.longest)
+        (self.proposal,) = self.client.propose([committed])
         self.calls_s.append(time.monotonic() - start_s)
         self._verify()
 

@@ -18,7 +18,9 @@ from specbranch.service.wire import (
     VERSION,
     Hello,
     Open,
+    OverviewRequest,
     Proposals,
+    Refused,
     StatsRequest,
     Step,
     Welcome,
@@ -31,22 +33,23 @@ FOREIGN = 49_200  # beyond the vocabulary of every target here
 FLOOD_S = 1.0
 
 Frames = Iterator[bytes]
+Question = Step | StatsRequest | OverviewRequest
 _numbers = itertools.count()  # of the questions that came
 
 
-def _foreign(question: Step | StatsRequest) -> Frames:
+def _foreign(question: Question) -> Frames:
     """Drafts with a token that the target does not have."""
     yield encode(Proposals(question.round, [[5, FOREIGN, 6]] * _num_rows(question)))
 
 
-def _garbage(question: Step | StatsRequest) -> Frames:
+def _garbage(question: Question) -> Frames:
     """For every question a second of frames that say nothing."""
     end_s = time.monotonic() + FLOOD_S
     while time.monotonic() < end_s:
         yield b"\xc1" * 32
 
 
-def _late(question: Step | StatsRequest) -> Frames:
+def _late(question: Question) -> Frames:
     """For every question a second of answers to the one before."""
     answer = encode(Proposals(question.round - 1, [[5] * MAX_WINDOW] * 200))
     end_s = time.monotonic() + FLOOD_S
@@ -54,7 +57,7 @@ def _late(question: Step | StatsRequest) -> Frames:
         yield answer
 
 
-def _huge(question: Step | StatsRequest) -> Frames:
+def _huge(question: Question) -> Frames:
     """First a frame beyond the bound, then good answers."""
     if next(_numbers) == 0:
         yield b"\xc1" * (MAX_REPLY + 1)
@@ -62,21 +65,27 @@ def _huge(question: Step | StatsRequest) -> Frames:
         yield encode(Proposals(question.round, [[5]] * _num_rows(question)))
 
 
-def _unknown(question: Step | StatsRequest) -> Frames:
+def _unknown(question: Question) -> Frames:
     """No text is known, however often it was sent."""
     yield encode(Proposals(question.round, [None] * _num_rows(question)))
 
 
-_DEEDS: dict[str, Callable[[Step | StatsRequest], Frames]] = {
+def _old(question: Question) -> Frames:
+    """What a service of an older release says to a question that it does not know."""
+    yield encode(Refused("Invalid value 'get-overview'"))
+
+
+_DEEDS: dict[str, Callable[[Question], Frames]] = {
     "foreign": _foreign,
     "garbage": _garbage,
     "late": _late,
     "huge": _huge,
     "unknown": _unknown,
+    "old": _old,
 }
 
 
-def _num_rows(question: Step | StatsRequest) -> int:
+def _num_rows(question: Question) -> int:
     return len(question.rows) if isinstance(question, Step) else 1
 
 

@@ -191,6 +191,27 @@ def test_a_target_goes_on_with_what_it_was_told_and_waits_for_nothing(tmp_path: 
         assert walk.num_accepted > 40
 
 
+def test_short_submissions_are_told_ahead_too(tmp_path: Path) -> None:
+    """A request that wants few draft tokens at once; the service knows, and prepares for just their verdicts."""
+    options = {"planner": "budget", "settings": {"prices": False, "gamma": 4}, "deadline_s": PATIENCE_S}
+    with (
+        scripted_service(tmp_path) as service,
+        contextlib.closing(DraftClient(ClientOptions(service.address, **options))) as client,  # type: ignore[arg-type]
+    ):
+        assert client.hello(PATIENCE_S)
+        walk = Walk(client, [1, 2, 3], longest=2)
+        lengths = set()
+        for _ in range(40):
+            walk.step()
+            lengths.add(len(walk.proposal))
+            time.sleep(0.02)
+
+        walk.assert_text_is_the_targets()
+        assert max(lengths) == 2
+        assert client.counts.foreseen > 10
+        assert walk.num_accepted > 30
+
+
 def test_patience_follows_the_targets_step() -> None:
     options = ClientOptions("ipc:///nowhere", deadline_s=0.1, step_share=0.5)
     with contextlib.closing(DraftClient(options)) as client:

@@ -25,6 +25,8 @@ from specbranch.service.wire import (
     Hello,
     Open,
     Outcome,
+    Overview,
+    OverviewRequest,
     Proposals,
     Refused,
     Reply,
@@ -58,6 +60,7 @@ REQUESTS: list[Request] = [
     Step(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(2)), StepRow(NAME, [4], NAME, 0)]),
     Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(0.7, 0.9, 20, 5))]),
     Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, [5, 6]), StepRow(NAME, [4], NAME, 0, None, [])]),
+    Step(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, None, 3)]),
     Open(
         b"ours",
         "specbranch",
@@ -66,6 +69,7 @@ REQUESTS: list[Request] = [
         [pack([1, 2, 3])],
     ),
     StatsRequest(10, b"ours"),
+    OverviewRequest(11),
 ]
 REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152),
@@ -76,6 +80,7 @@ REPLIES: list[Reply] = [
     Ahead([AheadRow(NAME, [Outcome([4, 5], [6]), Outcome([7], []), Outcome([8], [9], bytes(9))])]),
     Refused("because"),
     stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000, 3, 2, 1),
+    Overview(11, {"model": "m" * 256, "wire": VERSION}, {"hits": 5.0, "rolled_back_tokens/cut": 0.5}),
 ]
 
 
@@ -145,8 +150,14 @@ def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
         Proposals(1, [None] * (MAX_ROWS + 1)),
         Welcome(VERSION, 7, "model", 0),
         Welcome(VERSION, 7, "model", 5, bytes(MAX_SAMPLE + 4)),
+        Overview(1, {"model": "m" * 257}, {}),
+        Overview(1, {"wire": -1}, {}),
+        Overview(1, {}, {"hits": -1.0}),
+        Overview(1, {}, {"hits": float("nan")}),
+        Overview(1, {}, {"hits": float("inf")}),
+        Overview(1, {}, {str(number): 1.0 for number in range(129)}),
     ],
-    ids=range(6),
+    ids=range(12),
 )
 def test_a_reply_out_of_bounds_is_refused(message: Reply) -> None:
     with pytest.raises(FrameError):
@@ -179,16 +190,17 @@ def test_a_row_without_an_outlook_costs_one_byte() -> None:
     told, untold = StepRow(NAME, [4], NAME, 0, WireOutlook(1)), StepRow(NAME, [4], NAME, 0)
     frames = [encode(Step(1, b"ours", 1.0, [row])) for row in (told, untold)]
 
-    assert frames[1].endswith(b"\xc0\xc0\xc0\x00")  # no outlook, nothing taken, not sampled, and no time of the step
+    # No outlook, nothing taken, not sampled, of any length, and no time of the step.
+    assert frames[1].endswith(b"\xc0\xc0\xc0\xc0\x00")
     assert len(frames[0]) - len(frames[1]) == 1
 
 
 def test_a_row_of_the_first_version_is_still_understood() -> None:
     """It ended with the submission. Its sender is told to update by `Hello`, and is not misread meanwhile."""
     frame = encode(Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
-    place = frame.index(b"\x97\xc4")  # an array of seven, a name of bytes
+    place = frame.index(b"\x98\xc4")  # an array of eight, a name of bytes
 
-    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -4] + frame[-1:])
+    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -5] + frame[-1:])
 
     assert old == Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
 
@@ -243,7 +255,7 @@ def test_a_million_mutated_frames_are_taken_or_refused_and_nothing_else(capsys: 
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Hello | Step | Open | StatsRequest)
+            assert isinstance(message, Hello | Step | Open | StatsRequest | OverviewRequest)
 
     with capsys.disabled():
         print(f"\n1,000,000 mutated frames in {time.monotonic() - start_s:.0f} s: {counts}")
@@ -262,7 +274,7 @@ def test_mutated_replies_are_taken_or_refused_and_nothing_else() -> None:
             counts["refused"] += 1
         else:
             counts["taken"] += 1
-            assert isinstance(message, Welcome | Proposals | Ahead | Refused | StatsReply)
+            assert isinstance(message, Welcome | Proposals | Ahead | Refused | StatsReply | Overview)
 
     assert counts["taken"] > 1_000
     assert counts["refused"] > 10_000

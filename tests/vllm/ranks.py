@@ -106,7 +106,7 @@ class Rank:
         thinking = SimpleNamespace(use_thinking_budget=np.array(budgets)) if budgets else SimpleNamespace()
         sampler = SimpleNamespace(sampling_states=states, thinking_budget_state=thinking)
         lora = SimpleNamespace(lora_ids=np.zeros(SLOTS, np.int32))
-        self.speculator.meet(SimpleNamespace(sampler=sampler, lora_state=lora, encoder_cache=None), [])
+        self.speculator.meet(SimpleNamespace(sampler=sampler, lora_state=lora, encoder_cache=None), runner.News())
 
     def propose(self, *rows: tuple[str, int, int], **kwargs: Any) -> list[list[int]]:
         """Drafts of rows, each given by name, slot and number of new tokens."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from typer.testing import CliRunner
 
+from specbranch.cli import app
 from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.service.process import DraftOptions, DraftProcess
 from tests.results import record
@@ -53,6 +55,7 @@ def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_p
             page = scrape_when_settled(served)
             (tmp_path / "page.txt").write_text(page)
             assert_figures_add_up(page)
+            assert_top_shows_them(served, page)
 
             service.stop()
             assert_a_dead_service_is_told_and_costs_nothing(served, text)
@@ -94,6 +97,15 @@ def assert_figures_add_up(page: str) -> None:
     assert 0 < accepted <= value(page, "vllm:spec_decode_num_accepted_tokens_total") <= accepted + 4
     assert accepted + rejected <= submitted <= accepted + rejected + 4
     assert state(page) == "on"
+
+
+def assert_top_shows_them(served: Served, page: str) -> None:
+    done = CliRunner().invoke(app, ["top", served.url, "--once", "--json"])
+    read = json.loads(done.stdout)
+    assert (read["model"], read["now"]["states"], read["now"]["sessions"]) == ("target", ["on"], 1)
+    assert read["total"]["verdicts"] == value(page, "specbranch_calls_total")
+    assert read["total"]["rejected"] == value(page, "specbranch_rolled_back_tokens_total", cause="rejected")
+    assert read["now"]["first_row_ms"] > 0
 
 
 def assert_a_dead_service_is_told_and_costs_nothing(served: Served, text: str) -> None:

@@ -70,8 +70,8 @@ def client(served: Served) -> Iterator[Any]:
         yield client
 
 
-def complete(client: Any, prompt: str) -> str:
-    answer = client.completions.create(model=TARGET, prompt=prompt, max_tokens=TOKENS, temperature=0)
+def complete(client: Any, prompt: str, **more: Any) -> str:
+    answer = client.completions.create(model=TARGET, prompt=prompt, max_tokens=TOKENS, temperature=0, **more)
     return str(answer.choices[0].text)
 
 
@@ -119,6 +119,21 @@ def test_sixteen_at_once_say_what_bare_vllm_says_one_at_a_time(served: Served, c
     record("server", prompts=len(PROMPTS), equal=num_equal, accepted=accepted, vllm=served.version())
     assert texts == bare
     assert accepted > 50
+
+
+def test_a_request_can_ask_for_no_drafts_or_for_short_ones(served: Served, client: Any, bare: list[str]) -> None:
+    submitted = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_drafts_total"
+    counts = []
+    for gamma in (0, 1):
+        before = [served.metric(name) for name in submitted]
+        text = complete(client, PROMPTS[0], extra_body={"vllm_xargs": {"specbranch_gamma": gamma}})
+        counts.append([served.metric(name) - old for name, old in zip(submitted, before, strict=True)])
+        assert text == bare[0]
+
+    without, (tokens, drafts) = counts
+    assert sum(without) == 0
+    assert tokens == drafts > 0  # one token each
+    assert served.metric("specbranch_aside_rows_total") >= TOKENS - 1
 
 
 def test_a_streamed_completion_is_the_whole_one_in_pieces(client: Any, bare: list[str]) -> None:

@@ -126,7 +126,7 @@ def test_the_runner_tells_of_prompts_and_of_rows_that_stand_aside(monkeypatch: p
     rank.states.sample(0, [1, 2])
     rank.states.sample(1, [7, 8])
     model_runner = SimpleNamespace(lora_state=SimpleNamespace(lora_ids=np.array([5, 0, 0, 0])), encoder_cache=None)
-    rank.speculator.meet(model_runner, [[1]])
+    rank.speculator.meet(model_runner, runner.News([[1]]))
 
     assert rank.client.expected == [[1]]
     assert rank.propose(("a", 0, 1), ("b", 1, 1)) == [[2, 2, 2], [9, 10, 11]]

@@ -9,15 +9,18 @@ import typer
 from specbranch.cli.bench import bench
 from specbranch.cli.check import check
 from specbranch.cli.console import print_help_alone
+from specbranch.cli.describe import describe
 from specbranch.cli.doctor import doctor
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.generate import generate
 from specbranch.cli.options import FLAGS_GO_THROUGH, Command, example
+from specbranch.cli.ping import ping
 from specbranch.cli.plan import plan
 from specbranch.cli.profile import profile
 from specbranch.cli.serve import serve
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
+from specbranch.cli.top import top
 from specbranch.cli.train import train
 from specbranch.extensions import load_planners
 from specbranch.version import __version__
@@ -61,6 +64,9 @@ for command, panel, line in (
     (profile, _STUDY, "specbranch profile draft.gguf --cores 1 --rows 1,2,4,8"),
     (draft, _OPERATE, "specbranch draft draft.gguf --listen ipc:///tmp/draft.sock"),
     (keys, _OPERATE, "specbranch keys ./keys"),
+    (ping, _OPERATE, "specbranch ping ipc:///tmp/draft.sock"),
+    (describe, _OPERATE, "specbranch describe tcp://10.0.0.7:5757 --keys ./keys"),
+    (top, _OPERATE, "specbranch top http://localhost:8000"),
     (doctor, _OPERATE, "specbranch doctor TARGET --draft DRAFT"),
 ):
     settings = FLAGS_GO_THROUGH if command in (serve, generate, plan, check) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbranch.cli.painter import Run
 from specbranch.plugins.vllm.target import Piece
 
 
@@ -20,12 +21,14 @@ class Answer:
     wait_s: float = 0.0
     finish_reason: str | None = None
     is_stopped: bool = False  # by the user
+    pieces: list[tuple[float, list[Run]]] = field(default_factory=list)  # seconds since it was asked for; text
     _first_s: float | None = None
     _last_s: float | None = None
     _num_first: int = 0
 
-    def take(self, piece: Piece) -> None:
-        """Add the output of one engine step."""
+    def take(self, piece: Piece, runs: list[Run]) -> None:
+        """Add the output of one engine step, whose text was split into what was drafted and what was not."""
+        self.pieces.append((piece.at_s - self.asked_s, runs))
         self.text += piece.text
         self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
@@ -75,4 +78,7 @@ class Answer:
     def as_json(self) -> dict[str, Any]:
         """One object for machines."""
         names = ("text", "tokens", "tokens_per_s", "first_token_s", "rounds", "accepted", "accepted_per_round")
-        return {name: getattr(self, name) for name in (*names, "wait_s", "finish_reason")}
+        pieces = [
+            {"at_s": round(at_s, 4), "runs": [[run.text, run.is_drafted] for run in runs]} for at_s, runs in self.pieces
+        ]
+        return {**{name: getattr(self, name) for name in (*names, "wait_s", "finish_reason")}, "pieces": pieces}

@@ -1,4 +1,7 @@
-"""`specbranch check`: does vLLM with the proposer emit what bare vLLM emits, for your own pair of models?"""
+"""`specbranch check`: does vLLM with the proposer emit what bare vLLM emits, for your own pair of models?
+
+With two servers in their place see `check_servers.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,36 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from specbranch.cli.check_servers import (
+    ApiKeyEnv,
+    Concurrency,
+    Endpoint,
+    EndpointModel,
+    Pair,
+    Reference,
+    ReferenceModel,
+    Tie,
+    TimeoutS,
+    compare_servers,
+    names_servers,
+    servers_page,
+)
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, warn
 from specbranch.cli.cores import divide_cores, place_draft
+from specbranch.cli.findings import Page
 from specbranch.cli.options import (
     AsJson,
-    Draft,
     DraftArg,
     DraftCores,
     DraftDevice,
     DraftDtype,
     DraftEngine,
     Dtype,
+    OptionalDraft,
+    OptionalTarget,
     Planner,
     Predictor,
-    Target,
     TargetCores,
     VllmArg,
     check_directory,
@@ -34,14 +49,12 @@ from specbranch.cli.options import (
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import DEFAULT_PLANNER, planner_names, setting_names
+from specbranch.endpoints.kit import CompareOptions, Comparison
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, Finding
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
 from specbranch.plugins.vllm.exactness.kit import check as run_check
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.service.process import DraftOptions
-
-_COLOURS = {HOLDS: "green", FAILED: "bold red"}
 
 
 def _sizes(name: str) -> str:
@@ -50,8 +63,8 @@ def _sizes(name: str) -> str:
 
 def check(
     context: typer.Context,
-    target: Target,
-    draft: Draft,
+    target: OptionalTarget = None,
+    draft: OptionalDraft = None,
     planner: Planner = DEFAULT_PLANNER,
     predictor: Predictor = "confidence",
     all_planners: Annotated[
@@ -89,6 +102,14 @@ def check(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the statistical tests.")] = 0,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report, as Markdown.")] = None,
     as_json: AsJson = False,
+    endpoint: Endpoint = None,
+    reference: Reference = None,
+    model: EndpointModel = None,
+    reference_model: ReferenceModel = None,
+    tie: Tie = 0.25,
+    concurrency: Concurrency = 8,
+    timeout_s: TimeoutS = 300.0,
+    api_key_env: ApiKeyEnv = None,
     wrong_temperature: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check on your own models that drafting does not change what vLLM emits.
@@ -96,12 +117,22 @@ def check(
     It runs vLLM with and without drafts. Greedy answers must be equal, with
     batch-invariant kernels or in float32; sampled answers must follow the same
     distribution. All other flags go to vLLM.
+    With --endpoint and --reference it compares two servers that run already.
     Exit code 0: all checks hold; 1: a check failed; 2: wrong options.
     """
     with friendly_errors(SpecBranchError, ImportError, OSError):
         if not 0 < alpha < 1:
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         check_directory("--report", report)
+        size = _size(quick, num_prompts, num_tokens, num_samples)
+        if names_servers(context):
+            pair = Pair(endpoint, reference, model, reference_model, timeout_s, api_key_env)
+            compared = CompareOptions(size=size, alpha=alpha, seed=seed, tie=tie, at_once=concurrency)
+            comparison = compare_servers(pair, compared)
+            _report(comparison, servers_page(comparison), quick, report, as_json)
+            return
+        if target is None or draft is None:
+            raise UsageError("name TARGET and --draft; or two servers, by --endpoint and --reference")
         arguments = vllm_arguments(context, vllm_arg)
         device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(arguments))
         cores = divide_cores(device.device, target_cores, draft_cores)
@@ -121,7 +152,7 @@ def check(
             deadline_ms=deadline_ms,
             alpha=alpha,
             seed=seed,
-            size=_size(quick, num_prompts, num_tokens, num_samples),
+            size=size,
             target_cores=cores.target,
             arguments=arguments,
             wrong_temperature=wrong_temperature,
@@ -131,15 +162,7 @@ def check(
         preflight(options).run()
         warn(device.warning)
         found = _run(options)
-        console = console_for(as_json)
-        _print_report(console, found, quick)
-        if report is not None:
-            report.write_text(_markdown(found))
-            console.print(f"wrote {report}", highlight=False)
-        if as_json:
-            print_json(found.as_json())
-    if found.has_failed:
-        raise typer.Exit(1)
+        _report(found, _page(found), quick, report, as_json)
 
 
 def preflight(options: CheckOptions) -> Preflight:
@@ -171,68 +194,21 @@ def _run(options: CheckOptions) -> Report:
         return run_check(options, progress.show)
 
 
-def _summary(report: Report) -> list[str]:
-    options, size = report.options, report.options.size
-    return [
-        f"{size.num_prompts} greedy prompts of {size.num_tokens} tokens, {size.num_samples} samples of each feature.",
-        f"p: p-value, corrected for all tests; a correct pair fails with probability {options.alpha:g} or less.",
-        "shift: the total-variation distance between two distributions that is found with probability 0.9, in the",
-        "direction that is hardest to see.",
-    ]
+def _report(found: Report | Comparison, page: Page, quick: bool, file: Path | None, as_json: bool) -> None:
+    page.show(console_for(as_json), quick, file)
+    if as_json:
+        print_json(found.as_json())
+    if found.has_failed:
+        raise typer.Exit(1)
 
 
-def _verdict(report: Report) -> str:
-    failed = sum(finding.result == FAILED for finding in report.findings)
-    return f"{failed} of {len(report.findings)} checks FAILED" if failed else "all checks hold"
-
-
-def _p(finding: Finding) -> str:
-    return "" if finding.p_value is None else f"{finding.p_value:.3g}"
-
-
-def _print_report(console: Console, report: Report, quick: bool) -> None:
-    options = report.options
-    title = f"{options.target} with {options.draft.model}: {_verdict(report)}"
-    shown = Table(title=escape(title), box=None, padding=(0, 1, 0, 0))
-    for column in ("check", "compared", "n", "result", "p", ""):
-        shown.add_column(column, justify="right" if column in ("n", "p") else "left")
-    for finding in report.findings:
-        colour = _COLOURS.get(finding.result, "dim")
-        cells = escape(finding.name), escape(finding.compared), str(finding.n)
-        shown.add_row(*cells, f"[{colour}]{finding.result}[/]", _p(finding), escape(finding.says))
-    console.print(shown)
-    for finding in report.findings:
-        for line in finding.details:
-            console.print(f"{finding.name}: {line}", markup=False, highlight=False, soft_wrap=True)
-    for line in _summary(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    if quick:
-        console.print("--quick misses small errors; run without it before you rely on this pair.")
-    console.print(_verdict(report), style="bold")
-
-
-def _markdown(report: Report) -> str:
+def _page(report: Report) -> Page:
     options = report.options
     versions = ", ".join(f"{name} {value}" for name, value in report.as_json()["versions"].items())
-    rows = [
-        " | ".join(
-            ("", finding.name, finding.compared, str(finding.n), finding.result, _p(finding), finding.says, "")
-        ).strip()
-        for finding in report.findings
-    ]
-    details = [f"- {finding.name}: {line}" for finding in report.findings for line in finding.details]
-    return "\n".join(
-        [
-            f"# {options.target} with {options.draft.model}: {_verdict(report)}",
-            "",
-            f"{versions}; planners {', '.join(options.planners)}.",
-            "",
-            "| check | compared | n | result | p | |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-            *_summary(report),
-            *(["", *details] if details else []),
-            "",
-        ]
+    return Page(
+        title=f"{options.target} with {options.draft.model}",
+        facts=f"{versions}; planners {', '.join(options.planners)}.",
+        findings=report.findings,
+        size=options.size,
+        alpha=options.alpha,
     )

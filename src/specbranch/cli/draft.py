@@ -118,9 +118,11 @@ def draft(
             row_limit=row_limit,
             tell=_tell_parent if until_eof else _tell_log,
         )
-        service = ServiceOptions(listen or default_address(), service_keys(keys), max_sessions)
-        timeline_recorder = TimelineRecorder() if timeline else None
         name = engine or engine_for(model)
+        service = ServiceOptions(
+            listen or default_address(), service_keys(keys), max_sessions, engine=name, heads=heads or ""
+        )
+        timeline_recorder = TimelineRecorder() if timeline else None
         options.tell(f"importing the libraries of the {name} engine")
         draft_engine = open_engine(name, options)
         recorder = Recorder(record, Path(model).name) if record else None
@@ -148,7 +150,7 @@ def _serve(server: Server, metrics_port: int | None, until_eof: bool) -> None:
         signal.signal(number, lambda *_: server.stop())
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(server,), name="eof", daemon=True).start()
-    metrics = serve_metrics(server, metrics_port) if metrics_port else None
+    metrics = serve_metrics(server.dispatch.figures, metrics_port) if metrics_port else None
     try:
         server.serve()
     finally:

@@ -187,9 +187,10 @@ class _Talk:
         stream = self.pair.target.stream([Request(prompt, {**self.sampling, **sampling})])
         with self.screen or contextlib.nullcontext(), Interrupt() as interrupt, contextlib.closing(stream):
             for piece in stream:
-                answer.take(piece)
+                runs = painter.paint(piece.tokens, piece.text)
+                answer.take(piece, runs)
                 if self.screen:
-                    self.screen.write(painter.paint(piece.tokens, piece.text))
+                    self.screen.write(runs)
                     self.screen.show_stats(answer.stats())
                 if interrupt.is_asked:
                     answer.is_stopped = True
@@ -221,8 +222,7 @@ def _one_answer(talk: _Talk, messages: list[Message], compare: bool) -> dict[str
     answer = talk.answer(prompt)
     _end_answer(talk, answer)
     document = {**answer.as_json(), "plain": plain.as_json(), **_comparison(answer, plain)}
-    if talk.screen:
-        _tell(_comparison_line(answer, plain, is_greedy=not talk.sampling["temperature"]))
+    _tell(_comparison_line(answer, plain, is_greedy=not talk.sampling["temperature"]))
     return document
 
 
@@ -278,7 +278,7 @@ def _end_answer(talk: _Talk, answer: Answer) -> None:
     if talk.screen:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        _tell(answer.stats() + (" · stopped" if answer.is_stopped else ""))
+    _tell(answer.stats() + (" · stopped" if answer.is_stopped else ""))
 
 
 def _tell(line: str) -> None:

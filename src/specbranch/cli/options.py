@@ -25,9 +25,9 @@ FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  #
 
 _WHERE = "a path, a name in $SPECBRANCH_MODELS, or a Hugging Face name"
 
-Target = Annotated[
-    str, typer.Argument(metavar="TARGET", help=f"Target model, run by vLLM: {_WHERE}.", show_default=False)
-]
+_TARGET = typer.Argument(metavar="TARGET", help=f"Target model, run by vLLM: {_WHERE}.", show_default=False)
+Target = Annotated[str, _TARGET]
+OptionalTarget = Annotated[str | None, _TARGET]
 Model = Annotated[
     str,
     typer.Argument(
@@ -72,6 +72,18 @@ DraftAddress = Annotated[
 DraftKeys = Annotated[
     Path | None,
     typer.Option("--draft-keys", metavar="DIR", help="Keys for --draft-address, written by `specbranch keys`."),
+]
+ServiceAddress = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="ADDRESS",
+        help="Where the draft service listens: ipc://PATH, or tcp://HOST:PORT with --keys. Default: the socket that "
+        "`specbranch draft` chooses itself.",
+        show_default=False,
+    ),
+]
+ServiceKeysDir = Annotated[
+    Path | None, typer.Option("--keys", metavar="DIR", help="Keys for TCP, written by `specbranch keys`.")
 ]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help=f"Device of the model, {_DEVICE_HELP}")]
 Engine = Annotated[str | None, typer.Option("--engine", metavar="ENGINE", help=f"Draft engine: {_ENGINE_HELP}")]
@@ -239,8 +251,13 @@ def refuse_misspelt(context: typer.Context) -> None:
     target = context.params["target"]
     if target.startswith("-"):
         raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
+    suspect(context, context.args)
+
+
+def suspect(context: typer.Context, words: list[str]) -> None:
+    """Raise if one of these words, which are no options of the command, is nearly one."""
     ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-    for word in context.args:
+    for word in words:
         name = word.partition("=")[0]
         if name.startswith("--"):
             near = difflib.get_close_matches(name.replace("_", "-"), ours, n=1, cutoff=_NEAR)

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from specbranch.cli.console import UsageError
-from specbranch.plugins.vllm.settings import client_keys
+from specbranch.plugins.settings import client_keys
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import check_reachable
 from specbranch.service.wire import Welcome
@@ -44,13 +44,21 @@ def _ask(address: str, directory: Path | None) -> Welcome | None:
     check_reachable(address, keys)
     with contextlib.closing(DraftClient(ClientOptions(address, keys=keys))) as client:
         welcome = client.hello(_ANSWER_S)
-    if welcome is None and _speaks(address):
-        cause = "or it does not know these keys" if directory else "or it is none"
-        raise UsageError(
-            f"--draft-address is {address}: somebody listens there and does not answer us. Either it is a draft "
-            f"service of another version, {cause}; `specbranch keys` says which file goes where"
-        )
+    cause = why_silent(address, directory) if welcome is None else None
+    if cause is not None:
+        raise UsageError(cause)
     return welcome
+
+
+def why_silent(address: str, keys: Path | None) -> str | None:
+    """Why somebody who listens does not answer; None if nobody listens."""
+    if not _speaks(address):
+        return None
+    cause = "or it does not know these keys" if keys else "or it is none"
+    return (
+        f"somebody listens at {address} and does not answer us. Either it is a draft service of another version, "
+        f"{cause}; `specbranch keys` says which file goes where"
+    )
 
 
 def _speaks(address: str) -> bool:

@@ -131,6 +131,9 @@ def serve(
     record: RecordFile = None,
     target_cores: TargetCores = None,
     draft_cores: DraftCores = None,
+    no_gate: Annotated[
+        bool, typer.Option("--no-gate", help="Always draft, also at loads where that was measured not to pay.")
+    ] = False,
     bare: Annotated[bool, typer.Option("--bare", help="Serve without a draft, on the same cores, to compare.")] = False,
 ) -> None:
     """Serve TARGET with vLLM's OpenAI-compatible server and speed it up with a draft model.
@@ -146,6 +149,8 @@ def serve(
         section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
+        if no_gate:
+            section["is_gated"] = False
         flags = Flags(context.args)
         device = place_draft(draft_device, draft, draft_engine, Layout.of_flags(flags))
         cores = divide_cores(device.device, target_cores, draft_cores)

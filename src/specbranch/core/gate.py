@@ -54,6 +54,7 @@ class _Rate:
 class _Load:
     """What is known of one load."""
 
+    most_rows: int
     pause: int
     is_open: bool = False
     is_measuring: bool = True
@@ -62,12 +63,30 @@ class _Load:
     steps: int = 0  # since the last decision
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a measurement found for steps of that many rows: tokens per second with drafts and without them."""
+
+    most_rows: int  # fewer than half of them are another load
+    is_open: bool
+    drafted: float
+    plain: float
+    num_steps: int  # until both ways are compared again
+
+    @property
+    def rows(self) -> str:
+        """The load in words."""
+        fewest = self.most_rows // 2 + 1
+        return f"{fewest}-{self.most_rows}" if fewest < self.most_rows else f"{self.most_rows}"
+
+
 class Gate:
     """Ask `is_open` before each engine step and report by `observe` what the step gave. No clock in here."""
 
     def __init__(self, settings: GateSettings | None = None) -> None:
         self._settings = settings or GateSettings()
         self._loads: dict[int, _Load] = {}
+        self.decisions: dict[int, Decision] = {}  # the last of each load, by its most rows
         self._was_open = False
         self._since_change = 0
         self._has_seen_drafts = False
@@ -127,13 +146,16 @@ class Gate:
 
     def _conclude(self, load: _Load) -> None:
         settings = self._settings
-        if self._pays(load, settings.margin):
+        drafted, plain = load.drafted.value, load.plain.value
+        is_open = self._pays(load, settings.margin)
+        self._turn(load, is_open=is_open, is_measuring=False)
+        if is_open:
             load.pause = settings.closed_steps
-            self._turn(load, is_open=True, is_measuring=False)
         else:
             load.drafted = _Rate()
-            self._turn(load, is_open=False, is_measuring=False)
             load.pause = min(2 * load.pause, settings.longest_closed_steps)
+        num_steps = settings.open_steps if is_open else load.pause
+        self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
 
     def _pays(self, load: _Load, margin: float) -> bool:
         return load.drafted.value >= margin * load.plain.value
@@ -145,5 +167,5 @@ class Gate:
         """Loads of 1, 2, 3-4, 5-8, ... rows."""
         key = max(num_rows - 1, 0).bit_length()
         if key not in self._loads:
-            self._loads[key] = _Load(self._settings.closed_steps // 2)
+            self._loads[key] = _Load(1 << key, self._settings.closed_steps // 2)
         return self._loads[key]

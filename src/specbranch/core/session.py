@@ -51,6 +51,7 @@ class Session:
         self.prompt_len = len(prompt)
         self.stats = Stats()
         self.is_finished = False
+        self.longest: int | None = None  # the most tokens that the request lets be submitted at once
         self._planner = planner
         self._draw = draw
         self._sampling: Sampling | None = None
@@ -101,7 +102,7 @@ class Session:
             nodes = self._planner.submit(self.round)
             if nodes is None:
                 return None
-            self.tree.submit(nodes)
+            self.tree.submit(nodes[: self.longest])
         return self.submitted
 
     def foresee(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
@@ -114,7 +115,7 @@ class Session:
         for node in () if self.round.is_waiting else self.tree.outcomes(count, _LEAST_CHANCE):
             nodes = self._planner.foresee(self.round, node)
             if nodes:
-                foreseen.append((self.tree.path(node), nodes))
+                foreseen.append((self.tree.path(node), nodes[: self.longest]))
         return foreseen
 
     def adopt(self, tokens: Sequence[int]) -> None:
@@ -134,7 +135,8 @@ class Session:
         follows a token, and whether the token is tested must not.
         """
         if self.is_sampled and self.round.is_waiting:
-            self.tree.submit(self.tree.walk_run(self.tree.root, getattr(self._planner.settings, "gamma", MAX_WINDOW)))
+            gamma = getattr(self._planner.settings, "gamma", MAX_WINDOW)
+            self.tree.submit(self.tree.walk_run(self.tree.root, gamma)[: self.longest])
         self.stand_aside()
 
     def rows(self) -> Sequence[Node]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from specbranch.core.rollback import Settled
 
@@ -25,10 +27,19 @@ class Stats:
     wait_s: float = 0.0  # time the target waited for a draft
     target_s: float = 0.0  # time the target computed
 
+    @classmethod
+    def total(cls, parts: Iterable[Stats]) -> Stats:
+        """The sum over several sessions."""
+        return cls(**dict(zip(_NAMES, map(sum, zip(*map(_VALUES, parts), strict=True)), strict=False)))
+
     def add(self, other: Stats) -> None:
         """Add another session's counters to these."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name in _NAMES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def since(self, earlier: Stats) -> Stats:
+        """What was counted after `earlier` was read."""
+        return Stats(**{name: getattr(self, name) - getattr(earlier, name) for name in _NAMES})
 
     def settle(self, settled: Settled) -> None:
         """Count what became of drafted tokens."""
@@ -68,3 +79,7 @@ class Stats:
         """Share of the target's time that it waited for a draft."""
         busy = self.wait_s + self.target_s
         return self.wait_s / busy if busy else 0.0
+
+
+_NAMES = tuple(field.name for field in fields(Stats))
+_VALUES = attrgetter(*_NAMES)

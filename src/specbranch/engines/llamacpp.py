@@ -73,7 +73,11 @@ class LlamaCppEngine:
         path = gguf_path(options.model)
         options.tell("loading weights")
         self._model = _load_model(path, params)
-        self._require_attention_only(path)
+        try:
+            _require_attention_only(self._model, path, "use a model with attention only as draft")
+        except EngineError:
+            llama_cpp.llama_model_free(self._model)
+            raise
         self._options = options
         max_handles = min(options.max_handles, llama_cpp.llama_max_parallel_sequences())
         size = self._cache_size(params.main_gpu)
@@ -163,14 +167,6 @@ class LlamaCppEngine:
     def _forget(self, handle: int, length: int) -> None:
         if not llama_cpp.llama_memory_seq_rm(self._memory, handle, length, -1):
             raise EngineError("llama.cpp cannot truncate this model's state; use a model with attention only as draft")
-
-    def _require_attention_only(self, path: Path) -> None:
-        if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
-            llama_cpp.llama_model_free(self._model)
-            raise EngineError(
-                f"{path.name} is a recurrent or hybrid model, whose state cannot be truncated to an earlier token; "
-                "use a model with attention only as draft"
-            )
 
     def _cache_size(self, gpu: int) -> CacheSize:
         is_cpu = self._options.device == "cpu"
@@ -262,6 +258,30 @@ def model_params(device: str) -> Any:
     params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
     params.main_gpu = int(index or 0)
     return params
+
+
+def refuse_recurrent(path: Path, advice: str) -> None:
+    """Raise `EngineError`, with this advice, for a model whose state cannot be truncated; its weights are not read."""
+    params = model_params("cpu")
+    params.vocab_only = True
+    talk = logging.getLogger("llama-cpp-python")
+    level = talk.level
+    talk.setLevel(logging.ERROR)
+    try:
+        model = _load_model(path, params)
+    finally:
+        talk.setLevel(level)
+    try:
+        _require_attention_only(model, path, advice)
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def _require_attention_only(model: Any, path: Path, advice: str) -> None:
+    if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+        raise EngineError(
+            f"{path.name} is a recurrent or hybrid model, whose state cannot be truncated to an earlier token; {advice}"
+        )
 
 
 def _gpus() -> GgmlGpus:

@@ -76,6 +76,7 @@ class Committed:
     name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
     not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`drawn_from`), so
     they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random one.
+    `longest`: the most draft tokens that are wanted.
     """
 
     tokens: Tokens
@@ -84,6 +85,7 @@ class Committed:
     outlook: Outlook | None = None
     name: str | None = None
     sampling: Sampling | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +303,11 @@ class DraftClient:
         self, index: int, committed: Committed, row: StepRow, told: Sequence[int] | None, packed: bytes
     ) -> list[int]:
         """What to submit for a row that was told this. What is said to be drawn by chance is drawn here."""
-        draft: Sequence[int] = told or ()
+        told = told or ()
+        draft = told[: committed.longest]
         if packed and row.sampling is not None:
             try:
-                drawn_from = unpack_probs(packed, len(draft))
+                drawn_from = unpack_probs(packed, len(told))[: len(draft)]
             except ValueError:
                 self.counts.refused += 1  # and its tokens are proposals like any others
             else:
@@ -367,7 +370,10 @@ class DraftClient:
         self._told.note(row.name, tokens, after)
         submitted = self._proposed.get(before.name, 0) if row.num_submitted is None else row.num_submitted
         sampling = self._on_wire_sampling(row)
-        step_row = StepRow(before.name, new, after.name, min(submitted, MAX_NEW), _on_wire(row.outlook), None, sampling)
+        longest = None if row.longest is None else min(row.longest, MAX_NEW)
+        step_row = StepRow(
+            before.name, new, after.name, min(submitted, MAX_NEW), _on_wire(row.outlook), None, sampling, longest
+        )
         told = self._outcomes.take(before.name, new) if self._fit.is_known else None
         if told is None:
             return step_row

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from specbranch.core.costs import StepCost
 from specbranch.core.planners import SettingError
@@ -15,6 +15,7 @@ from specbranch.engines.protocol import DraftEngine
 from specbranch.service.ahead import tell_ahead
 from specbranch.service.compute import Compute
 from specbranch.service.faults import Faults
+from specbranch.service.figures import Figures
 from specbranch.service.lookup import Lookup, LookupCounts
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore, StepCounter
@@ -24,6 +25,8 @@ from specbranch.service.wire import (
     FrameError,
     Hello,
     Open,
+    Overview,
+    OverviewRequest,
     Proposals,
     Refused,
     Reply,
@@ -51,8 +54,11 @@ class Dispatch:
         compute: Compute,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        settings: Mapping[str, str | int] | None = None,
     ) -> None:
+        """`settings`: how the service was started, for those who ask."""
         self._info = engine.info
+        self._settings = dict(settings or {})
         self._store = store
         self._compute = compute
         self._observer = observer or Observer()
@@ -61,6 +67,7 @@ class Dispatch:
         self.lookup = Lookup(engine, store, compute, faults=self.faults, observer=self._observer, clock=clock)
         self._tenants = self.lookup.tenants
         self._waiting = Waiting(self.faults, compute.tell)
+        self.figures = Figures(store, compute, self.lookup.counts, self.faults, clock)
 
     @property
     def counts(self) -> LookupCounts:
@@ -107,6 +114,8 @@ class Dispatch:
             return [(client, self._serve_hello(request))]
         if isinstance(request, StatsRequest):
             return [(client, self._serve_stats(request))]
+        if isinstance(request, OverviewRequest):
+            return [(client, Overview(request.round, self._settings, self.figures.by_name()))]
         assert isinstance(request, Open)
         self.lookup.open(client, request)
         return []

@@ -112,6 +112,7 @@ class Lookup:
         """Let a session take in a row's verdict; False if it was forgotten meanwhile."""
         before = self._observer.before_commit(session, row)
         outlook, sampling = _outlook(row.outlook), _sampling(row.sampling)
+        session.core.longest = row.longest
         is_known = self._store.commit(session, row.tokens, row.num_submitted, outlook, sampling)
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)
         return is_known

@@ -1,4 +1,4 @@
-"""Asks a draft service for the figures of one namespace, for whoever shows them. It never raises and never waits long.
+"""Asks a draft service for its figures, for whoever shows them. It never raises and never waits long.
 
 A connection of its own, apart from the one that drafts come through. A service that does not answer is waited for once;
 from then on it is asked, but not waited for, until an answer comes.
@@ -12,7 +12,7 @@ import time
 
 from specbranch.service.connection import Connection
 from specbranch.service.endpoint import ClientKeys
-from specbranch.service.wire import Reply, StatsReply, StatsRequest
+from specbranch.service.wire import Overview, OverviewRequest, Refused, Reply, StatsReply, StatsRequest
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +30,24 @@ class Reach(enum.Enum):
 
 
 class Reporter:
-    """One connection to a draft service. One thread at a time may use it."""
+    """One connection to a draft service. One thread at a time may use it.
 
-    def __init__(self, address: str, namespace: bytes, keys: ClientKeys | None = None) -> None:
+    It asks for the `stats` of one namespace or, without one, for the `overview` of the service. `refusal` is why the
+    last question was not answered by either.
+    """
+
+    def __init__(self, address: str, namespace: bytes | None, keys: ClientKeys | None = None) -> None:
         self._namespace = namespace
         self._connection = Connection(address, keys)
         self._round = 0
         self._is_new = True
         self._open_s: float | None = None  # when the oldest question was asked that is still open
         self.stats: StatsReply | None = None
+        self.overview: Overview | None = None
+        self.refusal: str | None = None
 
     def ask(self, timeout_s: float) -> Reach:
-        """Bring `figures` up to date if that can be done in time; they stay as they were if not."""
+        """Bring the figures up to date if that can be done in time; they stay as they were if not."""
         try:
             return self._ask(timeout_s)
         except Exception:
@@ -64,7 +70,7 @@ class Reporter:
             # Connecting happens in the background; the first question must not come too early.
             self._connection.await_writable(timeout_s)
             self._is_new = False
-        if not self._connection.send(StatsRequest(self._round, self._namespace)):
+        if not self._connection.send(self._question()):
             self._open_s = None
             return Reach.ABSENT
         if self._open_s is not None:
@@ -75,13 +81,22 @@ class Reporter:
         self._open_s = now_s
         return Reach.LATE
 
+    def _question(self) -> StatsRequest | OverviewRequest:
+        if self._namespace is None:
+            return OverviewRequest(self._round)
+        return StatsRequest(self._round, self._namespace)
+
     def _take(self, reply: Reply | None) -> int | None:
         """Take in one message; the round that it answers, None if it is no answer."""
         self._open_s = None
         if reply is None:
             return None
-        if not isinstance(reply, StatsReply):
-            # A service of an older release knows no reports. It is there, though, and drafts.
-            return self._round
-        self.stats = reply
-        return reply.round
+        self.refusal = reply.reason if isinstance(reply, Refused) else None
+        if isinstance(reply, StatsReply):
+            self.stats = reply
+            return reply.round
+        if isinstance(reply, Overview):
+            self.overview = reply
+            return reply.round
+        # A service of an older release knows no reports. It is there, though, and drafts.
+        return self._round

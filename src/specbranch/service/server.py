@@ -13,13 +13,14 @@ from typing import Any
 
 import zmq
 
-from specbranch.engines.protocol import DraftEngine
+from specbranch.engines.protocol import DraftEngine, EngineInfo
 from specbranch.service.compute import Compute
 from specbranch.service.dispatch import Answer, Dispatch
 from specbranch.service.endpoint import ServiceKeys, listening
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import SessionStore
-from specbranch.service.wire import encode
+from specbranch.service.wire import VERSION, encode
+from specbranch.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ _SWITCH_S = 0.0001
 class ServiceOptions:
     """Where to listen, how much to remember, and how many tokens of a sequence are prefilled at a time.
 
-    `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere.
+    `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` and `heads` are only
+    told to who asks what runs here.
     """
 
     address: str
@@ -41,6 +43,8 @@ class ServiceOptions:
     max_sessions: int = 256
     max_session_tokens: int = 4_000_000
     piece_len: int | None = None
+    engine: str = ""
+    heads: str = ""
 
 
 class Server:
@@ -66,7 +70,8 @@ class Server:
         self.store = SessionStore(options.max_sessions, options.max_session_tokens)
         piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
         self.compute = Compute(engine, self.store, notify=self._wake, observer=self._observer, piece_len=piece_len)
-        self.dispatch = Dispatch(engine, self.store, self.compute, self._observer)
+        settings = _settings(engine.info, options, piece_len)
+        self.dispatch = Dispatch(engine, self.store, self.compute, self._observer, settings=settings)
 
     def stop(self) -> None:
         """End soon."""
@@ -136,3 +141,25 @@ class Server:
         """Called by the compute thread. One wake-up in the pipe is enough."""
         with contextlib.suppress(zmq.Again):
             self._wake_sender.send(b"", zmq.NOBLOCK)
+
+
+def _settings(info: EngineInfo, options: ServiceOptions, piece_len: int) -> dict[str, str | int]:
+    """How a service was started; what is not known is left out."""
+    settings: dict[str, str | int] = {
+        "version": __version__,
+        "wire": VERSION,
+        "model": info.model[-256:],
+        "engine": options.engine,
+        "device": info.device,
+        "dtype": info.dtype,
+        "heads": options.heads[-256:],
+        "weight_bytes": info.weight_bytes or 0,
+        "vocab_len": info.vocab_len,
+        "cache_tokens": info.max_tokens,
+        "max_handles": info.max_handles,
+        "row_limit": info.row_limit,
+        "max_sessions": options.max_sessions,
+        "max_session_tokens": options.max_session_tokens,
+        "piece_len": piece_len,
+    }
+    return {name: value for name, value in settings.items() if value}

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 from specbranch.core.round import Outlook
@@ -195,7 +196,7 @@ class SessionStore:
         self._num_tokens = 0
         self._forgotten: list[DraftSession] = []
         self._retired: OrderedDict[bytes, Stats] = OrderedDict()  # by namespace, the last to lose a session last
-        self._retired_others = Stats()
+        self._retired_total = Stats()
         self._evicted: OrderedDict[Key, int] = OrderedDict()  # lengths
         self.num_evictions = 0
         self.undrafted = Undrafted()
@@ -290,27 +291,17 @@ class SessionStore:
             return list(self._sessions.values())
 
     def stats(self) -> Stats:
-        """The counters of all sessions, the forgotten ones included."""
-        total = Stats()
+        """The counters of all sessions, the forgotten ones included. The lock is not held while they are summed."""
         with self._lock:
-            total.add(self._retired_others)
-            for retired in self._retired.values():
-                total.add(retired)
-            for session in self._sessions.values():
-                total.add(session.core.stats)
-        return total
+            retired, sessions = replace(self._retired_total), list(self._sessions.values())
+        return Stats.total([retired, *(session.core.stats for session in sessions)])
 
     def stats_of(self, namespace: bytes) -> tuple[int, Stats]:
         """How many sessions a namespace has, and its counters, its forgotten sessions included."""
-        total = Stats()
-        num_sessions = 0
         with self._lock:
-            total.add(self._retired.get(namespace, Stats()))
-            for session in self._sessions.values():
-                if session.namespace == namespace:
-                    num_sessions += 1
-                    total.add(session.core.stats)
-        return num_sessions, total
+            retired = replace(self._retired.get(namespace, Stats()))
+            sessions = [session for session in self._sessions.values() if session.namespace == namespace]
+        return len(sessions), Stats.total([retired, *(session.core.stats for session in sessions)])
 
     def _shrink(self) -> None:
         while len(self._sessions) > 1 and (
@@ -335,7 +326,8 @@ class SessionStore:
             self._retire(session)
 
     def _retire(self, session: DraftSession) -> None:
+        self._retired_total.add(session.core.stats)
         self._retired.setdefault(session.namespace, Stats()).add(session.core.stats)
         self._retired.move_to_end(session.namespace)
         if len(self._retired) > _MAX_NAMESPACES:
-            self._retired_others.add(self._retired.popitem(last=False)[1])
+            self._retired.popitem(last=False)

@@ -19,7 +19,7 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 8
+VERSION = 9
 MAX_FRAME = 8 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
@@ -40,6 +40,7 @@ PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]
 Draft = Annotated[list[Token], Meta(max_length=MAX_WINDOW)]
 Probs = Annotated[bytes, Meta(max_length=1 << 17)]  # see `draft_probs`
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
+Figure = Annotated[float, Meta(ge=0, lt=1e18)]
 
 
 class FrameError(SpecBranchError, ValueError):
@@ -91,6 +92,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
 
     `taken`: what was told ahead for this verdict, which the target verifies already; None asks for a proposal.
     `sampling`: draft tokens may be drawn by chance, and the target tests them by what they were drawn from (rule B).
+    `longest`: the most tokens that may be proposed.
     """
 
     before: Name
@@ -100,6 +102,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     outlook: WireOutlook | None = None
     taken: Draft | None = None
     sampling: WireSampling | None = None
+    longest: Annotated[int, Meta(ge=0, le=MAX_NEW)] | None = None
 
 
 class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -201,8 +204,25 @@ class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True
     no_room: Count
 
 
-Request = Hello | Step | Open | StatsRequest
-Reply = Welcome | Proposals | Ahead | Refused | StatsReply
+class OverviewRequest(Struct, tag="get-overview", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What are you, and what have you done so far?"""
+
+    round: Round
+
+
+class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The answer to `OverviewRequest`: how the service was started, and sums over all its targets, whom it never names.
+
+    Figures have the names of the service's metrics (`figures.py`), so that new ones need no new message.
+    """
+
+    round: Round
+    settings: Annotated[dict[Word, Annotated[str, Meta(max_length=256)] | Count], Meta(max_length=64)]
+    figures: Annotated[dict[Word, Figure], Meta(max_length=128)]
+
+
+Request = Hello | Step | Open | StatsRequest | OverviewRequest
+Reply = Welcome | Proposals | Ahead | Refused | StatsReply | Overview
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()

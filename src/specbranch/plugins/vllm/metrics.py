@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specbranch.core.rollback import CAUSES
-from specbranch.plugins.vllm.settings import client_keys
+from specbranch.plugins.settings import client_keys
 from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.undrafted import REASONS
@@ -53,6 +53,11 @@ _STATS: dict[str, tuple[str, Callable[[StatsReply], int]]] = {
     "accepted_tokens": ("Draft tokens that the target accepted.", lambda stats: stats.accepted),
     "draft_rows": ("Rows that the draft model has run for this target.", lambda stats: stats.rows),
 }
+_GAUGES: dict[str, tuple[str, Callable[[StatsReply], float]]] = {
+    "sessions": ("Sequences that the draft service keeps for this target.", lambda stats: stats.sessions),
+    "draft_first_row_seconds": ("Time of a draft step with one row.", lambda stats: stats.first_row_us / 1e6),
+    "draft_more_row_seconds": ("Time of each further row in a draft step.", lambda stats: stats.more_row_us / 1e6),
+}
 
 
 class Collector:
@@ -88,6 +93,7 @@ class Collector:
     def _families(self, stats_files: Sequence[Shown]) -> Iterator[Any]:
         groups = self._ask(stats_files)
         yield self._states(groups)
+        yield from _gates(stats_files)
         yield from _of_proposers(stats_files)
         yield from _of_services([(group, reporter.stats) for group, reporter, _ in groups if reporter is not None])
 
@@ -149,6 +155,29 @@ def _labels(group: Sequence[Shown]) -> list[str]:
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
+def _gates(stats_files: Sequence[Shown]) -> Iterator[Any]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    is_open = GaugeMetricFamily(
+        "specbranch_gate_open",
+        "Whether the gate lets drafts through, by the number of requests in a step.",
+        labels=[*_LABELS, "rows"],
+    )
+    speed = GaugeMetricFamily(
+        "specbranch_gate_tokens_per_second",
+        "What the gate measured when it decided, with drafts and without.",
+        labels=[*_LABELS, "rows", "way"],
+    )
+    for shown in stats_files:
+        for decision in sorted(shown.gate, key=lambda decision: decision.most_rows):
+            labels = [*_labels([shown]), decision.rows]
+            is_open.add_metric(labels, float(decision.is_open))
+            speed.add_metric([*labels, "drafts"], decision.drafted)
+            speed.add_metric([*labels, "plain"], decision.plain)
+    yield is_open
+    yield speed
+
+
 def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
@@ -159,14 +188,14 @@ def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
         yield family
     aside = CounterMetricFamily(
         "specbranch_aside_rows",
-        "Rows without drafts, because they use what the draft model or the draft service lacks.",
+        "Rows without drafts, because they use what the draft lacks, or because their request wants none.",
         labels=[*_LABELS, "cause"],
     )
     submitted = HistogramMetricFamily(
         "specbranch_submitted_tokens", "Draft tokens per row and step; 0 for a row without a draft.", labels=_LABELS
     )
     for shown in stats_files:
-        for cause in ("lora", "multimodal"):
+        for cause in ("lora", "multimodal", "request"):
             aside.add_metric([*_labels([shown]), cause], shown.asides.get(cause, 0))
         aside.add_metric([*_labels([shown]), "oversized"], shown.counts.get("oversized", 0.0))
         submitted.add_metric(_labels([shown]), *_buckets(shown.lens))
@@ -198,15 +227,15 @@ def _of_services(known: Sequence[tuple[list[Shown], StatsReply | None]]) -> Iter
     undrafted = CounterMetricFamily(
         "specbranch_undrafted", "Texts that the draft service did not draft for.", labels=[*_LABELS, "reason"]
     )
-    sessions = GaugeMetricFamily(
-        "specbranch_sessions", "Sequences that the draft service keeps for this target.", labels=_LABELS
-    )
     for labels, stats in answered:
         for cause in CAUSES:
             rolled_back.add_metric([*labels, cause], getattr(stats, cause))
         for reason in REASONS:
             undrafted.add_metric([*labels, reason], getattr(stats, reason))
-        sessions.add_metric(labels, stats.sessions)
     yield rolled_back
     yield undrafted
-    yield sessions
+    for name, (text, gauge) in _GAUGES.items():
+        family = GaugeMetricFamily(f"specbranch_{name}", text, labels=_LABELS)
+        for labels, stats in answered:
+            family.add_metric(labels, gauge(stats))
+        yield family

@@ -7,6 +7,7 @@ by their tokens, so none of this matters here.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -15,17 +16,20 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.distribution import Distribution
-from specbranch.core.gate import Gate
+from specbranch.core.gate import Decision, Gate
 from specbranch.core.sampling import Sampling
 from specbranch.engines.vocabulary import read_sample
 from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
 from specbranch.plugins.vllm.compat.probs import DraftProbs
 from specbranch.plugins.vllm.foresight import Foresight
+from specbranch.plugins.vllm.limits import Limits
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
 from specbranch.predictor.hrad import Hrad, read_hrad
 from specbranch.service.client import Committed, DraftClient
+
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
 
 _MOST_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
 _MOST_GATES = 64
@@ -45,12 +49,14 @@ class SpecBranchProposer:
         self._client: DraftClient | None = None
         self._gate: Gate | None = None
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
+        self._decided: dict[int, bool] = {}  # what was logged of the gate
         self._pace = Pace()
         self._had_drafts = False
         self._has_asked = False  # in the last step
         self._runner: Any = None
         self._lens = [0] * (self._most + 1)  # rows by the number of draft tokens
         self._asides: Counter[str] = Counter()
+        self._limits = Limits()
         self._settings: ProposerSettings | None = None
         self._model: Any = None
         self._embed: Callable[[Sequence[int]], Any] | None = None
@@ -87,6 +93,7 @@ class SpecBranchProposer:
             self._client.close()
         self._settings = settings
         self._gate = self._gate_for(settings) if settings.is_gated else None
+        self._decided = {}
         # Without a planner there is nothing to ask for.
         self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
 
@@ -119,16 +126,18 @@ class SpecBranchProposer:
         foreseen = asdict(self._foresight.counts) if self._foresight else {}
         return self._client.counts.as_dict() | foreseen if self._client else {}
 
-    def meet(self, runner: Any, prompts: Sequence[Sequence[int]], num_pads: int = 0) -> None:
-        """The runner that calls us is about to prefill these prompts; vLLM's hook tells neither. Never raises.
+    def meet(self, model_runner: Any, news: runner.News) -> None:
+        """The runner that calls us is about to run a step with this news; vLLM's hook tells neither. Never raises.
 
-        The draft prefills them at the same time, and so has a draft ready after the first token. The step also verifies
-        that many pads; vLLM counts them as draft tokens.
+        The draft prefills new prompts at the same time, and so has a draft ready after the first token. vLLM counts
+        pads as draft tokens.
         """
-        self._runner = runner
-        self.num_pads += num_pads
-        if prompts and self._client is not None and (self._gate is None or self._gate.was_open):
-            self._client.expect(prompts)
+        self._runner = model_runner
+        self.num_pads += news.num_pads
+        self._limits.end(news.ended)
+        self._limits.begin(news.limits)
+        if news.prompts and self._client is not None and (self._gate is None or self._gate.was_open):
+            self._client.expect(news.prompts)
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The target is loaded; a trained predictor that does not fit it stops vLLM here."""
@@ -169,7 +178,7 @@ class SpecBranchProposer:
 
         `samplings`: how rows sample that are verified by what their draft tokens are drawn from (`drawn_from`).
         Empty for rows in chunked prefill, without a draft, or at their end. Rows with a LoRA adapter or with images get
-        none: the draft model knows neither, so the service is not asked.
+        none: the draft model knows neither, so the service is not asked. Nor is it for requests that want none.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         self.drawn_from = {}
@@ -179,9 +188,9 @@ class SpecBranchProposer:
         num_new = [len(sampled) for sampled in sampled_token_ids]
         step_s = self._pace.step_s(num_new, [len(text) for text in texts.values()])
         if self._is_worthwhile(num_new, step_s):
-            asked = self._without_aside(list(texts), len(drafts))
-            outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             names = runner.row_names(self._runner, len(drafts))
+            asked = self._without_aside(list(texts), names)
+            outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             committed = {
                 index: Committed(
                     texts[index],
@@ -189,6 +198,7 @@ class SpecBranchProposer:
                     outlook=outlooks.get(index),
                     name=names[index],
                     sampling=samplings.get(index),
+                    longest=self._limits.longest(names[index]),
                 )
                 for index in asked
             }
@@ -249,12 +259,32 @@ class SpecBranchProposer:
             return True
         if step_s is not None:
             self._gate.observe(len(num_new), sum(num_new), step_s, self._had_drafts)
+            self._say_decisions(self._gate.decisions)
         return self._gate.is_open(len(num_new))
 
-    def _without_aside(self, rows: Sequence[int], num_rows: int) -> Sequence[int]:
+    def _say_decisions(self, decisions: Mapping[int, Decision]) -> None:
+        """Log what the gate has decided, where that is new; at most once in hundreds of steps."""
+        for most_rows, decision in decisions.items():
+            if self._decided.get(most_rows) is decision.is_open:
+                continue
+            self._decided[most_rows] = decision.is_open
+            log.info(
+                "specbranch: with %s requests at once %.1f tokens/s with drafts, %.1f without: drafts are %s, next "
+                "comparison after %d steps",
+                decision.rows,
+                decision.drafted,
+                decision.plain,
+                "on" if decision.is_open else "off",
+                decision.num_steps,
+            )
+
+    def _without_aside(self, rows: Sequence[int], names: Sequence[str | None]) -> Sequence[int]:
         if self._runner is None:
             return rows
-        aside = runner.rows_aside(self._runner, num_rows)
+        aside = {
+            **runner.rows_aside(self._runner, len(names)),
+            **dict.fromkeys(self._limits.rows_off(names), "request"),
+        }
         self._asides.update(aside[index] for index in rows if index in aside)
         return [index for index in rows if index not in aside]
 
@@ -295,6 +325,7 @@ class SpecBranchProposer:
                 counts=self.counts(),
                 lens=self._lens,
                 asides=dict(self._asides),
+                gate=list(gate.decisions.values()) if gate else [],
             )
         )
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from specbranch.core.gate import Decision
 from specbranch.service.directory import claim_own_directory, is_private, own_directory
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Shown(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     lens: list[int] = []  # rows by the number of draft tokens
     asides: dict[str, int] = {}  # rows without drafts, by cause
     has_other_vocab: bool = False  # nothing is drafted, because the draft's tokens are not the target's
+    gate: list[Decision] = []  # its last one for each load
 
 
 _encoder = msgspec.msgpack.Encoder()

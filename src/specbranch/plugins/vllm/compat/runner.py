@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from specbranch.plugins.vllm.limits import limit_of
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +18,20 @@ PAD = -1  # vLLM's own filler for draft tokens: never embedded, always rejected
 _V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _OWNER, _METHOD = "GPUModelRunner", "execute_model"
 _WARMUPS = ("_warmup_", "_v2_mixed_warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What is new in a step that vLLM has scheduled.
+
+    The prompts that it begins to prefill and the draft may read too, how many of its draft tokens are pads, what new
+    requests ask of their drafts (`limits.py`), and the requests that have ended.
+    """
+
+    prompts: Sequence[Sequence[int]] = ()
+    num_pads: int = 0
+    limits: Mapping[str, int] = field(default_factory=dict)
+    ended: Collection[str] = ()
 
 
 def is_output_rank() -> bool:
@@ -73,7 +90,7 @@ def _introducing(original: Any) -> Any:
         if meet is None:
             return original(runner, *args, **kwargs)
         scheduler_output = args[0] if args else kwargs.get("scheduler_output")
-        meet(runner, _new_prompts(scheduler_output), _num_pads(scheduler_output))
+        meet(runner, _news(scheduler_output))
         feature_hook = getattr(drafter, "feature_hook", None)
         if feature_hook is None:
             return original(runner, *args, **kwargs)
@@ -95,27 +112,23 @@ def _cutting(original: Any) -> Any:
     return take_draft_token_ids
 
 
-def _new_prompts(scheduler_output: Any) -> list[list[int]]:
-    """Prompts that a step begins to prefill, without vLLM's own and those that have a LoRA adapter or images."""
+def _news(scheduler_output: Any) -> News:
+    """What a step brings, without vLLM's own requests; the draft reads no prompt that has a LoRA adapter or images."""
     try:
-        return [
+        requests = [request for request in scheduler_output.scheduled_new_reqs if not is_warmup([request.req_id])]
+        limits = {request.req_id: limit_of(request.sampling_params) for request in requests}
+        prompts = [
             request.prompt_token_ids
-            for request in scheduler_output.scheduled_new_reqs
+            for request in requests
             if request.prompt_token_ids and not request.lora_request and not request.mm_features
-            if not is_warmup([getattr(request, "req_id", "")])
+            if limits[request.req_id] != 0
         ]
+        num_pads = sum(tokens.count(PAD) for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
+        known = {name: limit for name, limit in limits.items() if limit is not None}
+        return News(prompts, num_pads, known, scheduler_output.finished_req_ids)
     except AttributeError as error:
         _warn_of_runner(repr(error))
-        return []
-
-
-def _num_pads(scheduler_output: Any) -> int:
-    """How many of the draft tokens of a step are none."""
-    try:
-        return sum(tokens.count(PAD) for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
-    except AttributeError as error:
-        _warn_of_runner(repr(error))
-        return 0
+        return News()
 
 
 def is_warmup(names: Sequence[str]) -> bool:

@@ -11,16 +11,14 @@ import msgspec
 import numpy as np
 
 from specbranch.plugins.vllm.exactness.statistics import (
-    Test,
-    compare_counts,
-    compare_means,
-    count_pairs,
-    holm,
-    noticed_shift,
+    Compared,
+    Outcomes,
+    Surprises,
+    compare_all,
 )
 from specbranch.plugins.vllm.messages import Answer, Ask, Done
 
-HOLDS, FAILED, NOTE = "holds", "FAILED", "note"
+HOLDS, FAILED, NOTE, SKIPPED = "holds", "FAILED", "note", "skipped"
 TIE = 1e-5  # log-probabilities in float32 that are this close count as equal
 LOGPROB_TOLERANCE = 1e-3
 
@@ -146,19 +144,15 @@ def same_distribution(
     features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.random.Generator
 ) -> list[Finding]:
     """One finding for each feature's two samples; a false alarm anywhere among them has probability at most `alpha`."""
-    num_tests = len(features) + sum(_has_surprise(bare, other) for _, bare, other in features)
-    level = alpha / num_tests
-    tested: list[tuple[str, str, Done, Test, float | None]] = []
+    named: list[tuple[str, Done, Outcomes | Surprises]] = []
     for name, bare, other in features:
-        ones, others = count_pairs(_values(name, bare), _values(name, other))
-        test = compare_counts(ones, others, level, rng)
-        shift = noticed_shift(ones, others, test.critical, rng)
-        tested.append((name, f"joint distribution, {len(ones)} cells", other, test, shift))
+        named.append((name, other, Outcomes(_values(name, bare), _values(name, other))))
         if _has_surprise(bare, other):
-            surprise = compare_means(_surprises(bare), _surprises(other), level, rng)
-            tested.append((f"{name}: surprise", "mean log-probability of a sample", other, surprise, None))
-    adjusted = holm([test.p_value for _, _, _, test, _ in tested])
-    return [_distribution_finding(*one, p_value, alpha) for one, p_value in zip(tested, adjusted, strict=True)]
+            named.append((f"{name}: surprise", other, Surprises(_surprises(bare), _surprises(other))))
+    compared = compare_all([pair for _, _, pair in named], alpha, rng)
+    return [
+        _distribution_finding(name, other, one, alpha) for (name, other, _), one in zip(named, compared, strict=True)
+    ]
 
 
 def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], bool]) -> Finding:
@@ -197,17 +191,13 @@ def ended(done: Done) -> Done:
     return msgspec.structs.replace(done, answers=[one for one in done.answers if one.finish_reason != "length"])
 
 
-def is_json(keys: Sequence[str]) -> Callable[[Answer], bool]:
-    """Whether an output is a JSON object with these keys."""
-
-    def holds(answer: Answer) -> bool:
-        try:
-            value = json.loads(answer.text)
-        except ValueError:
-            return False
-        return isinstance(value, dict) and sorted(value) == sorted(keys)
-
-    return holds
+def is_json(text: str, keys: Sequence[str]) -> bool:
+    """Whether a text is a JSON object with these keys."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and sorted(value) == sorted(keys)
 
 
 def has_all_logprobs(answer: Answer) -> bool:
@@ -215,23 +205,31 @@ def has_all_logprobs(answer: Answer) -> bool:
     return _num_missing(answer) == 0
 
 
-def _distribution_finding(
-    name: str, compared: str, other: Done, test: Test, shift: float | None, p_value: float, alpha: float
-) -> Finding:
+def _distribution_finding(name: str, other: Done, compared: Compared, alpha: float) -> Finding:
     says = f"{other.accepted} of {other.submitted} draft tokens accepted"
-    if shift is not None:
-        says += f"; would notice a shift of {shift:.2f}" if shift < 1 else "; too few samples to notice any shift"
-    result, says = _checked(other, FAILED if p_value <= alpha else HOLDS, says)
-    figures = {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": shift, **_drafts(other)}
+    if compared.shift is not None:
+        says += f"; {noticeable(compared.shift)}"
+    result, says = _checked(other, FAILED if compared.p_value <= alpha else HOLDS, says)
     return Finding(
         name=f"distribution: {name}",
-        compared=compared,
+        compared=compared.what,
         n=len(other.answers),
         result=result,
         says=says,
-        p_value=p_value,
-        figures=figures,
+        p_value=compared.p_value,
+        figures={**figures_of(compared), **_drafts(other)},
     )
+
+
+def noticeable(shift: float) -> str:
+    """What a test of distributions would have noticed, in words."""
+    return f"would notice a shift of {shift:.2f}" if shift < 1 else "too few samples to notice any shift"
+
+
+def figures_of(compared: Compared) -> dict[str, Any]:
+    """A test's numbers, for programs."""
+    test = compared.test
+    return {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": compared.shift}
 
 
 def _values(name: str, done: Done) -> list[Hashable]:
@@ -245,13 +243,11 @@ def _has_surprise(bare: Done, other: Done) -> bool:
     return all(answer.logprobs for done in (bare, other) for answer in done.answers)
 
 
-def _surprises(done: Done) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.array(
-        [
-            sum(reported.get(token, 0.0) for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
-            for answer in done.answers
-        ]
-    )
+def _surprises(done: Done) -> list[float]:
+    return [
+        sum(reported.get(token, 0.0) for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
+        for answer in done.answers
+    ]
 
 
 def _checked(other: Done, result: str, says: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from specbranch.plugins.vllm.exactness.findings import (
     same_distribution,
     seeds_repeat,
 )
-from specbranch.plugins.vllm.exactness.prompts import GREEDY, TOSS_KEYS
+from specbranch.plugins.vllm.exactness.prompts import TOSS_KEYS, greedy_prompts
 from specbranch.plugins.vllm.messages import Ask, Done, Engine, Run
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
@@ -201,9 +201,7 @@ def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": size.num_tokens}
     if num_logprobs is not None:
         sampling["logprobs"] = num_logprobs
-    # Beyond the built-in prompts they are repeated, each with one more space at its end.
-    texts = [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(size.num_prompts)]
-    return [Ask(text, sampling) for text in texts]
+    return [Ask(text, sampling) for text in greedy_prompts(size.num_prompts)]
 
 
 def _exact_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, Run]:
@@ -264,7 +262,12 @@ def _served_findings(
     return [
         divergence_rates(dtype, bare["greedy alone"], bare["greedy together"], ours["greedy together"]),
         *same_distribution(distributions, options.alpha, rng),
-        always("JSON parses", "outputs that were not cut off", ended(ours["JSON schema"]), is_json(TOSS_KEYS)),
+        always(
+            "JSON parses",
+            "outputs that were not cut off",
+            ended(ours["JSON schema"]),
+            lambda one: is_json(one.text, TOSS_KEYS),
+        ),
         always("stop string absent", f"{STOP!r} in the text", ours["stop string"], lambda one: STOP not in one.text),
         always("logprobs complete", "every sampled token", ours["logprobs"], has_all_logprobs),
         seeds_repeat(*((runs["seeds, time 1"], runs["seeds, time 2"]) for runs in (bare, ours))),

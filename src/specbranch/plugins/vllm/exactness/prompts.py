@@ -54,3 +54,8 @@ TOSS_SCHEMA = {
     "required": list(TOSS_KEYS),
     "additionalProperties": False,
 }
+
+
+def greedy_prompts(count: int) -> list[str]:
+    """That many prompts; beyond the built-in ones they are repeated, each with one more space at its end."""
+    return [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(count)]

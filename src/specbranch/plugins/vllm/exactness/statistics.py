@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,65 @@ class Test:
     p_value: float
     statistic: float
     critical: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Two samples of one feature: what was compared, and how the test came out.
+
+    `p_value` is corrected for all tests of a report. `shift` is the distance that would have been noticed; None for
+    means.
+    """
+
+    what: str
+    test: Test
+    p_value: float
+    shift: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Two samples of whole outputs, whose distributions are compared."""
+
+    ones: Sequence[Hashable]
+    others: Sequence[Hashable]
+
+    def compared(self, level: float, rng: np.random.Generator) -> Compared:
+        """Test them; the p-value is not corrected yet."""
+        ones, others = count_pairs(self.ones, self.others)
+        test = compare_counts(ones, others, level, rng)
+        shift = noticed_shift(ones, others, test.critical, rng)
+        return Compared(f"joint distribution, {len(ones)} cells", test, test.p_value, shift)
+
+
+@dataclass(frozen=True, slots=True)
+class Surprises:
+    """Two samples of the log-probabilities of whole outputs, whose means are compared."""
+
+    ones: Sequence[float]
+    others: Sequence[float]
+
+    def compared(self, level: float, rng: np.random.Generator) -> Compared:
+        """Test them; the p-value is not corrected yet."""
+        test = compare_means(np.array(self.ones), np.array(self.others), level, rng)
+        return Compared("mean log-probability of a sample", test, test.p_value)
+
+
+def compare_all(
+    pairs: Sequence[Outcomes | Surprises], alpha: float, rng: np.random.Generator, together: bool = False
+) -> list[Compared]:
+    """One test for each pair of samples; a false alarm anywhere among them has probability at most `alpha`.
+
+    `together` adds a last test of all pairs of samples, which must then be independent of each other: a shift that is
+    too small to be seen in one of them can be seen in many.
+    """
+    level = alpha / (len(pairs) + together)
+    tested = [pair.compared(level, rng) for pair in pairs]
+    if together:
+        p_value = combined([one.test.p_value for one in tested])
+        tested.append(Compared("all p-values in one", Test(p_value, -math.log(p_value), math.inf), p_value))
+    adjusted = holm([one.test.p_value for one in tested])
+    return [replace(one, p_value=p_value) for one, p_value in zip(tested, adjusted, strict=True)]
 
 
 def count_pairs(one: Sequence[Hashable], other: Sequence[Hashable], rare: int = _RARE) -> tuple[Ints, Ints]:
@@ -103,6 +162,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
         adjusted[index] = largest
     return adjusted
+
+
+def combined(p_values: Sequence[float]) -> float:
+    """One p-value of independent ones, by their product (Fisher 1932): P(product of uniform numbers <= this one)."""
+    product = math.prod(p_values)
+    term, tail = 1.0, 0.0
+    for rank in range(len(p_values)):
+        tail += term
+        term *= -math.log(product) / (rank + 1)
+    return min(1.0, product * tail)
 
 
 def noticed_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:

@@ -88,10 +88,10 @@ class Speculator:
         """The proposer's counters."""
         return self._proposer.counts()
 
-    def meet(self, model_runner: Any, prompts: Sequence[Sequence[int]], num_pads: int = 0) -> None:
-        """The runner is about to prefill these prompts. Never raises."""
+    def meet(self, model_runner: Any, news: runner.News) -> None:
+        """The runner is about to run a step with this news. Never raises."""
         self._runner = model_runner
-        self._proposer.meet(None, prompts)
+        self._proposer.meet(None, news)
 
     def cut(self, draft_token_ids: Any) -> Any:
         """Shorten the drafts that the scheduler asks for to the places that are filled."""
@@ -191,7 +191,7 @@ class Speculator:
     def _drafts(self, input_batch: Any, num_sampled: Any, samplings: Mapping[int, Sampling]) -> list[list[int]]:
         names, slots = input_batch.req_ids, input_batch.idx_mapping_np
         if self._runner is not None:
-            self._proposer.meet(v2.in_the_form_of_v1(self._runner, names, slots), ())
+            self._proposer.meet(v2.in_the_form_of_v1(self._runner, names, slots), runner.News())
         sampled: list[list[int]] = []
         texts: dict[int, Array] = {}
         news = self._link.fetch(self._news(input_batch.idx_mapping, num_sampled))

@@ -1,0 +1,141 @@
+"""How `specbranch top` shows a reading: as a screen, as one line, or as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from specbranch.cli.measures import Measure, measures
+from specbranch.cli.reading import Reading
+
+_UNKNOWN = "-"
+_IN_A_LINE = ("verdicts", "hit_rate", "tokens_per_round", "draft_step_ms", "wait_ms")
+
+
+def as_screen(name: str, now: Reading | None, earlier: Reading | None, outage: str = "") -> RenderableType:
+    """A few lines of what is true now, above a table of measures; after an outage, those from before."""
+    parts: list[RenderableType] = [Text(f"specbranch: {name}", style="bold", overflow="ellipsis", no_wrap=True)]
+    if outage:
+        parts.append(Text(outage, style="bold red"))
+    if now is not None:
+        parts += [Text(line, style="dim" if outage else "") for line in now_lines(now)]
+        parts.append(_table(now, earlier, is_old=bool(outage)))
+    return Group(*parts)
+
+
+def as_line(now: Reading, earlier: Reading | None) -> str:
+    """The most important measures, over the last interval if there was one."""
+    words = [count(now.sessions, "session"), *now.states]
+    for measure in measures(now, earlier):
+        if measure.name in _IN_A_LINE:
+            value = _value(measure, measure.last, is_rate=True) if earlier else _value(measure, measure.total)
+            words.append(f"{measure.label} {value}")
+    return ", ".join(words)
+
+
+def as_json(now: Reading, earlier: Reading | None) -> dict[str, Any]:
+    """All of a reading: what is true now, sums since the start, and rates over the last interval."""
+    lines = measures(now, earlier)
+    return {
+        "model": now.model,
+        "now": {
+            "sessions": now.sessions,
+            "session_tokens": now.session_tokens,
+            "targets": now.targets,
+            "first_row_ms": _ms(now.first_row_s),
+            "more_row_ms": _ms(now.more_row_s),
+            "memory_bytes": now.memory_bytes,
+            "uptime_s": now.uptime_s,
+            "states": list(now.states),
+            "gate": dict(now.gate),
+        },
+        "total": {line.name: line.total for line in lines} | {"undrafted": now.undrafted, "faults": now.faults},
+        "last": {line.name: line.last for line in lines} if earlier is not None else None,
+        "interval_s": now.at_s - earlier.at_s if earlier is not None else None,
+    }
+
+
+def now_lines(now: Reading) -> list[str]:
+    """What is true at this moment."""
+    about = [now.model, *(f"drafting: {state}" for state in now.states)]
+    if now.uptime_s is not None:
+        about.append(f"up {duration(now.uptime_s)}")
+    held = [count(now.sessions, "session")]
+    if now.targets is not None:
+        held[0] += f" of {count(now.targets, 'target')}"
+    if now.session_tokens is not None:
+        held.append(count(now.session_tokens, "token"))
+    if now.memory_bytes is not None:
+        held.append(f"memory {memory(now.memory_bytes)}")
+    if now.undrafted:
+        held.append(f"{count(now.undrafted, 'text')} not drafted for")
+    if now.faults:
+        held.append(count(now.faults, "fault"))
+    lines = [", ".join(word for word in about if word), ", ".join(held), _cost(now), _gate(now)]
+    return [line for line in lines if line]
+
+
+def count(number: int, thing: str) -> str:
+    """So many things."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def duration(seconds: float) -> str:
+    """A time in the two units that matter."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+def memory(size: float | None) -> str:
+    """A size in memory; nothing if it is not known."""
+    if size is None:
+        return ""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _cost(now: Reading) -> str:
+    if now.draft_steps is not None or not now.first_row_s:
+        return ""
+    return f"a draft step of one row takes {_ms(now.first_row_s):.1f} ms, each further row {_ms(now.more_row_s):.1f} ms"
+
+
+def _gate(now: Reading) -> str:
+    words = [f"{rows} {'on' if is_open else 'off'}" for rows, is_open in now.gate.items()]
+    return f"gate, drafts by requests in a step: {', '.join(words)}" if words else ""
+
+
+def _table(now: Reading, earlier: Reading | None, is_old: bool) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold cyan", style="dim" if is_old else "")
+    table.add_column("", no_wrap=True, min_width=24)
+    if earlier is not None:
+        table.add_column(f"last {now.at_s - earlier.at_s:.1f} s", justify="right", min_width=12)
+    table.add_column("since start", justify="right", min_width=14)
+    for measure in measures(now, earlier):
+        cells = [measure.label]
+        if earlier is not None:
+            cells.append(_value(measure, measure.last, is_rate=True))
+        table.add_row(*cells, _value(measure, measure.total))
+    return table
+
+
+def _value(measure: Measure, value: float | None, is_rate: bool = False) -> str:
+    if value is None:
+        return _UNKNOWN
+    if measure.unit == "%":
+        return f"{100 * value:.0f} %"
+    if measure.unit:
+        return f"{value:,.2f} ms" if measure.unit == "ms" else f"{value:.2f}"
+    return f"{value:,.1f}/s" if is_rate else f"{value:,.0f}"
+
+
+def _ms(seconds: float | None) -> float:
+    return 1000.0 * (seconds or 0.0)

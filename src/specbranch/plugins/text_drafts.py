@@ -1,0 +1,92 @@
+"""Drafts for an engine that decodes one text at a time. Whatever the draft service does, the engine goes on.
+
+Such an engine says neither when a text begins nor when it ends, nor what was accepted: all of this is seen from the
+text itself. Texts that several threads decode at the same time get few drafts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from specbranch.core.gate import Gate
+from specbranch.engines.vocabulary import VocabSample
+from specbranch.plugins.settings import DraftSettings
+from specbranch.service.client import Committed, DraftClient
+
+TokenArray = np.ndarray[Any, np.dtype[Any]]
+
+
+class TextDrafts:
+    """Asks a draft service for a target with this vocabulary. No call raises or takes longer than the deadline.
+
+    `longest` is the most draft tokens that the target verifies at once.
+    """
+
+    def __init__(self, settings: DraftSettings, longest: int, target: VocabSample) -> None:
+        self._client = DraftClient(settings.client_options(longest, target.size, target.hashes))
+        self._longest = longest
+        self._gate = Gate() if settings.is_gated else None
+        self._lock = threading.Lock()
+        self._text: TokenArray = np.empty(0, dtype=np.int32)
+        self._num_texts = 0
+        self._num_drafted = 0  # in the last call
+        self._is_asked = False  # in the last call
+        self._called_s = 0.0
+        self.num_accepted = 0  # draft tokens of all texts
+
+    def expect(self, prompt: TokenArray) -> None:
+        """The target begins to read a prompt: let the draft read it at the same time."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._gate is None or self._gate.was_open:
+                self._client.expect([prompt])
+        finally:
+            self._lock.release()
+
+    def after(self, text: TokenArray, room: int | None = None) -> list[int]:
+        """Tokens to verify next, now that the target has committed this text; nothing where none come in time.
+
+        `room`: the target can take no more than this.
+        """
+        if not self._lock.acquire(blocking=False):
+            return []
+        try:
+            return self._after(
+                text.astype(np.int32), self._longest if room is None else min(max(room, 0), self._longest)
+            )
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._client.close()
+
+    def _after(self, text: TokenArray, most: int) -> list[int]:
+        num_new = self._num_new(text)
+        now_s = time.monotonic()
+        if num_new:
+            self.num_accepted += num_new - 1
+            if self._gate is not None:
+                self._gate.observe(1, num_new, now_s - self._called_s, self._num_drafted > 0)
+        else:
+            self._num_texts += 1
+        was_asked, self._is_asked = self._is_asked, most > 0 and (self._gate is None or self._gate.is_open(1))
+        draft: list[int] = []
+        if self._is_asked:
+            submitted = self._num_drafted if num_new else 0
+            committed = Committed(text, num_new or 1, submitted, name=str(self._num_texts))
+            (draft,) = self._client.propose([committed], is_whole=was_asked and num_new > 0)
+        self._text, self._num_drafted, self._called_s = text, min(len(draft), most), now_s
+        return draft[:most]
+
+    def _num_new(self, text: TokenArray) -> int:
+        """Tokens that the target has added since the last call; 0 if this is another text."""
+        before = len(self._text)
+        num_new = len(text) - before
+        is_same = 1 <= num_new <= self._num_drafted + 1 and np.array_equal(text[:before], self._text)
+        return num_new if is_same else 0

@@ -1,0 +1,167 @@
+"""Drafts for Transformers: `model.generate(**inputs, custom_generate=DraftedDecoding(settings))`.
+
+`generate` prepares everything as usual and then calls us instead of its decoding loop. We call the loop of its assisted
+decoding, with candidates from the draft service in place of an assistant model's. It relies on `custom_generate` with a
+callable, and on `_assisted_decoding`, which asks `_get_candidate_generator` for candidates. Candidates come without
+probabilities: the loop then selects every token by itself, and keeps candidates as long as they are what it selected.
+So the output is that of the same model without drafts, greedy, or sampled from the same distribution.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from specbranch.engines.extras import extra
+from specbranch.engines.vocabulary import VocabSample, read_sample
+from specbranch.errors import SpecBranchError
+from specbranch.plugins.settings import DraftSettings
+from specbranch.plugins.text_drafts import TextDrafts
+
+with extra("torch"):
+    import torch
+    from transformers import DynamicCache
+    from transformers.generation import (
+        CandidateGenerator,
+        EosTokenCriteria,
+        GenerationMode,
+        MaxLengthCriteria,
+        MaxTimeCriteria,
+        SynthIDTextWatermarkLogitsProcessor,
+        UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    )
+
+log = logging.getLogger(__name__)
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_SEEN_IN_TIME = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)  # others could stop amid the tokens of a step
+_WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+
+
+class ModeError(SpecBranchError, ValueError):
+    """A way of generating that takes no drafts; the message says what to leave out."""
+
+
+class DraftedDecoding:
+    """The decoding loop that `generate` is given. Any number of models and texts can share one, one text at a time.
+
+    Where drafts could change the output, or the loop does not take them, the text is decoded without, with a warning.
+    """
+
+    def __init__(self, settings: DraftSettings, longest: int = 8) -> None:
+        self._settings = settings
+        self._longest = longest
+        self._drafts: WeakKeyDictionary[Any, TextDrafts] = WeakKeyDictionary()  # by model
+        self._warned: set[str] = set()
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that the models have kept so far."""
+        return sum(drafts.num_accepted for drafts in self._drafts.values())
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        text_streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Decode one text. The names are those of `generate`, which hands its own `streamer` to no loop but its own."""
+        mode = generation_config.get_generation_mode()
+        if mode not in _MODES:
+            raise ModeError(f"drafts are for greedy decoding and sampling; leave out what asks for {mode.value}")
+        if text_streamer is not None:
+            text_streamer.put(input_ids.cpu())  # every streamer gets the prompt first
+        arguments = dict(
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=text_streamer,
+            **kwargs,
+        )
+        obstacle = _obstacle(model, input_ids, kwargs.get("past_key_values"), logits_processor, stopping_criteria)
+        if obstacle is not None:
+            self._warn(obstacle)
+            return type(model)._sample(model, input_ids, **arguments)
+        candidates = ServiceCandidates(self._drafts_for(model), generation_config)
+        return type(model)._assisted_decoding(_WithCandidates(model, candidates), input_ids, **arguments)
+
+    def _drafts_for(self, model: Any) -> TextDrafts:
+        if model not in self._drafts:
+            name = getattr(model, "name_or_path", "")
+            target = VocabSample(model.config.get_text_config().vocab_size, read_sample(name) if name else b"")
+            self._drafts[model] = TextDrafts(self._settings, self._longest, target)
+        return self._drafts[model]
+
+    def _warn(self, obstacle: str) -> None:
+        if obstacle not in self._warned:
+            self._warned.add(obstacle)
+            log.warning("nothing is drafted for %s; such texts are decoded without drafts", obstacle)
+
+
+class ServiceCandidates(CandidateGenerator):
+    """Candidates for one text from the draft service, at most as many as the text has room for."""
+
+    def __init__(self, drafts: TextDrafts, generation_config: Any) -> None:
+        self._drafts = drafts
+        self._max_length = generation_config.max_length
+        ends = getattr(generation_config, "_eos_token_tensor", None)
+        self._ends = frozenset() if ends is None else frozenset(ends.flatten().tolist())
+        self._has_begun = False
+
+    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """The text with candidates behind it. Before the prompt is read there are none."""
+        text = input_ids[0].cpu().numpy()
+        if not self._has_begun:
+            self._has_begun = True
+            self._drafts.expect(text)
+            return input_ids, None
+        draft = self._drafts.after(text, self._max_length - len(text) - 1)
+        end = next((place for place, token in enumerate(draft) if token in self._ends), len(draft))
+        return torch.cat((input_ids, input_ids.new_tensor([draft[:end]])), dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to do: the service hears what was accepted when it is asked next."""
+
+
+class _WithCandidates:
+    """A model with candidates of ours; in all else the model itself, which is not changed."""
+
+    def __init__(self, model: Any, candidates: CandidateGenerator) -> None:
+        self._model = model
+        self._candidates = candidates
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def _get_candidate_generator(self, **kwargs: Any) -> CandidateGenerator:
+        return self._candidates
+
+
+def _obstacle(
+    model: Any, input_ids: torch.Tensor, cache: Any, logits_processor: Any, stopping_criteria: Any
+) -> str | None:
+    """What keeps a text from being drafted for, in words; None if nothing does."""
+    if len(input_ids) != 1:
+        return "several texts at once"
+    if model.config.is_encoder_decoder or model._is_stateful:
+        return f"{type(model).__name__}, which has an encoder or cannot take tokens back"
+    if type(cache) is not DynamicCache or cache.get_seq_length():
+        return "a cache that is not a new dynamic one"
+    if remembering := _names(one for one in logits_processor if isinstance(one, _WITH_MEMORY)):
+        return f"{remembering}, which would remember rejected tokens"
+    if late := _names(one for one in stopping_criteria if not isinstance(one, _SEEN_IN_TIME)):
+        return f"{late}, which would be looked at between steps only"
+    return None
+
+
+def _names(objects: Iterable[object]) -> str:
+    return ", ".join(sorted({type(one).__name__ for one in objects}))
