@@ -155,7 +155,9 @@ def learn(known: list[Place]) -> Array:
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         scores = (x @ weights).masked_fill(is_out, -30.0)
-        value = -(count[:, None] * y * torch.log_softmax(scores, -1)).sum() / count.sum() + 1e-3 * weights.square().sum()
+        value = (
+            -(count[:, None] * y * torch.log_softmax(scores, -1)).sum() / count.sum() + 1e-3 * weights.square().sum()
+        )
         value.backward()
         return value
 
