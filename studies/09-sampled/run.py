@@ -172,7 +172,7 @@ def judge(known: list[Place], weights: Array) -> dict[str, Any]:
     orders = {name: np.zeros(len(ROOTS)) for name in ("likeliest", "with the refused", "learned", "best")}
     beside_first, own = np.zeros(len(ROOTS)), np.zeros(len(ROOTS))
     for one in known:
-        refused, says = one.after_refusal()
+        _, says = one.after_refusal()
         own += np.array([one.p[:k].sum() for k in ROOTS])
         beside_first += np.array([one.p[1 : k + 1].sum() for k in ROOTS])
         for index, chance in likely(one):
