@@ -25,12 +25,12 @@ from typer.testing import CliRunner, Result
 from specbranch.cli import app
 from specbranch.cli.describe import lines
 from specbranch.cli.measures import Measure, measures
-from specbranch.cli.page import read_page
 from specbranch.cli.reading import Reading, of_overview, of_page
 from specbranch.cli.top_view import as_json, as_line, as_screen, count, duration, memory
 from specbranch.core.gate import Decision
 from specbranch.core.stats import Stats
 from specbranch.plugins.vllm.metrics import Collector
+from specbranch.plugins.vllm.page import read_page
 from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import make_keys

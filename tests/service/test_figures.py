@@ -7,7 +7,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from specbranch.cli.page import read_page
+from specbranch.plugins.vllm.page import read_page
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.wire import VERSION, Overview, OverviewRequest, encode

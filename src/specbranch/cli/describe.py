@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
 from specbranch.cli.reading import printable
-from specbranch.cli.source import Outage, ServiceSource, print_outage
+from specbranch.cli.source import ServiceSource, ending_at_outage
 from specbranch.cli.top_view import count, duration, memory
 from specbranch.errors import SpecBranchError
 from specbranch.service.endpoint import default_address
@@ -25,12 +24,12 @@ def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_jso
     Exit code 1: it does not answer.
     """
     address = address or default_address()
-    with friendly_errors(SpecBranchError, OSError), contextlib.closing(ServiceSource(address, keys)) as source:
-        try:
-            overview = source.overview()
-        except Outage as outage:
-            print_outage(outage, address, as_json)
-            raise typer.Exit(1) from outage
+    with (
+        friendly_errors(SpecBranchError, OSError),
+        contextlib.closing(ServiceSource(address, keys)) as source,
+        ending_at_outage(address, as_json),
+    ):
+        overview = source.overview()
     if as_json:
         print_json({"address": address, "settings": overview.settings, "figures": overview.figures})
         return

@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
 from specbranch.cli.reading import printable
 from specbranch.cli.remote import why_silent
-from specbranch.cli.source import Outage, ServiceSource, print_outage
+from specbranch.cli.source import Outage, ServiceSource, ending_at_outage
 from specbranch.plugins.settings import client_keys
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import EndpointError, default_address
@@ -29,12 +27,8 @@ def ping(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: A
     Exit code 0: it answers; 1: it does not.
     """
     address = address or default_address()
-    with friendly_errors(EndpointError, OSError):
-        try:
-            answer = _ask(address, keys)
-        except Outage as outage:
-            print_outage(outage, address, as_json)
-            raise typer.Exit(1) from outage
+    with friendly_errors(EndpointError, OSError), ending_at_outage(address, as_json):
+        answer = _ask(address, keys)
     if as_json:
         print_json({"address": address, "answers": True, **answer})
         return

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specbranch.cli.page import Sample
 from specbranch.core.rollback import CAUSES
 from specbranch.core.stats import Stats
+from specbranch.plugins.vllm.page import Sample
 from specbranch.service.metrics import PREFIX
 from specbranch.service.undrafted import REASONS
 from specbranch.service.wire import Overview

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
 from specbranch.cli.console import UsageError, print_json
-from specbranch.cli.page import read_page
 from specbranch.cli.reading import Reading, of_overview, of_page, printable
 from specbranch.cli.remote import why_silent
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.settings import client_keys
+from specbranch.plugins.vllm.page import read_page
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.wire import Overview
 
@@ -33,12 +36,17 @@ class Outage(SpecBranchError, RuntimeError):
     """Nothing could be read now; the message says why. It may be back at any time."""
 
 
-def print_outage(outage: Outage, address: str, as_json: bool) -> None:
-    """Say on standard error why nothing could be read, and what would help; for machines, as JSON too."""
-    hint = f"; {_HINT}" if str(outage).startswith("nobody") else ""
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(str(outage))}{hint}", highlight=False, soft_wrap=True)
-    if as_json:
-        print_json({"address": address, "answers": False, "cause": str(outage)})
+@contextlib.contextmanager
+def ending_at_outage(address: str, as_json: bool) -> Iterator[None]:
+    """Where nothing can be read, end with code 1: say why and what would help; for machines, as JSON too."""
+    try:
+        yield
+    except Outage as outage:
+        hint = f"; {_HINT}" if str(outage).startswith("nobody") else ""
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(outage))}{hint}", highlight=False, soft_wrap=True)
+        if as_json:
+            print_json({"address": address, "answers": False, "cause": str(outage)})
+        raise typer.Exit(1) from outage
 
 
 class Source(Protocol):

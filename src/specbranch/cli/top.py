@@ -15,7 +15,7 @@ from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.interrupt import Interrupt
 from specbranch.cli.options import ServiceKeysDir
 from specbranch.cli.reading import Reading
-from specbranch.cli.source import Outage, Source, open_source, print_outage
+from specbranch.cli.source import Outage, Source, ending_at_outage, open_source
 from specbranch.errors import SpecBranchError
 from specbranch.service.endpoint import default_address
 
@@ -56,11 +56,8 @@ def top(
 
 
 def _print_once(source: Source, address: str, as_json: bool) -> None:
-    try:
+    with ending_at_outage(address, as_json):
         reading = source.read()
-    except Outage as outage:
-        print_outage(outage, address, as_json)
-        raise typer.Exit(1) from outage
     if as_json:
         print_json({"address": address, "answers": True, **view.as_json(reading, None)})
     else:

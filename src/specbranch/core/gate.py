@@ -67,7 +67,7 @@ class _Load:
 class Decision:
     """What a measurement found for steps of that many rows: tokens per second with drafts and without them."""
 
-    most_rows: int  # fewer than half of them are another load
+    most_rows: int  # half of them, or fewer, are another load
     is_open: bool
     drafted: float
     plain: float

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import threading
 import urllib.error
 import urllib.request
@@ -17,9 +16,10 @@ from urllib.parse import urlsplit
 from specbranch.endpoints.reply import Reply, read_replies
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.messages import Ask
+from specbranch.plugins.vllm.page import read_page
 
 _SHOWN = 300  # characters of a server's message
-_COUNTERS = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_SUBMITTED, _ACCEPTED = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 
 
@@ -110,10 +110,11 @@ class Server:
         except (ServerError, UnicodeDecodeError):
             page = ""
         counted: dict[str, int] = {}
-        for name, value in _COUNTERS.findall(page):
-            counted[name] = counted.get(name, 0) + int(float(value))
+        for sample in read_page(page):
+            if sample.name in (_SUBMITTED, _ACCEPTED):
+                counted[sample.name] = counted.get(sample.name, 0) + int(sample.value)
         if counted:
-            return Drafts(counted.get("draft", 0), counted.get("accepted", 0))
+            return Drafts(counted.get(_SUBMITTED, 0), counted.get(_ACCEPTED, 0))
         return self._timed if self._timed.submitted else None
 
     def is_up(self) -> bool:
