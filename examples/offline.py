@@ -14,11 +14,14 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("draft")
     parser.add_argument("--device", default="cpu", help="of the draft: cpu, cuda:1, ...")
+    parser.add_argument("--cores", help="of a draft on the CPU, such as 6,7; VLLM_CPU_OMP_THREADS_BIND has the others")
+    parser.add_argument("--planner", default="budget", help="how much to draft and submit: see `specbranch plan`")
     parser.add_argument("--memory", type=float, default=0.8, help="share of memory that vLLM may take")
     parser.add_argument("--eager", action="store_true", help="do not compile the model: starts sooner, decodes slower")
     args = parser.parse_args()
 
-    with DraftServer(args.draft, device=args.device) as draft:
+    cores = [int(core) for core in args.cores.split(",")] if args.cores else None
+    with DraftServer(args.draft, device=args.device, cores=cores) as draft:
         from vllm import LLM, SamplingParams
 
         llm = LLM(
@@ -27,7 +30,7 @@ def main() -> None:
             gpu_memory_utilization=args.memory,
             enforce_eager=args.eager,
             disable_log_stats=False,
-            **draft.vllm_args(planner="budget", max_draft_tokens=8),
+            **draft.vllm_args(planner=args.planner, max_draft_tokens=8),
         )
         prompts = ["def fibonacci(n):", "def is_prime(n):"]
         for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64)):

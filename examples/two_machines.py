@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("address")
     parser.add_argument("--keys", required=True, help="directory with client.key_secret and service.key")
+    parser.add_argument("--planner", default="budget", help="how much to draft and submit: see `specbranch plan`")
     parser.add_argument("--memory", type=float, default=0.8, help="share of memory that vLLM may take")
     parser.add_argument("--eager", action="store_true", help="do not compile the model: starts sooner, decodes slower")
     args = parser.parse_args()
@@ -33,7 +34,7 @@ def main() -> None:
         gpu_memory_utilization=args.memory,
         enforce_eager=args.eager,
         disable_log_stats=False,
-        **draft.vllm_args(planner="budget", deadline_ms=200),
+        **draft.vllm_args(planner=args.planner, deadline_ms=200),
     )
     (output,) = llm.generate(["def fibonacci(n):"], SamplingParams(temperature=0, max_tokens=64))
     print(output.prompt + output.outputs[0].text)

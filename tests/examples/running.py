@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def run(*words: str, python: str = sys.executable, timeout_s: float = 280) -> str:
-    """What an example, or any command of Python, prints; it must end well."""
+def run(*words: str, python: str = sys.executable, timeout_s: float = 280, bind: str = "auto") -> str:
+    """What an example, or any command of Python, prints; it must end well. `bind` are the cores of vLLM's threads."""
     # No room for both models would be left otherwise, and a machine with few cores has no use for more threads.
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "200"}
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "200", "VLLM_CPU_OMP_THREADS_BIND": bind}
     done = subprocess.run(
         [python, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
     )
