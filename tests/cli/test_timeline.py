@@ -45,6 +45,8 @@ def test_a_picture_is_drawn(run_file: Path, tmp_path: Path, stretch: list[str]) 
         (["--from", "3", "--to", "2"], "not before"),
         (["--from", "300"], "choose another range"),
         (["--plot", "out.txt"], "end its name in"),
+        (["--replay", "out.txt"], "end its name in"),
+        (["--replay", "out.html"], "no draft trees"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(run_file: Path, arguments: list[str], message: str) -> None:

@@ -123,7 +123,8 @@ def test_a_property_of_every_output() -> None:
 
     assert always("JSON", "all", done(good), holds).result == HOLDS
     assert always("JSON", "all", done(good, bad), holds).details == ["'{\"a\": 1' (length)"]
-    assert always("JSON", "all", ended(done(bad)), holds).result == FAILED  # none left to look at
+    none = always("JSON", "all", ended(done(bad)), holds)
+    assert (none.result, none.says) == (FAILED, "nothing was checked: there are no such outputs")
     assert not holds(answer(1, text='{"a": 1}'))
     assert not has_all_logprobs(answer(1, 2, logprobs=[{1: -0.5}]))
 

@@ -17,7 +17,9 @@ from specbranch.core.distribution import Distribution
 from specbranch.engines.protocol import Row
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.snapshot import SUBMITTED
 from specbranch.service.timeline import RowVerdict, TimelineRecorder
+from specbranch.service.wire import Proposals
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench, likely
 
@@ -69,8 +71,43 @@ def test_a_verdict_that_was_prepared_is_a_hit_and_another_one_a_miss() -> None:
     unlikely = DRAFT.distribution((1, 2, 3, token)).ids[-1]
     bench.step([1, 2, 3, token], unlikely)
 
-    assert [event["cat"] for event in timeline.trace_events() if event["ph"] == "i"] == ["open", "hit", "miss"]
+    kinds = [event["cat"] for event in timeline.trace_events() if event["ph"] == "i"]
+    assert kinds == ["open", "hit", "verdict", "miss", "verdict"]
     assert spans(timeline, "hit")[0]["args"] == {"rows": 1}
+
+
+def test_with_a_verdict_goes_the_tree_that_it_met() -> None:
+    bench, timeline = timed_bench()
+    bench.open([1, 2, 3])
+    bench.work()
+    token = likely([1, 2, 3])
+    (reply,) = bench.step([1, 2, 3], token)
+    assert isinstance(reply, Proposals) and reply.rows[0]
+    sent = reply.rows[0]
+    bench.work()
+    bench.step([1, 2, 3, token], sent[0], 5, sent=1)
+    first, second = (event["args"] for event in spans(timeline, "verdict"))
+    tree = second["tree"]
+    marked = [node for node, marks in zip(tree["tokens"], tree["marks"], strict=True) if marks & SUBMITTED]
+
+    assert (first["tokens"], first["submitted"], first["is_hit"]) == ((token,), 0, True)
+    assert (second["tokens"], second["submitted"], second["session"]) == ((sent[0], 5), 1, first["session"])
+    assert marked == sent[:1], "what was proposed and not sent is not under verification"
+    assert tree["parents"][tree["tokens"].index(sent[0])] == 0
+    assert all(parent <= index for index, parent in enumerate(tree["parents"])), "parents come first"
+    assert {len(column) for column in tree.values()} == {len(tree["tokens"])}
+
+
+def test_trees_are_recorded_until_there_is_no_room_for_them() -> None:
+    timeline, engine = TimelineRecorder(max_nodes=1), TimedEngine(DRAFT)
+    bench = engine.bench = Bench(engine, timeline=timeline)
+    bench.open([1, 2, 3])
+    bench.work()
+    bench.step([1, 2, 3], 4)
+    bench.step([1, 2, 3, 4], 5)
+
+    assert len(spans(timeline, "verdict")) == 1
+    assert len(spans(timeline, "step")) == 1, "the rest is recorded as before"
 
 
 def test_an_answer_that_was_held_back_is_a_wait() -> None:

@@ -43,6 +43,18 @@ class Mark:
     is_hit: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One verdict on one sequence, and the tree that it met: parents, tokens, percents and marks of its nodes."""
+
+    at_s: float
+    session: int
+    tokens: list[int]
+    submitted: int
+    is_hit: bool | None
+    tree: dict[str, list[int]]
+
+
 @dataclass(slots=True)
 class TargetLane:
     """One target, as the service saw it."""
@@ -52,6 +64,7 @@ class TargetLane:
     steps: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -66,11 +79,15 @@ class TargetLane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All lanes, times in seconds since the first event. `is_cut`: the run had more events than were recorded."""
+    """All lanes, times in seconds since the first event. `is_cut`: the run had more events than were recorded.
+
+    `draft` is the model's name, as it was given to the service.
+    """
 
     targets: list[TargetLane]
     drafts: list[Span]
     is_cut: bool = False
+    draft: str | None = None
 
     def between(self, start_s: float, end_s: float) -> Timeline:
         """What happened in a time range; spans are clipped to it, and targets that did nothing in it are left out."""
@@ -81,6 +98,7 @@ class Timeline:
                 _clip(lane.steps, start_s, end_s),
                 _clip(lane.waits, start_s, end_s),
                 [mark for mark in lane.marks if start_s <= mark.at_s <= end_s],
+                [verdict for verdict in lane.verdicts if start_s <= verdict.at_s <= end_s],
             )
             for lane in self.targets
         ]
@@ -89,7 +107,7 @@ class Timeline:
             raise TimelineError(
                 f"no target worked between {start_s:g} s and {end_s:g} s; choose another range with --from and --to"
             )
-        return Timeline(targets, _clip(self.drafts, start_s, end_s), self.is_cut)
+        return replace(self, targets=targets, drafts=_clip(self.drafts, start_s, end_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +134,9 @@ def read_timeline(path: Path) -> Timeline:
     """The timeline in a file; any other file raises, with what it is."""
     try:
         document = json.loads(path.read_bytes())
-        events, is_cut = document["traceEvents"], bool(document.get("otherData", {}).get("is_cut"))
-        return _timeline_of(events, is_cut)
+        about = document.get("otherData", {})
+        timeline = _timeline_of(document["traceEvents"])
+        return replace(timeline, is_cut=bool(about.get("is_cut")), draft=about.get("draft"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TimelineError(
             f"{path} is not a timeline: it is {_found(path)}; `serve`, `generate` and `draft` write one with --timeline"
@@ -167,7 +186,7 @@ def shared_s(some: Sequence[Span], others: Sequence[Span]) -> float:
     return total_s
 
 
-def _timeline_of(events: Iterable[dict[str, Any]], is_cut: bool) -> Timeline:
+def _timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
     names: dict[int, str] = {}
     lanes: dict[str, TargetLane] = {}
     drafts: list[Span] = []
@@ -181,7 +200,7 @@ def _timeline_of(events: Iterable[dict[str, Any]], is_cut: bool) -> Timeline:
             name = names[event["tid"]].replace("wait", "target")
             _take(lanes.setdefault(name, TargetLane(name)), event)
     drafts.sort(key=lambda span: span.start_s)
-    return Timeline(list(lanes.values()), drafts, is_cut)
+    return Timeline(list(lanes.values()), drafts)
 
 
 def _take(lane: TargetLane, event: dict[str, Any]) -> None:
@@ -192,6 +211,8 @@ def _take(lane: TargetLane, event: dict[str, Any]) -> None:
         lane.waits.append(_span(event))
     elif kind in ("hit", "miss"):
         lane.marks.append(Mark(event["ts"] / 1e6, args["rows"], kind == "hit"))
+    elif kind == "verdict":
+        lane.verdicts.append(Verdict(event["ts"] / 1e6, **args))
     elif kind == "open" and args["planner"] not in lane.planners:
         lane.planners.append(args["planner"])
 

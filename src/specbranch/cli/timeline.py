@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.bench.profile_plot import PlotError, check_plot
+from specbranch.bench.replay import write_replay
 from specbranch.bench.timeline_file import Shares, Timeline, TimelineError, read_timeline, shares
 from specbranch.bench.timeline_plot import choose_stretches, plot_timeline
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson
+from specbranch.engines.spelling import speller
 
 
 def timeline(
@@ -27,6 +29,10 @@ def timeline(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw a part of it to this file: .png, .svg or .pdf.")
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page that plays it in a browser, with the draft trees: .html."),
+    ] = None,
     start: Annotated[
         float | None, typer.Option("--from", metavar="S", help="Start of the part, in seconds.", min=0)
     ] = None,
@@ -35,7 +41,7 @@ def timeline(
         int, typer.Option(metavar="N", help="Rounds to draw if neither --from nor --to is given.", min=1)
     ] = 16,
     title: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Title of the figure. Default: the file's name.")
+        str | None, typer.Option(metavar="TEXT", help="Title of figure and page. Default: the file's name.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -43,11 +49,14 @@ def timeline(
 
     For each target: how long it computed and waited, how busy the draft was,
     and how often a branch was ready (hit rate).
+    `--replay run.html` shows each verdict with the tree that it met.
     Perfetto (ui.perfetto.dev) and chrome://tracing open the same file.
     """
     with friendly_errors(UsageError, TimelineError, PlotError, ImportError, OSError):
         if plot:
             check_plot(plot)
+        if replay and replay.suffix != ".html":
+            raise UsageError(f"--replay {replay}: a page in HTML is written; end its name in .html")
         stretch = _stretch(start, end)
         read = read_timeline(file).between(*stretch)
         found = [shares(read, lane) for lane in read.targets]
@@ -58,6 +67,9 @@ def timeline(
             stretches = choose_stretches(read, rounds) if is_whole else _equal(read, stretch)
             plot_timeline(plot, read, stretches, title or file.name)
             console.print(f"drew {plot}", highlight=False)
+        if replay:
+            write_replay(replay, read, title or file.name, speller(read.draft))
+            console.print(f"wrote {replay}; open it in a browser", highlight=False)
         if as_json:
             print_json({"file": str(file), "is_cut": read.is_cut, "targets": [one.as_json() for one in found]})
 

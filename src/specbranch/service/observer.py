@@ -12,7 +12,8 @@ from specbranch.core.distribution import Distribution
 from specbranch.engines.binding import Feed
 from specbranch.service.recorder import Note, Recorder
 from specbranch.service.sessions import DraftSession
-from specbranch.service.timeline import RowVerdict, TimelineRecorder
+from specbranch.service.snapshot import Snapshot, take_snapshot
+from specbranch.service.timeline import RowVerdict, TimelineRecorder, VerdictTree
 from specbranch.service.wire import Open, Step, StepRow, unpack
 
 
@@ -30,6 +31,7 @@ class Observer:
     def __init__(self, timeline: TimelineRecorder | None = None, recorder: Recorder | None = None) -> None:
         self._timeline = timeline
         self._recorder = recorder
+        self._trees: dict[int, Snapshot] = {}  # of the step that is being taken in, by session
 
     def opened(self, client: bytes, request: Open, at_s: float) -> None:
         """Whole sequences came in."""
@@ -40,9 +42,14 @@ class Observer:
 
     def before_commit(self, session: DraftSession, row: StepRow) -> Before | None:
         """A session is about to take in a verdict."""
-        if self._recorder is None or not session.is_draftable:
+        if not session.is_draftable:
             return None
         core = session.core
+        if self._timeline is not None and self._timeline.takes_trees:
+            with session.lock:
+                self._trees[session.number] = take_snapshot(core.tree, row.num_submitted)
+        if self._recorder is None:
+            return None
         with session.lock:
             distributions = core.tree.distributions(row.tokens)
         return Before(list(core.tokens) if len(core.tokens) == core.prompt_len else [], distributions)
@@ -65,8 +72,9 @@ class Observer:
     def arrived(self, client: bytes, step: Step, sessions: Sequence[DraftSession | None], at_s: float) -> None:
         """A target's step came in, and its sessions have taken it in."""
         if self._timeline is not None:
-            verdicts = [_row_verdict(row, session) for row, session in zip(step.rows, sessions, strict=True)]
+            verdicts = [self._row_verdict(row, session) for row, session in zip(step.rows, sessions, strict=True)]
             self._timeline.arrive((client, step.namespace), at_s, verdicts)
+            self._trees.clear()
 
     def answered(self, client: bytes, step: Step, since_s: float, at_s: float, num_held: int) -> None:
         """The answer to a step left; `num_held` of its rows had been waited for."""
@@ -81,6 +89,12 @@ class Observer:
             numbers = {session.number for session, _ in feeds}
             self._timeline.draft(start_s, end_s, len(feeds), num_tokens, is_prefill, numbers)
 
+    def _row_verdict(self, row: StepRow, session: DraftSession | None) -> RowVerdict:
+        is_hit = session.core.round.is_hit if session is not None and session.is_draftable else None
+        tree = self._trees.pop(session.number, None) if session is not None else None
+        met = VerdictTree(session.number, tuple(row.tokens), tree) if session is not None and tree is not None else None
+        return RowVerdict(row.num_submitted, len(row.tokens), session is not None, is_hit, met)
+
     def flush(self) -> None:
         """Answers have gone out: there is time to write."""
         if self._recorder is not None:
@@ -90,8 +104,3 @@ class Observer:
         """Write what is left."""
         if self._recorder is not None:
             self._recorder.close()
-
-
-def _row_verdict(row: StepRow, session: DraftSession | None) -> RowVerdict:
-    is_hit = session.core.round.is_hit if session is not None and session.is_draftable else None
-    return RowVerdict(row.num_submitted, len(row.tokens), session is not None, is_hit)

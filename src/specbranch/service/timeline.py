@@ -1,7 +1,8 @@
 """The timeline of a run: what target and draft did and when, as the draft service sees it, in Chrome's trace format.
 
 The time between an answer and the next verdict of the same target is the target's step. An answer that was held back is
-a wait. Recording appends one small tuple and does no I/O. There is no clock here: times come in as numbers.
+a wait. With each verdict goes the draft tree that it met. Recording appends one small tuple and does no I/O. There is
+no clock here: times come in as numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from specbranch.service.private import open_private
+from specbranch.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,18 @@ _FIELDS = {
     "open": ("planner", "sequences", "tokens"),
     "hit": ("rows",),
     "miss": ("rows",),
+    "verdict": ("session", "tokens", "submitted", "is_hit", "tree"),
 }
-_INSTANTS = ("open", "hit", "miss")
+_INSTANTS = ("open", "hit", "miss", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictTree:
+    """The tree of a session before a verdict, and the tokens that the verdict committed."""
+
+    session: int
+    tokens: tuple[int, ...]
+    tree: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class RowVerdict:
     committed: int
     is_known: bool
     is_hit: bool | None
+    tree: VerdictTree | None = None
 
     @property
     def accepted(self) -> int:
@@ -50,10 +63,14 @@ class RowVerdict:
 
 
 class TimelineRecorder:
-    """Records up to `max_events` events, then logs one warning and records no more. Two threads may use it at once."""
+    """Records up to `max_events` events, then logs one warning and records no more. Two threads may use it at once.
 
-    def __init__(self, max_events: int = 1_000_000) -> None:
+    Trees are recorded until they have `max_nodes` in all.
+    """
+
+    def __init__(self, max_events: int = 1_000_000, max_nodes: int = 4_000_000) -> None:
         self._max_events = max_events
+        self._nodes_left = max_nodes
         # Plain tuples of numbers: the garbage collector soon stops tracking them. Kind, lane, start, end, values.
         self._events: list[tuple[str, int, float, float, tuple[Any, ...]]] = []
         self._lanes: dict[Lane, int] = {}
@@ -62,6 +79,11 @@ class TimelineRecorder:
 
     def __len__(self) -> int:
         return len(self._events)
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether there is room for more of them."""
+        return self._nodes_left > 0 and not self.is_full
 
     def open(self, lane: Lane, at_s: float, planner: str, num_sequences: int, num_tokens: int) -> None:
         """Whole sequences came in, to be drafted for by this planner."""
@@ -83,6 +105,13 @@ class TimelineRecorder:
             count = sum(row.is_hit is is_hit for row in rows)
             if count:
                 self._record(kind, number, at_s, at_s, (count,))
+        for row in rows:
+            if row.tree is not None:
+                met = row.tree
+                self._nodes_left -= len(met.tree)
+                self._record(
+                    "verdict", number, at_s, at_s, (met.session, met.tokens, row.submitted, row.is_hit, met.tree)
+                )
 
     def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
         """An answer was sent; `num_held` of its rows were held back since the verdict. The target's step begins."""
@@ -114,6 +143,8 @@ class TimelineRecorder:
         origin_s = min((event[2] for event in self._events), default=0.0)
         for kind, number, start_s, end_s, values in self._events:
             args = dict(zip(_FIELDS[kind], values, strict=True))
+            if kind == "verdict":
+                args["tree"] = args["tree"].as_json()
             event = {
                 "name": _name(kind, args),
                 "cat": kind,

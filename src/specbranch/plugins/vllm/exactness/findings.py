@@ -158,10 +158,10 @@ def same_distribution(
 def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], bool]) -> Finding:
     """A property that every output with the proposer must have."""
     wrong = [answer for answer in other.answers if not is_right(answer)]
-    is_bad = bool(wrong) or not other.answers
-    result, says = _checked(
-        other, FAILED if is_bad else HOLDS, f"{len(wrong)} of {len(other.answers)} outputs break it"
-    )
+    says = f"{len(wrong)} of {len(other.answers)} outputs break it"
+    if not other.answers:
+        says = "nothing was checked: there are no such outputs"
+    result, says = _checked(other, HOLDS if other.answers and not wrong else FAILED, says)
     details = [f"{answer.text!r} ({answer.finish_reason})" for answer in wrong[:5]]
     return Finding(
         name=name,
