@@ -2,12 +2,15 @@
 """What `specbranch top` costs a server that it looks at: 16 requests at once, with it and without it in turns.
 
 benchmarks/top_cost.py TARGET DRAFT [--turns 12] [--dtype float32]
+
+It also draws what `top` shows then, for the docs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import statistics
 import subprocess
@@ -19,10 +22,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rich.console import Console
+
 from specbranch.bench.served import server
+from specbranch.cli.source import open_source
+from specbranch.cli.top_view import as_screen
 from specbranch.provenance import provenance
 
 RESULT = Path(__file__).parent / "top-cost.json"
+PICTURE = Path(__file__).parents[1] / "docs" / "img" / "top.svg"
 AT_ONCE = 16
 PROMPT = "def merge_sorted(left: list[int], right: list[int]) -> list[int]:\n    # Number {number}.\n"
 
@@ -35,6 +43,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
     args = parser.parse_args()
     where = provenance()
     words = [args.target, "--draft", args.draft, "--dtype", args.dtype, "--served-model-name", "m"]
@@ -46,7 +55,13 @@ def main() -> None:
             for way in ("without", "with") if turn % 2 else ("with", "without"):
                 with watching(url) if way == "with" else contextlib.nullcontext():
                     speeds[way].append(load(url, args.max_tokens))
-            print(f"{turn + 1}: {speeds['without'][-1]:.1f} tokens/s without, {speeds['with'][-1]:.1f} with", flush=True)
+            print(
+                f"{turn + 1}: {speeds['without'][-1]:.1f} tokens/s without, {speeds['with'][-1]:.1f} with", flush=True
+            )
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(load, url, args.max_tokens)
+            draw(url, args.picture)
+            running.result()
     ratios = [own / bare for own, bare in zip(speeds["with"], speeds["without"], strict=True)]
     mean = statistics.fmean(ratios)
     error = statistics.stdev(ratios) / len(ratios) ** 0.5
@@ -66,6 +81,17 @@ def watching(url: str) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(30)
+
+
+def draw(url: str, path: Path) -> None:
+    """Draw the screen of `top` in the midst of a load."""
+    with contextlib.closing(open_source(url, None)) as source:
+        time.sleep(2.0)
+        earlier = source.read()
+        time.sleep(1.0)
+        console = Console(record=True, width=78, file=io.StringIO())
+        console.print(as_screen("http://localhost:8000", source.read(), earlier))
+    console.save_svg(str(path), title="specbranch top", unique_id="top")
 
 
 def load(url: str, max_tokens: int) -> float:
