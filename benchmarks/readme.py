@@ -36,7 +36,8 @@ def main() -> None:
     print(*lines, sep="\n")
     answer = json.loads(done.stdout)
     pieces = {"with drafts": answer["pieces"], "without drafts": answer["plain"]["pieces"]}
-    document = {"provenance": where, "command": words, "lines": lines, "pieces": pieces}
+    said = [Path(word).name if word in (args.target, args.draft) else word for word in words]
+    document = {"provenance": where, "command": said, "lines": lines, "pieces": pieces}
     args.out.write_text(json.dumps(document, ensure_ascii=False) + "\n")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,3 +253,10 @@ def test_the_table_of_step_costs_is_that_of_its_result_file() -> None:
     assert made.stdout in (ROOT / "docs" / "gpu.md").read_text(), (
         "put what benchmarks/step_cost.py --table prints there"
     )
+
+
+def test_the_moving_picture_is_that_of_the_kept_run() -> None:
+    draw = runpy.run_path(str(ROOT / "benchmarks" / "recording.py"))["draw"]
+    kept = json.loads((ROOT / "benchmarks" / "readme.json").read_text())
+
+    assert (ROOT / "docs" / "img" / "generate.svg").read_text() == draw(kept)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from specbranch.bench.replay import write_replay
+from specbranch.bench.replay import replay_document, write_replay
 from specbranch.bench.timeline_file import Timeline, read_timeline
 from specbranch.service.snapshot import RUN, SUBMITTED, Snapshot
 from specbranch.service.timeline import RowVerdict, TimelineRecorder, VerdictTree
 
+ROOT = Path(__file__).parents[2]
 LANE = (b"me", b"ours")
 TEXTS = {1: " one", 2: " two", 3: "</script>", 4: " four"}
 
@@ -68,6 +69,14 @@ def test_no_token_can_end_the_script(timeline: Timeline, tmp_path: Path) -> None
 
     assert page.count("</script>") == 1
     assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "it needs nothing else"
+
+
+def test_the_page_in_the_docs_is_that_of_the_kept_run() -> None:
+    document = data_of((ROOT / "docs" / "replay.html").read_text())
+    kept = replay_document(read_timeline(ROOT / "benchmarks" / "replay.json"), document["title"], str)
+
+    assert {**document, "texts": None} == {**json.loads(json.dumps(kept)), "texts": None}
+    assert document["texts"].keys() == {str(token) for token in kept["texts"]}
 
 
 def test_a_browser_shows_what_became_of_each_token(timeline: Timeline, tmp_path: Path) -> None:
