@@ -56,9 +56,9 @@ RUNS = (
     Run(
         "sampled",
         "Sampled text, at temperature 1, without AMX",
-        "The flagship pair in float32, four prompts of each task, 32 tokens. Rule A proposes the likeliest tokens; with "
+        "The flagship pair in float32, four prompts of each task, 64 tokens. Rule A proposes the likeliest tokens; with "
         "[rule B](exactness.md#rule-b-as-it-is-served) they are drawn by chance and vLLM tests them by their probabilities. Both "
-        "take turns prompt by prompt; memory holds one engine at a time, so bare vLLM answers all prompts first. Every answer "
+        "take turns prompt by prompt; memory holds one engine at a time, so bare vLLM answers eight prompts before them. Every answer "
         "is another text, so a task of four prompts varies much.",
     ),
     Run(
