@@ -62,6 +62,11 @@ RUNS = (
         "is another text, so a task of four prompts varies much.",
     ),
     Run(
+        "sampled-sharp",
+        "Sampled text, at temperature 0.7 with top-p 0.9, without AMX",
+        "As above, with sharper distributions: the likeliest token is more often right, and drawing it gains less.",
+    ),
+    Run(
         "repeated",
         "Repeated traffic, without AMX",
         "Edits of two files and turns of two conversations, made of public prompts by `benchmarks/repeated.py`, with prefix "
