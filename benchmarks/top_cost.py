@@ -2,8 +2,6 @@
 """What `specbranch top` costs a server that it looks at: 16 requests at once, with it and without it in turns.
 
 benchmarks/top_cost.py TARGET DRAFT [--turns 12] [--dtype float32]
-
-It also draws what `top` shows then, for the docs.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from specbranch.cli.top_view import as_screen
 from specbranch.provenance import provenance
 
 RESULT = Path(__file__).parent / "top-cost.json"
-PICTURE = Path(__file__).parents[1] / "docs" / "img" / "top.svg"
 AT_ONCE = 16
 PROMPT = "def merge_sorted(left: list[int], right: list[int]) -> list[int]:\n    # Number {number}.\n"
 
@@ -43,7 +40,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--picture", type=Path, help="draw what `top` shows then to this .svg file")
     args = parser.parse_args()
     where = provenance()
     words = [args.target, "--draft", args.draft, "--dtype", args.dtype, "--served-model-name", "m"]
@@ -60,7 +57,8 @@ def main() -> None:
             )
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(load, url, args.max_tokens)
-            draw(url, args.picture)
+            if args.picture:
+                draw(url, args.picture)
             running.result()
     ratios = [own / bare for own, bare in zip(speeds["with"], speeds["without"], strict=True)]
     mean = statistics.fmean(ratios)
