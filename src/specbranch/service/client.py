@@ -17,7 +17,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -34,6 +34,7 @@ from specbranch.service.connection import Connection
 from specbranch.service.draft_probs import unpack_probs
 from specbranch.service.endpoint import ClientKeys
 from specbranch.service.fit import Fit
+from specbranch.service.link import Link, SocketLink
 from specbranch.service.outcomes import Outcomes
 from specbranch.service.redraw import redraw
 from specbranch.service.told import Told
@@ -141,12 +142,18 @@ _COUNTS = attrgetter(*ClientCounts.__slots__)
 
 
 class DraftClient:
-    """One connection to a draft service. One thread at a time may use it; a forked process gets nothing from it."""
+    """One connection to a draft service. One thread at a time may use it; a forked process gets nothing from it.
 
-    def __init__(self, options: ClientOptions) -> None:
+    `link` and `clock`: another transport than a socket, and another time; for tests.
+    """
+
+    def __init__(
+        self, options: ClientOptions, *, link: Link | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._options = options
+        self._clock = clock
         self._namespace = options.namespace or os.urandom(16)
-        self._connection = Connection(options.address, options.keys)
+        self._connection = Connection(link or SocketLink(options.address, options.keys), clock)
         self._round = 0
         self._returned_s: float | None = None  # when the last call of `propose` ended
         self._is_lagging = False
@@ -187,7 +194,7 @@ class DraftClient:
         if not self._connection.is_ours():
             return nothing
         self.counts.calls += 1
-        start_s = time.monotonic()
+        start_s = self._clock()
         step_s = start_s - self._returned_s if is_whole and self._returned_s is not None else 0.0
         self._learn_step(step_s)
         try:
@@ -198,7 +205,7 @@ class DraftClient:
             log.exception("draft client failed; this step goes without drafts")
             found = None
         finally:
-            self._returned_s = time.monotonic()
+            self._returned_s = self._clock()
             self.counts.wait_s += self._returned_s - start_s
         if found is None:
             self.drawn_from = [[] for _ in rows]
@@ -208,7 +215,7 @@ class DraftClient:
 
     def expect(self, prompts: Sequence[Tokens]) -> None:
         """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""
-        end_s = time.monotonic() + self._options.deadline_s
+        end_s = self._clock() + self._options.deadline_s
         try:
             if not self._connection.is_ours():
                 return
@@ -222,14 +229,14 @@ class DraftClient:
 
     def hello(self, timeout_s: float) -> Welcome | None:
         """Ask the service what it is; None if it does not answer in time. Never raises."""
-        end_s = time.monotonic() + timeout_s
+        end_s = self._clock() + timeout_s
         self._round += 1
         try:
-            while self._connection.is_ours() and time.monotonic() < end_s:
+            while self._connection.is_ours() and self._clock() < end_s:
                 if self._send(Hello(VERSION, self._round)):
                     reply = self._await(end_s)
                     return reply if isinstance(reply, Welcome) else None
-                time.sleep(0.01)
+                self._connection.await_writable(0.01)
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed")
@@ -262,7 +269,7 @@ class DraftClient:
         if not self._fit.is_known:
             self._send(Hello(VERSION, self._round))  # the round before: its answer is not the one awaited
         self._round += 1
-        wait_s = 0.0 if self._is_lagging else max(end_s - time.monotonic(), 0.0)
+        wait_s = 0.0 if self._is_lagging else max(end_s - self._clock(), 0.0)
         # The service answers a little before we stop to listen.
         step_rows = [self._step_row(rows[index], index) for index in sent]
         self._proposed = {}
@@ -281,7 +288,7 @@ class DraftClient:
             if answer is None and row.after not in self._sent:
                 unknown[row.after] = rows[index].tokens
         num_sent = self._open(unknown.values(), end_s)
-        self._sent |= dict.fromkeys(itertools.islice(unknown, num_sent), time.monotonic())
+        self._sent |= dict.fromkeys(itertools.islice(unknown, num_sent), self._clock())
         return found
 
     def _answers(self, rows: Sequence[StepRow], end_s: float) -> tuple[Sequence[Sequence[int] | None], Sequence[bytes]]:
@@ -344,7 +351,7 @@ class DraftClient:
         sent: dict[bytes, float] = {}
         for row in rows:
             at_s = self._sent.pop(row.before, None)
-            if at_s is not None and time.monotonic() - at_s < _AGAIN_S:
+            if at_s is not None and self._clock() - at_s < _AGAIN_S:
                 sent[row.after] = at_s
         return sent
 
@@ -400,7 +407,7 @@ class DraftClient:
             if not self._send(message):
                 break
             num_sent += 1
-            if time.monotonic() >= end_s:
+            if self._clock() >= end_s:
                 break
         if num_sent:
             self._send(Hello(VERSION, self._round))
@@ -417,7 +424,7 @@ class DraftClient:
 
     def _ask_again(self) -> None:
         """Ask a service whose draft does not fit what it is now; the answer is taken whenever it comes."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._asked_s >= _ASK_S:
             self._asked_s = now_s
             self._send(Hello(VERSION, self._round))

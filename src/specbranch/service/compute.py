@@ -91,8 +91,20 @@ class Compute:
             grown[self._grown.get()] = None
         return list(grown)
 
+    def turn(self) -> bool:
+        """One turn of the loop, contained: a fault of no session that could be named costs all of them.
+
+        False if there was nothing to do.
+        """
+        try:
+            return self.work()
+        except Exception as error:
+            self.faults.note(error, "all sessions are forgotten")
+            self._forget_all()
+            return True
+
     def work(self) -> bool:
-        """One turn of the loop; False if there was nothing to do."""
+        """Look for news, plan, run one step; False if there was nothing to do."""
         self._take_news()
         self._close_forgotten()
         self._clear_rests()
@@ -103,12 +115,8 @@ class Compute:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            try:
-                if not self.work():
-                    self._wait_for_news()
-            except Exception as error:  # of no session that could be named
-                self.faults.note(error, "all sessions are forgotten")
-                self._forget_all()
+            if not self.turn():
+                self._wait_for_news()
 
     def _wait_for_news(self) -> None:
         # The end is looked at again: the turn before may have taken the last news, with which `stop` wakes this thread.

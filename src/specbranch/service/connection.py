@@ -7,18 +7,13 @@ is looked at again then.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import time
-import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import zmq
-
-from specbranch.service.endpoint import ClientKeys, EndpointError, connected, reach
+from specbranch.service.endpoint import EndpointError
+from specbranch.service.link import Link
 from specbranch.service.logs import Seldom
 from specbranch.service.wire import FrameError, Refused, Reply, Request, decode_reply, encode
 
@@ -29,25 +24,16 @@ _RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
 
 
 class Connection:
-    """One DEALER socket. One thread at a time may use it, and only the process that made it."""
+    """Messages over one link. One thread at a time may use it, and only the process that made it."""
 
-    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
-        self._address = address
+    def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link = link
+        self._clock = clock
         self._pid = os.getpid()
         self._is_fork_told = False
-        self._warn = Seldom(log)
-        context: zmq.Context[Any] = zmq.Context()
-        try:
-            self._socket = connected(context, address, keys)
-        except BaseException:
-            context.destroy(linger=0)
-            raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._warn = Seldom(log, clock)
         self._num_in_a_row = 0
-        self._since_s = time.monotonic()
-        # What finalizes holds the socket too: a context that is collected before its socket waits for it forever.
-        self._close = weakref.finalize(self, _close, context, self._socket, self._pid)
+        self._since_s = clock()
 
     def is_ours(self) -> bool:
         """Whether this process made the connection; a fork of it must not touch the socket, and is told so once."""
@@ -60,17 +46,15 @@ class Connection:
 
     def send(self, message: Request) -> bool:
         """Whether the message is on its way; False, at once, if there is nobody to send it to."""
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            if time.monotonic() - self._since_s > _RENEWAL_S:
-                self._renew()
-            return False
-        return True
+        if self._link.send(encode(message)):
+            return True
+        if self._clock() - self._since_s > _RENEWAL_S:
+            self._renew()
+        return False
 
     def await_writable(self, timeout_s: float) -> None:
         """Wait until something can be sent, or the time is up."""
-        self._socket.poll(math.ceil(timeout_s * 1000), zmq.POLLOUT)
+        self._link.await_writable(timeout_s)
 
     def replies(self, end_s: float, waits: bool = True) -> Iterator[Reply | None]:
         """Replies as they come, until then, or those that are here already; None for what is no reply.
@@ -84,22 +68,21 @@ class Connection:
                 return
             self._num_in_a_row += 1
             yield self._read(frames)
-            if time.monotonic() >= end_s:
+            if self._clock() >= end_s:
                 return
 
     def close(self) -> None:
         """Let go of the connection; nothing that is still queued is waited for. A fork leaves its parent's alone."""
-        self._close()
+        self._link.close()
 
     def _receive(self, end_s: float) -> list[bytes] | None:
         """What is here, or comes until then. To try costs less than to ask first."""
-        with contextlib.suppress(zmq.Again):
-            return self._socket.recv_multipart(zmq.NOBLOCK)
+        frames = self._link.receive()
+        if frames is not None:
+            return frames
         self._num_in_a_row = 0
-        left_s = end_s - time.monotonic()
-        if left_s > 0 and self._poller.poll(math.ceil(left_s * 1000)):
-            return self._socket.recv_multipart(zmq.NOBLOCK)
-        return None
+        left_s = end_s - self._clock()
+        return self._link.receive() if left_s > 0 and self._link.await_readable(left_s) else None
 
     def _read(self, frames: list[bytes]) -> Reply | None:
         try:
@@ -115,16 +98,8 @@ class Connection:
 
     def _renew(self) -> None:
         self._num_in_a_row = 0
-        self._since_s = time.monotonic()
-        with contextlib.suppress(zmq.ZMQError):  # it was not connected
-            self._socket.disconnect(self._address)
+        self._since_s = self._clock()
         try:
-            reach(self._socket, self._address)
+            self._link.renew()
         except EndpointError as error:
             self._warn("no connection to the draft service: %s", error)
-
-
-def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> None:
-    if os.getpid() == pid:
-        socket.close(linger=0)
-        context.term()

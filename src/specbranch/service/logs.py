@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
@@ -38,13 +39,14 @@ def set_up_logs(style: LogFormat, level: str) -> None:
 class Seldom:
     """Writes warnings, at most one a second: what another process causes must not fill the log."""
 
-    def __init__(self, log: logging.Logger) -> None:
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
+        self._clock = clock
         self._next_s = 0.0
 
     def __call__(self, message: str, *args: object) -> None:
         """Write this one, or leave it out."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s >= self._next_s:
             self._next_s = now_s + 1.0
             self._log.warning(message, *args)

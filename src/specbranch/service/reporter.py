@@ -9,9 +9,11 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from collections.abc import Callable
 
 from specbranch.service.connection import Connection
 from specbranch.service.endpoint import ClientKeys
+from specbranch.service.link import Link, SocketLink
 from specbranch.service.wire import Overview, OverviewRequest, Refused, Reply, StatsReply, StatsRequest
 
 log = logging.getLogger(__name__)
@@ -33,12 +35,21 @@ class Reporter:
     """One connection to a draft service. One thread at a time may use it.
 
     It asks for the `stats` of one namespace or, without one, for the `overview` of the service. `refusal` is why the
-    last question was not answered by either.
+    last question was not answered by either. `link` and `clock` are as those of `DraftClient`.
     """
 
-    def __init__(self, address: str, namespace: bytes | None, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        namespace: bytes | None,
+        keys: ClientKeys | None = None,
+        *,
+        link: Link | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._namespace = namespace
-        self._connection = Connection(address, keys)
+        self._clock = clock
+        self._connection = Connection(link or SocketLink(address, keys), clock)
         self._round = 0
         self._is_new = True
         self._open_s: float | None = None  # when the oldest question was asked that is still open
@@ -61,7 +72,7 @@ class Reporter:
     def _ask(self, timeout_s: float) -> Reach:
         if not self._connection.is_ours():
             return Reach.ABSENT
-        now_s = time.monotonic()
+        now_s = self._clock()
         end_s = now_s + timeout_s
         for reply in self._connection.replies(end_s, waits=False):
             self._take(reply)  # an answer that came too late; it still is the newest we have

@@ -7,9 +7,9 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -47,6 +47,18 @@ class ServiceOptions:
     heads: str = ""
 
 
+class Router(Protocol):
+    """What a turn needs of the socket that all clients are connected to; ZeroMQ's, or a test's."""
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        """A client and the frames of its message; raises `zmq.Again` if there is none."""
+        ...
+
+    def send_multipart(self, frames: Sequence[bytes], flags: int) -> object:
+        """Send frames to the client that the first one names; raises `zmq.ZMQError` if that cannot be done now."""
+        ...
+
+
 class Server:
     """Serves until `stop`. `stop` may be called from a signal handler or another thread.
 
@@ -58,20 +70,20 @@ class Server:
         engine: DraftEngine,
         options: ServiceOptions,
         observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._observer = observer or Observer()
         self._options = options
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._wake_sender = self._context.socket(zmq.PUSH)
-        self._wake_sender.setsockopt(zmq.SNDHWM, 1)
-        self._wake_sender.setsockopt(zmq.LINGER, 0)
+        self._clock = clock
+        self._wake_sender: zmq.Socket[bytes] | None = None
+        self._is_woken = False
         self._is_stopping = False
         self.store = SessionStore(options.max_sessions, options.max_session_tokens)
         piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
-        self.compute = Compute(engine, self.store, notify=self._wake, observer=self._observer, piece_len=piece_len)
+        self.compute = Compute(engine, self.store, self._wake, clock, self._observer, piece_len)
         settings = _settings(engine.info, options, piece_len)
-        self.dispatch = Dispatch(engine, self.store, self.compute, self._observer, settings=settings)
+        self.dispatch = Dispatch(engine, self.store, self.compute, self._observer, clock, settings)
 
     def stop(self) -> None:
         """End soon."""
@@ -80,11 +92,15 @@ class Server:
     def serve(self) -> None:
         """Listen and answer until stopped; then close everything."""
         sys.setswitchinterval(_SWITCH_S)
-        wake = self._context.socket(zmq.PULL)
+        context: zmq.Context[Any] = zmq.Context()
+        wake = context.socket(zmq.PULL)
         wake.bind(_WAKE)
+        self._wake_sender = context.socket(zmq.PUSH)
+        self._wake_sender.setsockopt(zmq.SNDHWM, 1)
+        self._wake_sender.setsockopt(zmq.LINGER, 0)
         self._wake_sender.connect(_WAKE)
         try:
-            with listening(self._context, self._options.address, self._options.keys) as router:
+            with listening(context, self._options.address, self._options.keys) as router:
                 self.compute.start()
                 log.info("listening at %s", self._options.address)
                 self._loop(router, wake)
@@ -93,9 +109,20 @@ class Server:
             self._observer.close()
             wake.close()
             self._wake_sender.close()
-            self._context.term()
+            context.term()
             self._engine.shutdown()
             log.info("stopped")
+
+    def turn(self, router: Router) -> None:
+        """One turn of the lookup thread: take in what has come, and answer. What can wait comes last."""
+        is_woken, self._is_woken = self._is_woken, False  # before the drafts are looked at: none is overlooked
+        self._receive(router)
+        if is_woken:
+            self._send(router, self.dispatch.answer_ready())
+        self._send(router, self.dispatch.answer_overdue())
+        if is_woken:
+            self._send(router, self.dispatch.tell_ahead())
+        self._observer.flush()
 
     def _loop(self, router: zmq.Socket[bytes], wake: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
@@ -104,24 +131,17 @@ class Server:
         while not self._is_stopping:
             if not self.compute.is_alive:
                 raise RuntimeError("the compute thread has ended and nothing is drafted; start the service again")
-            events = dict(poller.poll(self._timeout_ms()))
-            if router in events:
-                self._receive(router)
-            if wake in events:
+            if wake in dict(poller.poll(self._timeout_ms())):
                 wake.recv()
-                self._send(router, self.dispatch.answer_ready())
-            self._send(router, self.dispatch.answer_overdue())
-            if wake in events:  # after the answers that somebody waits for
-                self._send(router, self.dispatch.tell_ahead())
-            self._observer.flush()
+            self.turn(router)
 
     def _timeout_ms(self) -> int:
         deadline_s = self.dispatch.next_deadline_s()
         if deadline_s is None:
             return _POLL_MS
-        return min(max(math.ceil((deadline_s - time.monotonic()) * 1000), 0), _POLL_MS)
+        return min(max(math.ceil((deadline_s - self._clock()) * 1000), 0), _POLL_MS)
 
-    def _receive(self, router: zmq.Socket[bytes]) -> None:
+    def _receive(self, router: Router) -> None:
         # A few at a time, so that a flood from one client cannot keep deadlines from being met.
         for _ in range(64):
             try:
@@ -130,7 +150,7 @@ class Server:
                 return
             self._send(router, self.dispatch.handle(client, frames))
 
-    def _send(self, router: zmq.Socket[bytes], answers: Iterable[Answer]) -> None:
+    def _send(self, router: Router, answers: Iterable[Answer]) -> None:
         for client, reply in answers:
             try:
                 router.send_multipart((client, encode(reply)), zmq.NOBLOCK)
@@ -139,8 +159,10 @@ class Server:
 
     def _wake(self) -> None:
         """Called by the compute thread. One wake-up in the pipe is enough."""
-        with contextlib.suppress(zmq.Again):
-            self._wake_sender.send(b"", zmq.NOBLOCK)
+        self._is_woken = True
+        if self._wake_sender is not None:
+            with contextlib.suppress(zmq.Again):
+                self._wake_sender.send(b"", zmq.NOBLOCK)
 
 
 def _settings(info: EngineInfo, options: ServiceOptions, piece_len: int) -> dict[str, str | int]:
