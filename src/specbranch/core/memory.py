@@ -57,16 +57,16 @@ class AnswerMemory:
         self.num_tokens = 0
 
     def begin(self) -> Answer:
-        """A new answer, to be passed to `add`."""
-        answer = Answer()
-        self._answers.append(answer)
-        return answer
+        """A new answer, to be passed to `add`; it is remembered from its first token on."""
+        return Answer()
 
     def add(self, answer: Answer, tokens: Sequence[int]) -> None:
         """Take in the next tokens of an answer."""
         if answer.is_forgotten or not tokens:
             return
         kept = answer.tokens
+        if not kept:
+            self._answers.append(answer)
         for token in tokens:
             for length in LENGTHS:
                 if _SHORTEST <= length <= len(kept):

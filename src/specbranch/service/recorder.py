@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import mmap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 from specbranch.core.distribution import Distribution
 from specbranch.service.private import open_private
@@ -41,14 +43,23 @@ class Note:
 class Recorder:
     """One trace file, which ends at `max_bytes`. Used by the lookup thread alone.
 
-    An existing file, for example after a crash, is appended to.
+    An existing file, for example after a crash, is appended to. `wall_ns` and `open_file`: another clock and another
+    disk, for tests.
     """
 
-    def __init__(self, path: Path, draft: str, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        draft: str,
+        max_bytes: int = _MAX_BYTES,
+        *,
+        wall_ns: Callable[[], int] = time.time_ns,
+        open_file: Callable[[Path, Literal["ab"]], BinaryIO] = open_private,
+    ) -> None:
         self._path = path
-        self._first = time.time_ns() // 1000  # sessions of another run have other numbers
+        self._first = wall_ns() // 1000  # sessions of another run have other numbers
         held = _whole_len(path)
-        self._file = open_private(path, "ab")
+        self._file = open_file(path, "ab")
         self._file.truncate(held)
         self._left = max_bytes - held
         self._notes: list[Note] = []
@@ -74,9 +85,12 @@ class Recorder:
         self._notes.clear()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left; what finds no room is lost, and nothing else."""
         self.flush()
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            log.warning("the end of the trace %s is lost: %s", self._path, error)
 
     def _write(self, line: bytes) -> None:
         if self._left <= 0:

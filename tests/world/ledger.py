@@ -1,0 +1,79 @@
+"""What went in and out of one life of a simulated service, as its router saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specbranch.service.digest import Digest
+from specbranch.service.wire import (
+    Ahead,
+    FrameError,
+    Open,
+    Proposals,
+    Step,
+    decode_reply,
+    decode_request,
+    unpack,
+)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts, and which texts each namespace has told. `leaked` is called with a text that was not told."""
+
+    leaked: Callable[[str], None] = print
+    num_steps: int = 0
+    num_rows: int = 0
+    num_submitted: int = 0
+    num_opened: int = 0
+    num_unknown: int = 0
+    num_unreadable: int = 0
+    asked: dict[bytes, Step] = field(default_factory=dict)  # by client: the step that has no answer yet
+    _told: set[tuple[bytes, bytes]] = field(default_factory=set)
+    _namespaces: dict[bytes, bytes] = field(default_factory=dict)
+
+    def hear(self, client: bytes, frame: bytes) -> None:
+        """A message came in."""
+        try:
+            request = decode_request(frame)
+        except FrameError:
+            self.num_unreadable += 1
+            return
+        if isinstance(request, Open):
+            self._namespaces[client] = request.namespace
+            self.num_opened += len(request.sequences)
+            self._told |= {(request.namespace, Digest(unpack(packed)).name) for packed in request.sequences}
+        elif isinstance(request, Step):
+            self._hear_step(client, request)
+
+    def _hear_step(self, client: bytes, step: Step) -> None:
+        self._namespaces[client] = step.namespace
+        self.num_steps += 1
+        self.num_rows += len(step.rows)
+        self.asked.pop(client, None)  # it has gone on
+        if any(row.taken is None for row in step.rows):
+            self.asked[client] = step
+        for row in step.rows:
+            self.num_submitted += row.num_submitted
+            if (step.namespace, row.before) in self._told:
+                self._told.add((step.namespace, row.after))
+
+    def say(self, client: bytes, frame: bytes) -> None:
+        """A message goes out."""
+        reply = decode_reply(frame)
+        if isinstance(reply, Proposals):
+            self._say_proposals(client, reply)
+        elif isinstance(reply, Ahead):
+            for told in reply.rows:
+                if (self._namespaces.get(client), told.before) not in self._told:
+                    self.leaked("a client is told ahead of a text that its namespace does not have")
+
+    def _say_proposals(self, client: bytes, reply: Proposals) -> None:
+        step = self.asked.pop(client, None)
+        if step is None or step.round != reply.round:
+            return
+        for row, proposal in zip(step.rows, reply.rows, strict=True):
+            self.num_unknown += proposal is None and row.taken is None
+            if proposal is not None and row.taken is None and (step.namespace, row.after) not in self._told:
+                self.leaked("an answer is given for a text that its namespace does not have")

@@ -1,0 +1,135 @@
+"""The draft service of a simulated world: the real one, its two threads driven by the schedule."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specbranch.service.observer import Observer
+from specbranch.service.recorder import Recorder
+from specbranch.service.server import Server, ServiceOptions
+from specbranch.service.timeline import TimelineRecorder
+from tests.world.clock import Clock
+from tests.world.disk import Disk
+from tests.world.engine import WorldEngine
+from tests.world.limits import Limits
+from tests.world.network import Network, WorldRouter
+from tests.world.schedule import Actor, Schedule
+
+_POLL_S = 0.5
+_LATENCY_S = 0.0003  # of a thread that is woken
+MAX_EVENTS = 300  # of a timeline
+
+
+class _Server(Server):
+    """Tells the schedule, in place of a socket, that there is something to look at."""
+
+    def __init__(self, *parts: Any, look: Callable[[float], None]) -> None:
+        self._look = look
+        super().__init__(*parts)
+
+    def _wake(self) -> None:
+        super()._wake()
+        self._look(0.0)
+
+
+class Service:
+    """One life of the service, from its start to its end. `turned` is called after every turn of the lookup thread."""
+
+    def __init__(
+        self, schedule: Schedule, clock: Clock, rng: random.Random, disk: Disk, limits: Limits, network: Network
+    ) -> None:
+        self._schedule = schedule
+        self._clock = clock
+        self._rng = rng
+        self._network = network
+        self._is_idle = False
+        self._hangs_until_s = 0.0
+        self._look_s = math.inf  # when the lookup thread looks next
+        self.is_up = True
+        self.is_touched = True  # since it was last checked
+        self.turned: Callable[[], None] = lambda: None
+        self.limits = limits
+        self.engine = WorldEngine(rng, limits.max_handles, limits.max_tokens, self._run_step)
+        self.timeline = TimelineRecorder(MAX_EVENTS)
+        self.recorder = Recorder(
+            Path("no such file"), "scripted", wall_ns=clock.wall_ns, open_file=lambda path, mode: disk.open()
+        )
+        self._observer = Observer(self.timeline, self.recorder)
+        options = ServiceOptions(
+            "world", None, limits.max_sessions, limits.max_session_tokens, piece_len=rng.choice([4, 16, 64])
+        )
+        self.server = _Server(self.engine, options, self._observer, clock, look=self.look)
+        self.router: WorldRouter | None = None
+        self._compute = Actor(schedule, self._draft)
+
+    def listen(self, router: WorldRouter) -> None:
+        self.router = router
+        self._network.open(router)
+
+    def end(self, is_orderly: bool) -> None:
+        """Stopped, or killed without a word; nobody remembers anything."""
+        self.is_up = False
+        self._compute.end()
+        if is_orderly:
+            self._observer.close()
+        self._network.shut()
+
+    def hang(self, seconds: float) -> None:
+        self._hangs_until_s = self._clock.now_s + seconds
+
+    def look(self, delay_s: float) -> None:
+        """Let the lookup thread take a turn by then."""
+        delay_s += self._rng.random() * _LATENCY_S
+        if self._clock.now_s + delay_s < self._look_s:
+            self._look_s = self._clock.now_s + delay_s
+            self._schedule.after(delay_s, self._turn)
+
+    def settle(self) -> None:
+        """Without any client left: draft what there is to draft, forget all, and give everything back."""
+        store = self.server.store
+        for session in store.snapshot():
+            store.forget(session)
+        self._compute.end()
+        self.server.compute.work()
+
+    @property
+    def _stall_s(self) -> float:
+        return max(self._hangs_until_s - self._clock.now_s, 0.0)
+
+    def _turn(self) -> None:
+        if not self.is_up or self.router is None:
+            return
+        self._look_s = math.inf
+        if self._stall_s:
+            self.look(self._stall_s)
+            return
+        self.is_touched = True
+        self.server.turn(self.router)
+        self.turned()
+        if self._is_idle:
+            self._is_idle = False
+            self._compute.wake(self._rng.random() * _LATENCY_S)
+        deadline_s = self.server.dispatch.next_deadline_s()
+        left_s = _POLL_S if deadline_s is None else min(max(deadline_s - self._clock.now_s, 0.0), _POLL_S)
+        self.look(0.0 if self.router.inbox else left_s)
+
+    def _draft(self) -> None:
+        """What the compute thread does."""
+        while True:
+            self.is_touched = True
+            if self.server.compute.turn():
+                self._compute.wait(self._rng.random() * _LATENCY_S)
+            else:
+                self._is_idle = True
+                self._compute.wait(None)
+
+    def _run_step(self, step_s: float) -> None:
+        """The engine computes; others go on meanwhile."""
+        self._compute.wait(step_s)
+        if self._stall_s:
+            self._compute.wait(self._stall_s)
+        self.is_touched = True

@@ -1,0 +1,216 @@
+"""Every rule of a simulated world can be broken: with a fault put into the real code, some world finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from specbranch.core import verify
+from specbranch.core.memory import Answer, AnswerMemory
+from specbranch.core.session import Session
+from specbranch.core.tree import Tree
+from specbranch.core.verdict import Verdict
+from specbranch.service.ahead import tell_ahead
+from specbranch.service.client import DraftClient
+from specbranch.service.compute import Compute
+from specbranch.service.connection import Connection
+from specbranch.service.dispatch import Dispatch
+from specbranch.service.faults import Faults
+from specbranch.service.lookup import Lookup
+from specbranch.service.prefixes import Prefixes
+from specbranch.service.recorder import Recorder
+from specbranch.service.sessions import DraftSession, SessionStore
+from specbranch.service.tenants import Tenants
+from tests.world.invariants import Rule, Violation
+from tests.world.test_world import NUM_WORLDS
+from tests.world.world import World
+
+Patch = pytest.MonkeyPatch
+Mutation = Callable[[Patch], None]
+
+
+def accept_everything(patch: Patch) -> None:
+    patch.setattr(verify, "match", lambda submitted, sample: Verdict(len(submitted), sample(len(submitted))))
+
+
+def keep_what_was_submitted(patch: Patch) -> None:
+    commit = Session.commit
+
+    def wrong(self: Session, tokens: list[int], *rest: Any) -> list[int]:
+        return commit(self, [*self.submitted[:1], *tokens], *rest)
+
+    patch.setattr(Session, "commit", wrong)
+
+
+def wait_longer(patch: Patch) -> None:
+    patch.setattr(DraftClient, "_patience_s", lambda self: 2 * self._options.deadline_s)
+
+
+def wait_again_for_every_reply(patch: Patch) -> None:
+    receive = Connection._receive
+    patch.setattr(Connection, "_receive", lambda self, end_s: receive(self, max(end_s, self._clock() + 0.05)))
+
+
+def hold_answers_back(patch: Patch) -> None:
+    patch.setattr(Dispatch, "_is_overdue", lambda self, pending: False)
+
+
+def find_by_text_alone(patch: Patch) -> None:
+    find = SessionStore.find
+    patch.setattr(DraftSession, "key", property(lambda self: (b"", self._digest.name)))
+    patch.setattr(SessionStore, "find", lambda self, key: find(self, (b"", key[1])))
+
+
+def find_in_all_namespaces(patch: Patch) -> None:
+    """The session is filed rightly and looked for wrongly: only what is answered tells."""
+
+    def find(self: SessionStore, key: tuple[bytes, bytes]) -> DraftSession | None:
+        return next((session for session in self.snapshot() if session.key[1] == key[1]), None)
+
+    patch.setattr(SessionStore, "find", find)
+
+
+def lend_to_anybody(patch: Patch) -> None:
+    add, find = Prefixes.add, Prefixes.find
+    patch.setattr(Prefixes, "add", lambda self, holder, namespace, tokens: add(self, holder, b"", tokens))
+    patch.setattr(Prefixes, "find", lambda self, namespace, tokens: find(self, b"", tokens))
+
+
+def remember_for_all(patch: Patch) -> None:
+    tenant = Tenants._tenant
+    patch.setattr(Tenants, "_tenant", lambda self, namespace: tenant(self, b""))
+
+
+def never_evict(patch: Patch) -> None:
+    patch.setattr(SessionStore, "_shrink", lambda self: None)
+
+
+def never_close(patch: Patch) -> None:
+    patch.setattr(SessionStore, "take_forgotten", lambda self: self._forgotten.clear() or [])
+
+
+def keep_prefixes(patch: Patch) -> None:
+    patch.setattr(Prefixes, "remove", lambda self, holder: None)
+
+
+def keep_empty_answers(patch: Patch) -> None:
+    def begin(self: AnswerMemory) -> Answer:
+        answer = Answer()
+        self._answers.append(answer)
+        return answer
+
+    patch.setattr(AnswerMemory, "begin", begin)
+
+
+def never_take_what_has_grown(patch: Patch) -> None:
+    patch.setattr(Dispatch, "tell_ahead", lambda self: list(tell_ahead(self._store.snapshot(), self.faults)))
+
+
+def never_retract(patch: Patch) -> None:
+    patch.setattr(Tree, "retract", lambda self, length: None)
+
+
+def retire_twice(patch: Patch) -> None:
+    retire = SessionStore._retire
+
+    def twice(self: SessionStore, session: DraftSession) -> None:
+        retire(self, session)
+        retire(self, session)
+
+    patch.setattr(SessionStore, "_retire", twice)
+
+
+def count_lookups_twice(patch: Patch) -> None:
+    session_of = Lookup.session_of
+
+    def twice(self: Lookup, *row: Any) -> DraftSession | None:
+        self.counts.lookups += 1
+        return session_of(self, *row)
+
+    patch.setattr(Lookup, "session_of", twice)
+
+
+def let_faults_out(patch: Patch) -> None:
+    patch.setattr(Faults, "contain", lambda self, session, act, *args: act(*args))
+
+
+def end_with_the_disk(patch: Patch) -> None:
+    def close(self: Recorder) -> None:
+        self.flush()
+        self._file.close()
+
+    patch.setattr(Recorder, "close", close)
+
+
+def answer_some(patch: Patch) -> None:
+    ready = Dispatch.answer_ready
+    patch.setattr(Dispatch, "answer_ready", lambda self: ready(self)[1:])
+
+
+def lag_for_ever(patch: Patch) -> None:
+    drain = DraftClient._drain
+
+    def wrong(self: DraftClient, end_s: float) -> None:
+        was_lagging = self._is_lagging
+        drain(self, end_s)
+        self._is_lagging = was_lagging
+
+    patch.setattr(DraftClient, "_drain", wrong)
+
+
+def send_a_text_once(patch: Patch) -> None:
+    patch.setattr("specbranch.service.client._AGAIN_S", 1e9)
+
+
+def draft_for_no_newcomer(patch: Patch) -> None:
+    tell = Compute.tell
+    patch.setattr(Compute, "tell", lambda self, session: tell(self, session) if session.number % 2 else None)
+
+
+MUTATIONS: list[tuple[Rule, Mutation]] = [
+    ("text", accept_everything),
+    ("text", keep_what_was_submitted),
+    ("deadline", wait_longer),
+    ("deadline", wait_again_for_every_reply),
+    ("deadline", hold_answers_back),
+    ("namespace", find_by_text_alone),
+    ("namespace", find_in_all_namespaces),
+    ("namespace", lend_to_anybody),
+    ("namespace", remember_for_all),
+    ("memory", never_evict),
+    ("memory", never_close),
+    ("memory", keep_prefixes),
+    ("memory", keep_empty_answers),
+    ("memory", never_take_what_has_grown),
+    ("counters", never_retract),
+    ("counters", retire_twice),
+    ("counters", count_lookups_twice),
+    ("containment", let_faults_out),
+    ("containment", end_with_the_disk),
+    ("containment", answer_some),
+    ("recovery", lag_for_ever),
+    ("recovery", send_a_text_once),
+    ("recovery", draft_for_no_newcomer),
+]
+
+
+def first_broken(rule: Rule) -> int | None:
+    """The first of the worlds of CI that breaks this rule."""
+    for seed in range(NUM_WORLDS):
+        try:
+            World(seed).run()
+        except Violation as violation:
+            assert f"--seed {seed} " in str(violation), "the message says how to replay it"
+            if violation.rule == rule:
+                return seed
+    return None
+
+
+@pytest.mark.parametrize(("rule", "mutate"), MUTATIONS, ids=lambda part: getattr(part, "__name__", part))
+def test_a_fault_in_the_code_is_found(rule: Rule, mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    found = first_broken(rule)
+
+    assert found is not None, f"no world breaks the rule {rule!r}"
