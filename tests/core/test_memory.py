@@ -93,3 +93,12 @@ def test_an_answer_that_was_forgotten_while_it_grew_stays_forgotten() -> None:
 
     assert memory.after([1, 2, 3], 2) == ([], 0)
     assert memory.num_tokens == 8
+
+
+def test_an_answer_of_which_no_token_came_takes_no_room() -> None:
+    memory = AnswerMemory()
+    for _ in range(3):
+        memory.begin()
+    memory.add(memory.begin(), [1, 2])
+
+    assert [answer.tokens for answer in memory._answers] == [[1, 2]]

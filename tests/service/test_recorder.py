@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 from contextlib import closing
 from pathlib import Path
 
@@ -79,6 +80,24 @@ def test_a_full_file_says_so_once_and_stays_readable(tmp_path: Path, caplog: pyt
     assert len(caplog.records) == 1 and "limit" in caplog.records[0].message
     (answer,) = read_trace(path).answers
     assert 0 < len(answer.tokens) < 20 and answer.prompt == (7,)
+
+
+def test_a_disk_that_is_full_to_the_end_costs_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real file that may not grow. What was not written is written again when the file is closed, again in vain."""
+    recorder = Recorder(tmp_path / "trace.jsonl", "small")
+    recorder.note(Note(1, 0.0, [7], [3], [None], 0, False))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        recorder.flush()
+        recorder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert (tmp_path / "trace.jsonl").stat().st_size <= 10
+    assert ["ends here" in record.message for record in caplog.records] == [True, False]
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

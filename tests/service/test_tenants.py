@@ -11,7 +11,7 @@ import pytest
 from specbranch.core.costs import StepEstimate
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.tenants import Tenants
-from specbranch.service.wire import Step, StepRow
+from specbranch.service.wire import MAX_STEP_US, Step, StepRow, decode_request
 
 NAME = bytes(16)
 
@@ -58,6 +58,49 @@ def test_pauses_between_steps_count_only_while_the_target_tells_nothing() -> Non
     tenants.step_ended(step(1, 0, 1, 0), 15.0)
 
     assert tenants.costs(b"ours").target.cost == before
+
+
+def test_a_machine_that_stood_still_once_teaches_nothing_and_a_target_that_has_become_slow_does() -> None:
+    tenants = Tenants(StepEstimate())
+    for num_submitted in (0, 4, 8, 0, 4, 8):
+        tenants.step_ended(step(1, num_submitted, 3, 100_000), 0.0)
+    tenants.step_ended(step(1, 8, 3, 30_000_000), 0.0)
+    assert tenants.costs(b"ours").price == pytest.approx(0.0, abs=1e-9)
+    for _ in range(2):
+        tenants.step_ended(step(1, 0, 1, 30_000_000), 0.0)
+        tenants.step_ended(step(1, 0, 1, 30_000_000), 0.0)
+    cost = tenants.costs(b"ours").target.cost
+
+    assert cost is not None and cost.at(1) > 1.0
+
+
+def test_a_step_too_long_to_be_told_is_not_told() -> None:
+    now_s = 0.0
+    sent: list[Step] = []
+
+    class Nobody:
+        def send(self, frame: bytes) -> bool:
+            request = decode_request(frame)
+            if isinstance(request, Step):
+                sent.append(request)
+            return True
+
+        def receive(self) -> None:
+            return None
+
+        def await_readable(self, timeout_s: float) -> bool:
+            return False
+
+        def await_writable(self, timeout_s: float) -> None:
+            pass
+
+        renew = close = lambda self: None
+
+    client = DraftClient(ClientOptions("nobody"), link=Nobody(), clock=lambda: now_s)
+    for now_s in (1.0, 2.0, 2.0 + 1e-6 * MAX_STEP_US + 1.0):
+        client.propose([Committed([1, 2, 3], 1)], is_whole=True)
+
+    assert [one.step_us for one in sent] == [0, 1_000_000, 0]
 
 
 def test_the_client_tells_the_time_of_whole_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

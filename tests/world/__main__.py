@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 
@@ -18,8 +17,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="events before faults end")
     parser.add_argument("--verbose", action="store_true", help="write down all that happens")
     args = parser.parse_args()
-    if not args.verbose:
-        logging.getLogger("specbranch").setLevel(logging.CRITICAL + 1)
     num_broken = 0
     start_s = time.monotonic()
     for seed in range(args.seed, args.seed + args.count):

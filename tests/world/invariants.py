@@ -36,7 +36,7 @@ class Invariants:
 
     def __init__(self) -> None:
         self._texts: set[tuple[bytes, bytes]] = set()  # namespace and digest of what targets have verified
-        self._calls: Counter[int] = Counter()
+        self._calls: Counter[DraftClient] = Counter()
         self._begin()
 
     def service_began(self, ledger: Ledger) -> None:
@@ -67,8 +67,8 @@ class Invariants:
         _require(len(found) == num_rows, "containment", f"{len(found)} proposals for {num_rows} rows")
         _require(not counts.faults, "containment", "the client has failed")
         _require(all(0 <= token < VOCAB for row in found for token in row), "text", "a token that the target lacks")
-        self._calls[id(client)] += 1
-        _require(counts.calls == self._calls[id(client)], "counters", f"{counts.calls} calls were counted")
+        self._calls[client] += 1
+        _require(counts.calls == self._calls[client], "counters", f"{counts.calls} calls were counted")
         ended = counts.answered + counts.timeouts + counts.unreachable + counts.unawaited + counts.other_vocab
         _require(ended <= counts.calls, "counters", f"{ended} ends of {counts.calls} calls")
 
@@ -81,7 +81,7 @@ class Invariants:
     def check(self, service: Service) -> None:
         """All rules that hold of a service at any moment."""
         sessions = service.server.store.snapshot()
-        for session in sessions:
+        for session in (*sessions, *service.server.store._forgotten):
             self._seen.setdefault(session, 0)
         self._check_texts(sessions)
         self._check_namespaces(sessions)

@@ -53,7 +53,8 @@ class WorldLink:
         self._actor.wait(timeout_s)
 
     def renew(self) -> None:
-        self._network.drop(self)
+        self._network.close(self)
+        self._network.connect(self)
 
     def close(self) -> None:
         self._network.close(self)
@@ -102,7 +103,6 @@ class Network:
         self.rng = rng
         self.faults = Faults()
         self.router: WorldRouter | None = None
-        self.num_garbled = 0
 
     @property
     def links(self) -> list[WorldLink]:
@@ -115,9 +115,10 @@ class Network:
         self._await_service(link, link.name)
 
     def drop(self, link: WorldLink) -> None:
-        """What is under way is lost, and the link connects anew."""
+        """What is under way is lost. The link connects anew, or is dead until its owner renews it."""
         self.close(link)
-        self.connect(link)
+        if self.rng.random() < 0.8:
+            self.connect(link)
 
     def close(self, link: WorldLink) -> None:
         link.is_connected = False
@@ -131,7 +132,8 @@ class Network:
         """The service is gone, and everybody sees it."""
         self.router = None
         for link in self.links:
-            self.drop(link)
+            self.close(link)
+            self.connect(link)
 
     def to_service(self, link: WorldLink, frame: bytes) -> None:
         name, router = link.name, self.router
@@ -149,7 +151,6 @@ class Network:
             return last_s
         if rng.random() < faults.garbled:
             frame = _garbled(frame, rng)
-            self.num_garbled += 1
         for _ in range(2 if rng.random() < faults.doubled else 1):
             at_s = now_s + rng.random() * (_SLOW_S if rng.random() < faults.delayed else _USUAL_S)
             if rng.random() >= faults.reordered:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specbranch.core import verify
@@ -44,7 +43,6 @@ class Target:
         network: Network,
         rng: random.Random,
         invariants: Invariants,
-        say: Callable[[str], None],
     ) -> None:
         self._number = number
         self.namespace = namespace
@@ -52,7 +50,6 @@ class Target:
         self._network = network
         self._rng = rng
         self._invariants = invariants
-        self._say = say
         self._options = _options(namespace, rng)
         self._most = rng.randint(1, 4)  # requests at once
         self._cuts = rng.random() < 0.3  # the engine verifies fewer tokens than were proposed, at times
@@ -68,6 +65,11 @@ class Target:
 
     def __str__(self) -> str:
         return f"target {self._number} ({self._options.planner}, {self.namespace.decode()})"
+
+    @property
+    def is_thrifty(self) -> bool:
+        """Whether it submits nothing, however good its drafts are, while steps with drafts seem long."""
+        return bool(self._options.settings.get("prices"))
 
     def restart(self) -> None:
         self._is_restarting = True
@@ -162,6 +164,8 @@ def _options(namespace: bytes, rng: random.Random) -> ClientOptions:
     settings: dict[str, int | bool] = {"gamma": rng.randint(2, 6)}
     if planner == "specbranch":
         settings["waits"] = rng.random() < 0.5
+    if planner == "budget":
+        settings["prices"] = rng.random() < 0.5
     return ClientOptions(
         "world",
         planner,

@@ -133,7 +133,11 @@ def count_lookups_twice(patch: Patch) -> None:
 
 
 def let_faults_out(patch: Patch) -> None:
-    patch.setattr(Faults, "contain", lambda self, session, act, *args: act(*args))
+    def drop(self: Faults, session: DraftSession, error: Exception) -> None:
+        raise error
+
+    patch.setattr(Faults, "drop", drop)
+    patch.setattr(Compute, "turn", Compute.work)
 
 
 def end_with_the_disk(patch: Patch) -> None:
@@ -160,13 +164,8 @@ def lag_for_ever(patch: Patch) -> None:
     patch.setattr(DraftClient, "_drain", wrong)
 
 
-def send_a_text_once(patch: Patch) -> None:
-    patch.setattr("specbranch.service.client._AGAIN_S", 1e9)
-
-
-def draft_for_no_newcomer(patch: Patch) -> None:
-    tell = Compute.tell
-    patch.setattr(Compute, "tell", lambda self, session: tell(self, session) if session.number % 2 else None)
+def never_renew(patch: Patch) -> None:
+    patch.setattr(Connection, "_renew", lambda self: None)
 
 
 MUTATIONS: list[tuple[Rule, Mutation]] = [
@@ -191,8 +190,7 @@ MUTATIONS: list[tuple[Rule, Mutation]] = [
     ("containment", end_with_the_disk),
     ("containment", answer_some),
     ("recovery", lag_for_ever),
-    ("recovery", send_a_text_once),
-    ("recovery", draft_for_no_newcomer),
+    ("recovery", never_renew),
 ]
 
 

@@ -14,7 +14,7 @@ from tests.world.world import World
 
 ROOT = Path(__file__).parents[2]
 NUM_WORLDS = 60
-NUM_NIGHTLY = 5000
+NUM_NIGHTLY = 2000
 
 
 @pytest.mark.parametrize("seed", range(NUM_WORLDS))

@@ -47,6 +47,7 @@ class World:
         self.limits = Limits.drawn(rng, num_targets)
         self.service: Service | None = None
         self.num_lives = self.num_steps = 0
+        self._num_hits: dict[bytes, int] = {}  # of each namespace, when faults ended
         self._start_service()
         namespaces = [b"ours", b"theirs", rng.choice([b"ours", b"others"]), b"theirs"]
         self.targets = [self._target(number, namespaces[number]) for number in range(num_targets)]
@@ -57,6 +58,9 @@ class World:
         return self._journal.hexdigest()
 
     def run(self) -> None:
+        logger = logging.getLogger("specbranch")
+        level = logger.level
+        logger.setLevel(level if self._say_line else logging.CRITICAL + 1)
         try:
             self._run()
         except Exception as error:
@@ -67,6 +71,7 @@ class World:
             raise rule from error
         finally:
             self._end()
+            logger.setLevel(level)
 
     def _run(self) -> None:
         self._set_faults(self.faults)
@@ -74,12 +79,17 @@ class World:
         for _ in range(self._steps):
             self._step()
         self._calm_down()
-        while any(not target.num_accepted for target in self.targets):
+        while waiting := [target for target in self.targets if not self._has_drafts(target)]:
             self._step()
-            slow = [target for target in self.targets if target.num_rounds > CALM_ROUNDS and not target.num_accepted]
-            if slow:
-                raise Violation("recovery", f"{slow[0]}: no draft accepted in {CALM_ROUNDS} rounds without faults")
+            if max(target.num_rounds for target in waiting) > CALM_ROUNDS:
+                raise Violation("recovery", f"{waiting[0]}: no drafts in {CALM_ROUNDS} rounds without faults")
         self._leave()
+
+    def _has_drafts(self, target: Target) -> bool:
+        """Whether drafts were accepted since faults have ended; of a thrifty target, whether they were prepared."""
+        if target.num_accepted or not target.is_thrifty or self.service is None:
+            return bool(target.num_accepted)
+        return self.service.server.store.stats_of(target.namespace)[1].hits > self._num_hits[target.namespace]
 
     def _step(self) -> None:
         self.num_steps += 1
@@ -94,19 +104,24 @@ class World:
         self._disk.is_full = False
         if self.service is None:
             self._start_service()
+        assert self.service is not None
         for target in self.targets:
             target.calm_down()
+            self._num_hits[target.namespace] = self.service.server.store.stats_of(target.namespace)[1].hits
 
     def _leave(self) -> None:
+        self._disk.is_full = self.faults.full_disk > 0
         for target in self.targets:
             target.leave()
         while not all(target.actor.is_over for target in self.targets):
             self._step()
-        for _ in range(200):  # answers that are held back for those who have left
+        for _ in range(100):  # answers that are held back for those who have left
             self._step()
         assert self.service is not None
         self.service.settle()
         self.invariants.check_end(self.service)
+        self.service.end(is_orderly=True)
+        self.service = None
 
     def _end(self) -> None:
         for target in self.targets:
@@ -128,7 +143,7 @@ class World:
 
     def _target(self, number: int, namespace: bytes) -> Target:
         return Target(
-            number, namespace, self._schedule, self.clock, self._network, self._rng, self.invariants, self.say
+            number, namespace, self._schedule, self.clock, self._network, self._rng, self.invariants
         )
 
     def _arrived(self) -> None:
@@ -183,7 +198,4 @@ class World:
             self.clock.leap(rng.choice([0.01, 0.5, 30.0, 86_400.0]))
         if rng.random() < faults.wall_jump:
             self.clock.set_wall(rng.uniform(-1e6, 1e6))
-        self._disk.is_full = rng.random() < 5 * faults.full_disk
-
-
-logging.getLogger("specbranch").addHandler(logging.NullHandler())
+        self._disk.is_full = rng.random() < 4 * faults.full_disk

@@ -198,8 +198,8 @@ class DraftClient:
         step_s = start_s - self._returned_s if is_whole and self._returned_s is not None else 0.0
         self._learn_step(step_s)
         try:
-            step_us = min(int(1e6 * step_s), MAX_STEP_US)
-            found = self._propose(rows, start_s + self._patience_s(), step_us)
+            step_us = int(1e6 * step_s)
+            found = self._propose(rows, start_s + self._patience_s(), step_us if step_us <= MAX_STEP_US else 0)
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed; this step goes without drafts")

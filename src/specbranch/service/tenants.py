@@ -15,6 +15,7 @@ from specbranch.service.wire import Step
 T = TypeVar("T")
 _MOST = 1024
 _LONGEST_STEP_S = 10.0  # a longer pause between two steps is a target at rest
+_PAUSE = 10  # a single step so many times as long as usual was no step alone: the machine has stood still
 
 
 @dataclass(slots=True)
@@ -22,6 +23,15 @@ class _Tenant:
     costs: Costs
     answered_s: float | None = None
     is_told: bool = False  # how long its steps take
+    was_pause: bool = False  # the last of them, which was not learned from
+
+    def learn(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
+        """Take in a step, unless it is far longer than those before and the first one that is."""
+        usual = self.costs.target.cost
+        is_pause = usual is not None and step_s > _PAUSE * usual.at(num_rows + num_submitted) > 0
+        self.was_pause = is_pause and not self.was_pause
+        if not self.was_pause:
+            self.costs.observe_step(num_rows, num_submitted, num_committed, step_s)
 
 
 class Tenants:
@@ -54,7 +64,7 @@ class Tenants:
         if step_s > 0:
             num_submitted = sum(row.num_submitted for row in step.rows)
             num_committed = sum(len(row.tokens) for row in step.rows)
-            tenant.costs.observe_step(len(step.rows), num_submitted, num_committed, step_s)
+            tenant.learn(len(step.rows), num_submitted, num_committed, step_s)
 
     def answered(self, namespace: bytes, now_s: float) -> None:
         """An answer left."""
