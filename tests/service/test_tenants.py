@@ -12,6 +12,7 @@ from specbranch.core.costs import StepEstimate
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.tenants import Tenants
 from specbranch.service.wire import MAX_STEP_US, Step, StepRow, decode_request
+from tests.world.clock import Clock
 
 NAME = bytes(16)
 
@@ -75,7 +76,7 @@ def test_a_machine_that_stood_still_once_teaches_nothing_and_a_target_that_has_b
 
 
 def test_a_step_too_long_to_be_told_is_not_told() -> None:
-    now_s = 0.0
+    clock = Clock()
     sent: list[Step] = []
 
     class Nobody:
@@ -94,10 +95,15 @@ def test_a_step_too_long_to_be_told_is_not_told() -> None:
         def await_writable(self, timeout_s: float) -> None:
             pass
 
-        renew = close = lambda self: None
+        def renew(self) -> None:
+            pass
 
-    client = DraftClient(ClientOptions("nobody"), link=Nobody(), clock=lambda: now_s)
-    for now_s in (1.0, 2.0, 2.0 + 1e-6 * MAX_STEP_US + 1.0):
+        def close(self) -> None:
+            pass
+
+    client = DraftClient(ClientOptions("nobody"), link=Nobody(), clock=clock)
+    for pause_s in (0.0, 1.0, 1e-6 * MAX_STEP_US + 1.0):
+        clock.leap(pause_s)
         client.propose([Committed([1, 2, 3], 1)], is_whole=True)
 
     assert [one.step_us for one in sent] == [0, 1_000_000, 0]

@@ -1,4 +1,4 @@
-"""The models of a simulated world: what target and draft say, and a draft engine with little room that fails at times."""
+"""The models of a simulated world: what target and draft say, and an engine with little room that fails at times."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What happens next in a simulated world: events in the order of their times, and code that waits, one piece at a time.
 
-Only one thing runs at any moment. Code that blocks, such as a client's call, has a thread to keep its stack in, and that
-thread runs only while the schedule waits for it.
+Only one thing runs at any moment. Code that blocks, such as a client's call, has a thread to keep its stack in, which
+runs only while the schedule waits for it.
 """
 
 from __future__ import annotations

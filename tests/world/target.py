@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from specbranch.core import verify
 from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.digest import Digest
 from specbranch.service.reporter import Reporter
 from tests.world.clock import Clock
 from tests.world.engine import VOCAB, target_token

@@ -142,9 +142,7 @@ class World:
             self.service.engine.faults = faults
 
     def _target(self, number: int, namespace: bytes) -> Target:
-        return Target(
-            number, namespace, self._schedule, self.clock, self._network, self._rng, self.invariants
-        )
+        return Target(number, namespace, self._schedule, self.clock, self._network, self._rng, self.invariants)
 
     def _arrived(self) -> None:
         if self.service is not None:

@@ -50,11 +50,11 @@ class ServiceOptions:
 class Router(Protocol):
     """What a turn needs of the socket that all clients are connected to; ZeroMQ's, or a test's."""
 
-    def recv_multipart(self, flags: int) -> list[bytes]:
+    def recv_multipart(self, flags: int, /) -> list[bytes]:
         """A client and the frames of its message; raises `zmq.Again` if there is none."""
         ...
 
-    def send_multipart(self, frames: Sequence[bytes], flags: int) -> object:
+    def send_multipart(self, frames: Sequence[bytes], flags: int, /) -> object:
         """Send frames to the client that the first one names; raises `zmq.ZMQError` if that cannot be done now."""
         ...
 
