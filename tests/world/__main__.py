@@ -25,7 +25,7 @@ def main() -> int:
             world.run()
         except Violation as violation:
             num_broken += 1
-            print(violation)
+            print(violation, flush=True)
     print(f"{args.count} worlds, {num_broken} broken, {time.monotonic() - start_s:.1f} s", file=sys.stderr)
     return int(bool(num_broken))
 

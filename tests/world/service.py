@@ -89,7 +89,7 @@ class Service:
             self._schedule.after(delay_s, self._turn)
 
     def settle(self) -> None:
-        """Without any client left: draft what there is to draft, forget all, and give everything back."""
+        """Without any client left: forget all, and give everything back."""
         store = self.server.store
         for session in store.snapshot():
             store.forget(session)
