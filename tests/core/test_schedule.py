@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specbranch.core.costs import StepCost
 from specbranch.core.node import Node
 from specbranch.core.schedule import Wish, schedule
 
@@ -53,3 +54,70 @@ def test_a_prefill_that_a_target_waits_for_gets_whole_pieces() -> None:
 
 def test_nothing_wished_is_nothing_granted() -> None:
     assert schedule([], 64, 32).wishes == []
+
+
+def of(tenant: str, one: Wish[str], num_read: float = 0.0) -> Wish[str]:
+    one.tenant, one.num_read = tenant, num_read
+    return one
+
+
+def test_a_tenant_that_wishes_much_at_most_doubles_the_step() -> None:
+    wishes = [of("bad", wish(f"bad {number}", 0.9)) for number in range(32)] + [of("good", wish("good", 0.1))]
+
+    rows = granted(wishes, row_limit=8)
+    assert rows["good"] == 1 and sum(rows.values()) == 8, "what a step costs is not known"
+    for one in wishes:
+        one.granted.clear()
+    plan = schedule(wishes, 64, 32, StepCost(0.010, 0.005))
+    assert [one.session for one in plan.wishes] == ["bad 0", "bad 1", "bad 2", "bad 3", "good"], "2 rows, 3 more"
+
+
+def test_where_rows_cost_nothing_nobody_is_bounded_but_by_their_number() -> None:
+    wishes = [of("bad", wish("bad", *[0.9] * 80)), of("good", wish("good", 0.1, 0.1))]
+    for cost in (StepCost(0.01), None):
+        plan = schedule(wishes, 64, 32, cost)
+        assert [len(one.granted) for one in plan.wishes] == [62, 2]
+        for one in wishes:
+            one.granted.clear()
+
+
+def test_equal_tenants_have_all_their_rows_and_one_alone_too() -> None:
+    cost = StepCost(0.010, 0.010)
+    wishes = [of(name, wish(name, *[0.5] * 8)) for name in "abcd"]
+    assert [len(one.granted) for one in schedule(wishes, 64, 32, cost).wishes] == [8] * 4
+
+    alone = [of("a", wish(str(number), *[0.5] * 8)) for number in range(4)]
+    assert [len(one.granted) for one in schedule(alone, 64, 32, cost).wishes] == [8] * 4
+
+
+def test_who_is_waited_for_goes_first_within_what_a_tenant_has() -> None:
+    wishes = [
+        of("a", wish("a", 0.9, 0.9)),
+        of("a", wish("a awaited", 1.2, is_awaited=True)),
+        of("b", wish("b", 0.5)),
+    ]
+
+    assert granted(wishes, row_limit=2) == {"a awaited": 1, "b": 1}
+
+
+def test_more_tenants_than_rows_share_by_worth() -> None:
+    wishes = [of(str(number), wish(str(number), 0.1 * number, 0.01)) for number in range(1, 6)]
+
+    assert granted(wishes, row_limit=3) == {"3": 1, "4": 1, "5": 1}
+
+
+def test_text_of_another_tenant_is_read_in_the_time_that_drafting_takes() -> None:
+    wishes = [of("good", wish("good", 0.5)), of("bad", wish("bad", 1.0, num_unread=10_000))]
+
+    assert schedule(wishes, 64, 32, StepCost(0.010, 0.005, read_s=0.003)).piece_len == 5, "15 ms for two rows"
+    assert schedule(wishes, 64, 32, StepCost(0.010, 0.005, read_s=1.0)).piece_len == 1
+    assert schedule(wishes, 64, 32, StepCost(0.010, 0.005)).piece_len == 8
+
+
+def test_the_tenant_for_whom_least_was_read_reads_first() -> None:
+    wishes = [
+        of("bad", wish("bad", 1.0, num_unread=10_000), num_read=500.0),
+        of("good", wish("good", 1.0, num_unread=30), num_read=3.0),
+    ]
+
+    assert [one.session for one in schedule(wishes, 64, 32).wishes] == ["good"]

@@ -27,12 +27,12 @@ ROOT = Path(__file__).parents[2]
 VOCAB = 50
 STALL_S = 0.15  # beyond its deadline a call counts as long; under one of 0.2 s a second wait is, and so is a stall
 PATIENCE_S = 60.0  # for what must happen in the end, on a machine that may stand still for a while
-_RECENT = 6  # the scripts look at so many tokens only, which keeps them fast on long texts
+RECENT = 6  # the scripts look at so many tokens only, which keeps them fast on long texts
 
 
 def _recent(script: TextScript) -> TextScript:
     distribution = lru_cache(maxsize=100_000)(script.distribution)
-    return TextScript(VOCAB, lambda text: distribution(text[-_RECENT:]))
+    return TextScript(VOCAB, lambda text: distribution(text[-RECENT:]))
 
 
 _BASE = random_script(11, VOCAB, sharpness=80)

@@ -44,14 +44,15 @@ class Bench:
         self, engine: ScriptedEngine | None = None, max_sessions: int = 8, timeline: TimelineRecorder | None = None
     ) -> None:
         self.now_s = 100.0
+        self.client = b"me"  # who asks, unless somebody else is named
         self.engine = engine or ScriptedEngine(DRAFT)
         self.store = SessionStore(max_sessions, 10_000)
         observer = Observer(timeline)
         self.compute = Compute(self.engine, self.store, clock=lambda: self.now_s, observer=observer, piece_len=4)
         self.dispatch = Dispatch(self.engine, self.store, self.compute, observer, clock=lambda: self.now_s)
 
-    def ask(self, request: Request, client: bytes = b"me") -> list[Reply]:
-        return [reply for _, reply in self.dispatch.handle(client, [encode(request)])]
+    def ask(self, request: Request, client: bytes | None = None) -> list[Reply]:
+        return [reply for _, reply in self.dispatch.handle(client or self.client, [encode(request)])]
 
     def open(self, *texts: list[int], planner: str = "pearl", namespace: bytes = b"ours", **settings: int) -> None:
         chosen: dict[str, str | int | float | bool] = {"gamma": 3, **settings}

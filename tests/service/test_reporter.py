@@ -114,6 +114,7 @@ def test_the_sums_of_more_namespaces_than_are_kept_apart_are_not_lost() -> None:
     bench = Bench(max_sessions=1)
     names = [number.to_bytes(2, "big") for number in range(1030)]
     for name in names:
+        bench.client = name
         bench.open([1, 2], namespace=name)
         bench.step([1, 2], 3, namespace=name)
 

@@ -17,11 +17,13 @@ from specbranch.cli import app
 from specbranch.engines.scripted import ScriptedEngine
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import ClientKeys, EndpointError, ServiceKeys, connected, default_address, make_keys
+from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.wire import VERSION, Hello, Refused, Welcome, decode_reply, encode
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, free_port, scrape, scripted_service, tcp_service
 from tests.service.test_faults import client_for, walk_until_accepted
 from tests.service.test_lookup import Bench
+from tests.service.test_reporter import ask_until
 from tests.service.test_wire import REQUESTS, mutate
 
 _LAST = 987_654_321  # a round that no mutated frame has
@@ -247,3 +249,27 @@ def test_a_service_that_cannot_start_says_why_in_one_line(arguments: list[str], 
 
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_over_tcp_a_namespace_belongs_to_the_key_of_its_client(tmp_path: Path) -> None:
+    make_keys(tmp_path / "ours")
+    make_keys(tmp_path / "theirs")
+    public = (tmp_path / "theirs" / "client.key").read_bytes()
+    (tmp_path / "ours" / "clients" / "theirs.key").write_bytes(public)
+    service = ServiceKeys(tmp_path / "ours" / "service.key_secret", tmp_path / "ours" / "clients")
+    sessions = {}
+    with tcp_service(service) as address:
+        for owner in ("ours", "theirs"):
+            keys = ClientKeys(tmp_path / owner / "client.key_secret", tmp_path / "ours" / "service.key")
+            options = ClientOptions(address, "pearl", {"gamma": 4}, keys=keys, namespace=b"prod", deadline_s=0.2)
+            with (
+                contextlib.closing(DraftClient(options)) as client,
+                contextlib.closing(Reporter(address, b"prod", keys)) as reporter,
+            ):
+                if owner == "ours":
+                    walk_until_accepted(Walk(client, [1, 2]))
+                ask_until(reporter, Reach.ANSWERS)
+                assert reporter.stats is not None
+                sessions[owner] = reporter.stats.sessions
+
+    assert sessions == {"ours": 1, "theirs": 0}

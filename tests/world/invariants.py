@@ -103,7 +103,7 @@ class Invariants:
             if self._seen[session] == length:
                 continue
             self._seen[session] = length
-            name = Digest(session.core.tokens).name
+            name = Digest(session.core.tokens).name if session.is_draftable else session.key[1]
             is_true = name == session.key[1] and (session.namespace, name) in self._texts
             _require(is_true, "text", f"session {session.number} holds a text that no target has verified")
 

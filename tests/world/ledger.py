@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specbranch.service.digest import Digest
@@ -12,6 +12,7 @@ from specbranch.service.wire import (
     Open,
     Proposals,
     Step,
+    StepRow,
     decode_reply,
     decode_request,
     unpack,
@@ -50,7 +51,7 @@ class Ledger:
     def _hear_step(self, client: bytes, step: Step) -> None:
         self._namespaces[client] = step.namespace
         self.num_steps += 1
-        self.num_rows += len(step.rows)
+        self.num_rows += len(_distinct(step.rows))
         self.asked.pop(client, None)  # it has gone on
         if any(row.taken is None for row in step.rows):
             self.asked[client] = step
@@ -73,7 +74,18 @@ class Ledger:
         step = self.asked.pop(client, None)
         if step is None or step.round != reply.round:
             return
+        self.num_unknown += sum(reply.rows[index] is None for index in _distinct(step.rows))
         for row, proposal in zip(step.rows, reply.rows, strict=True):
-            self.num_unknown += proposal is None and row.taken is None
             if proposal is not None and row.taken is None and (step.namespace, row.after) not in self._told:
                 self.leaked("an answer is given for a text that its namespace does not have")
+
+
+def _distinct(rows: Sequence[StepRow]) -> list[int]:
+    """The rows that are looked up: those that are equal to one before them get its answer. Told ones come last."""
+    first: dict[tuple[bytes, bytes], StepRow] = {}
+    ranked = sorted(range(len(rows)), key=lambda index: rows[index].taken is not None)
+    return [
+        index
+        for index in ranked
+        if (row := rows[index]) is first.setdefault((row.before, row.after), row) or row != first[row.before, row.after]
+    ]

@@ -6,10 +6,11 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import zmq
 
+from specbranch.service.turns import Message
 from tests.world.faults import Faults
 from tests.world.schedule import Actor, Schedule
 
@@ -78,18 +79,16 @@ class WorldRouter:
         self._said = said
         self.inbox: deque[tuple[bytes, bytes]] = deque()
 
-    def recv_multipart(self, flags: int) -> list[bytes]:
+    def receive(self) -> Message:
         if not self.inbox:
             raise zmq.Again
         client, frame = self.inbox.popleft()
         self._heard(client, frame)
-        return [client, frame]
+        return Message(client, b"", [frame])
 
-    def send_multipart(self, frames: Sequence[bytes], flags: int) -> object:
-        client, frame = frames
+    def send(self, client: bytes, frame: bytes) -> None:
         self._said(client, frame)
         self._network.to_client(client, frame)
-        return None
 
 
 class Network:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specbranch.service.dispatch import Answer
 from specbranch.service.observer import Observer
 from specbranch.service.recorder import Recorder
 from specbranch.service.server import Server, ServiceOptions
@@ -62,13 +63,23 @@ class Service:
         options = ServiceOptions(
             "world", None, limits.max_sessions, limits.max_session_tokens, piece_len=rng.choice([4, 16, 64])
         )
-        self.server = _Server(self.engine, options, self._observer, clock, look=self.look)
+        self.server = _Server(self.engine, options, self._observer, clock, clock, look=self.look)
         self.router: WorldRouter | None = None
         self._compute = Actor(schedule, self._draft)
 
     def listen(self, router: WorldRouter) -> None:
         self.router = router
         self._network.open(router)
+
+    def tell_of_served(self, hear: Callable[[bytes, bytes], None]) -> None:
+        """Let somebody hear each message when it is served; it may have waited for its turn."""
+        handle = self.server.dispatch.handle
+
+        def tell(client: bytes, frames: Sequence[bytes], user: bytes = b"") -> Iterator[Answer]:
+            hear(client, frames[0])
+            return handle(client, frames, user)
+
+        self.server.dispatch.handle = tell  # type: ignore[method-assign]
 
     def end(self, is_orderly: bool) -> None:
         """Stopped, or killed without a word; nobody remembers anything."""

@@ -12,7 +12,6 @@ from specbranch.core.memory import Answer, AnswerMemory
 from specbranch.core.session import Session
 from specbranch.core.tree import Tree
 from specbranch.core.verdict import Verdict
-from specbranch.service.ahead import tell_ahead
 from specbranch.service.client import DraftClient
 from specbranch.service.compute import Compute
 from specbranch.service.connection import Connection
@@ -54,12 +53,12 @@ def wait_again_for_every_reply(patch: Patch) -> None:
 
 
 def hold_answers_back(patch: Patch) -> None:
-    patch.setattr(Dispatch, "_is_overdue", lambda self, pending: False)
+    patch.setattr(Dispatch, "answer_overdue", lambda self: [])
 
 
 def find_by_text_alone(patch: Patch) -> None:
     find = SessionStore.find
-    patch.setattr(DraftSession, "key", property(lambda self: (b"", self._digest.name)))
+    patch.setattr(DraftSession, "key", property(lambda self: (b"", self.digest.name)))
     patch.setattr(SessionStore, "find", lambda self, key: find(self, (b"", key[1])))
 
 
@@ -105,7 +104,7 @@ def keep_empty_answers(patch: Patch) -> None:
 
 
 def never_take_what_has_grown(patch: Patch) -> None:
-    patch.setattr(Dispatch, "tell_ahead", lambda self: list(tell_ahead(self._store.snapshot(), self.faults)))
+    patch.setattr(Dispatch, "_take_grown", lambda self: None)
 
 
 def never_retract(patch: Patch) -> None:

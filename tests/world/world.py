@@ -94,6 +94,8 @@ class World:
     def _step(self) -> None:
         self.num_steps += 1
         self._schedule.step()
+        if self.service is not None and self.service.server.compute.has_lost_engine:
+            self._stop_service()  # it ends by itself; whoever looks after it starts it again
         if self.service is not None and self.service.is_touched:
             self.service.is_touched = False
             self.invariants.check(self.service)
@@ -159,12 +161,12 @@ class World:
 
         def heard(client: bytes, frame: bytes) -> None:
             self.say(f"{client.decode()} > {frame.hex()}")
-            ledger.hear(client, frame)
 
         def said(client: bytes, frame: bytes) -> None:
             self.say(f"{client.decode()} < {frame.hex()}")
             ledger.say(client, frame)
 
+        service.tell_of_served(ledger.hear)
         service.listen(WorldRouter(self._network, heard, said))
         self.service = service
 

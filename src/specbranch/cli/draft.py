@@ -78,6 +78,12 @@ def draft(
     ] = None,
     max_handles: Annotated[int, typer.Option(metavar="N", help="Most branches in the KV cache.", min=1)] = 256,
     row_limit: Annotated[int, typer.Option(metavar="N", help="Largest batch of one draft step.", min=1)] = 64,
+    max_wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest that an answer is held back, however long its target would wait.", min=0.0
+        ),
+    ] = 1.0,
     metrics_port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Port on localhost for Prometheus metrics. Default: none.")
     ] = None,
@@ -120,7 +126,12 @@ def draft(
         )
         name = engine or engine_for(model)
         service = ServiceOptions(
-            listen or default_address(), service_keys(keys), max_sessions, engine=name, heads=heads or ""
+            listen or default_address(),
+            service_keys(keys),
+            max_sessions,
+            engine=name,
+            heads=heads or "",
+            max_wait_s=max_wait,
         )
         timeline_recorder = TimelineRecorder() if timeline else None
         options.tell(f"importing the libraries of the {name} engine")

@@ -16,10 +16,14 @@ _FEARFUL_STEPS = 8  # after so many half of that fear is gone
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Time of one step: `first_s` for the first row, `more_s` for each further row."""
+    """Time of one step: `first_s` for the first row, `more_s` for each further row.
+
+    `read_s` is for each token that is only read, in prefill; 0 if that is not known.
+    """
 
     first_s: float
     more_s: float = 0.0
+    read_s: float = 0.0
 
     def at(self, rows: float) -> float:
         """Time of a step with that many rows."""

@@ -3,14 +3,19 @@
 Rows of all sessions compete: first those that a target waits for, then by how likely the draft thinks it that their
 tokens come true. Sessions that are still in prefill share one piece of tokens in a step, so that others go on drafting
 meanwhile.
+
+Tenants share a step: each has as many rows as the one that wishes fewest. What others wish beyond that, rows and text
+to read, may make the step take twice as long at most. So nobody's drafts are held up by how much another one wishes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from specbranch.core.costs import StepCost
 from specbranch.core.node import Node
 from specbranch.core.round import Round
 
@@ -28,6 +33,8 @@ class Wish(Generic[K]):
     is_awaited: bool = False  # a target waits for this session
     num_unread: int = 0  # committed tokens that the draft has yet to prefill
     round_index: int = 0  # when it was made
+    tenant: Hashable = None  # whose session it is
+    num_read: float = 0.0  # tokens that were read for its tenant lately
     granted: list[Node] = field(default_factory=list)
 
     @property
@@ -44,7 +51,15 @@ class Schedule(Generic[K]):
     piece_len: int
 
 
-def wish_for(session: K, round: Round, nodes: Sequence[Node], is_awaited: bool, num_unread: int = 0) -> Wish[K]:
+def wish_for(
+    session: K,
+    round: Round,
+    nodes: Sequence[Node],
+    is_awaited: bool,
+    num_unread: int = 0,
+    tenant: Hashable = None,
+    num_read: float = 0.0,
+) -> Wish[K]:
     """A session's wish to run these nodes of its tree in this round."""
     lead = 1.0 if is_awaited else 0.0
     worths = [lead + round.tree.chance(node) for node in nodes]
@@ -55,16 +70,29 @@ def wish_for(session: K, round: Round, nodes: Sequence[Node], is_awaited: bool, 
         is_awaited=is_awaited,
         num_unread=num_unread,
         round_index=round.index,
+        tenant=tenant,
+        num_read=num_read,
     )
 
 
-def schedule(wishes: Sequence[Wish[K]], row_limit: int, piece_len: int) -> Schedule[K]:
-    """Grant at most `row_limit` rows, the most valuable first, and at most one piece of prefill."""
+def schedule(wishes: Sequence[Wish[K]], row_limit: int, piece_len: int, cost: StepCost | None = None) -> Schedule[K]:
+    """Grant at most `row_limit` rows, the most valuable first, and at most one piece of prefill.
+
+    Where several tenants wish for rows and their `cost` is known, what each gets is bounded by that.
+    """
     ranked = sorted(
         ((worth, number, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
         key=lambda item: (-item[0], item[1]),
     )
-    for _, number, node in ranked[:row_limit]:
+    tenants = [wishes[number].tenant for _, number, _ in ranked]
+    equal, more = _shares(tenants, row_limit)
+    spare_s = cost.at(len(equal)) if cost is not None and len(set(tenants)) > 1 else None
+    num_more = row_limit - len(equal)
+    if spare_s is not None and cost is not None and cost.more_s:
+        num_more = min(num_more, int(spare_s / cost.more_s))
+        spare_s -= cost.more_s * min(num_more, len(more))
+    for index in sorted([*equal, *more[:num_more]]):
+        _, number, node = ranked[index]
         wishes[number].granted.append(node)
     granted = [wish for wish in wishes if wish.granted]
     # Whoever drafts already must not wait long for others in prefill. These go by smaller pieces, unless a target waits
@@ -72,20 +100,38 @@ def schedule(wishes: Sequence[Wish[K]], row_limit: int, piece_len: int) -> Sched
     in_prefill = [wish for wish in granted if wish.is_in_prefill]
     if len(in_prefill) < len(granted) and not any(wish.is_awaited for wish in in_prefill):
         piece_len = max(1, piece_len // _BESIDE_DRAFTING)
+    if spare_s is not None and cost is not None and cost.read_s:
+        piece_len = max(1, min(piece_len, int(spare_s / cost.read_s)))
     return Schedule(_within_a_piece(granted, piece_len), piece_len)
 
 
+def _shares(tenants: Sequence[Hashable], row_limit: int) -> tuple[list[int], list[int]]:
+    """Of rows with these tenants, most valuable first, those within equal shares, and the others."""
+    totals = Counter(tenants)
+    share = min(min(totals.values(), default=0), max(1, row_limit // max(len(totals), 1)))
+    seen: Counter[Hashable] = Counter()
+    shares: tuple[list[int], list[int]] = [], []
+    for index, tenant in enumerate(tenants):
+        seen[tenant] += 1
+        shares[seen[tenant] > share].append(index)
+    beyond = shares[0][row_limit:]
+    return shares[0][:row_limit], sorted([*beyond, *shares[1]])
+
+
 def _within_a_piece(wishes: list[Wish[K]], piece_len: int) -> list[Wish[K]]:
-    """Without those that would prefill more than one step should; the first always may."""
-    kept, num_read = [], 0
-    for wish in wishes:
-        if wish.is_in_prefill:
-            size = min(wish.num_unread, piece_len)
-            if num_read and num_read + size > piece_len:
-                continue
+    """Without those that would prefill more than one step should; the first always may.
+
+    First come those that a target waits for, then the tenants for whom least was read lately.
+    """
+    in_prefill = [wish for wish in wishes if wish.is_in_prefill]
+    left_out, num_read = set(), 0
+    for wish in sorted(in_prefill, key=lambda wish: (not wish.is_awaited, wish.num_read)):
+        size = min(wish.num_unread, piece_len)
+        if num_read and num_read + size > piece_len:
+            left_out.add(id(wish))
+        else:
             num_read += size
-        kept.append(wish)
-    return kept
+    return [wish for wish in wishes if id(wish) not in left_out]
 
 
 def _pairs(wish: Wish[K]) -> list[tuple[float, Node]]:

@@ -11,10 +11,11 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from specbranch.core.costs import StepEstimate
+from specbranch.core.costs import StepCost, StepEstimate
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
 from specbranch.core.schedule import Wish, schedule, wish_for
@@ -23,6 +24,13 @@ from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
 from specbranch.service.faults import Faults
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore, State
+from specbranch.service.usage import Usage
+
+_READ_HALF_LIFE_S = 10.0
+_PACE = 0.1  # of following the times of prefill and of planning
+_LEAST_PLANNED = 4  # sessions, however long planning takes
+_ANNOUNCED = 4  # beside sessions that are decoded, those that were only announced get one in so many places
+_MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
 
 
 @dataclass(slots=True)
@@ -60,6 +68,10 @@ class Compute:
         self._grown: queue.SimpleQueue[DraftSession] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._read = Usage(_READ_HALF_LIFE_S)  # tokens, by tenant
+        self._read_s = 0.0  # of one token in prefill, smoothed
+        self._plan_s = 0.0  # of all but the engine, for one session or one row in a step, smoothed
+        self._num_failures = 0  # turns since the engine last worked
         self.faults = Faults(store)
         self.cost = StepEstimate()
         self.counts = ComputeCounts()
@@ -68,16 +80,17 @@ class Compute:
         """Begin to work."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End after the step under way."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End after the step under way; False if that takes longer than it may."""
         self._is_stopping = True
         self._news.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs; it ends by itself only if it dies."""
+        """Whether the thread runs; it ends by itself only if it dies, or if the engine is lost."""
         return self._thread.is_alive()
 
     def tell(self, session: DraftSession) -> None:
@@ -108,13 +121,25 @@ class Compute:
         self._take_news()
         self._close_forgotten()
         self._clear_rests()
-        feeds = self._plan()
-        if feeds:
-            self._step(feeds)
-        return bool(feeds)
+        start_s, engine_s = self._clock(), self.counts.step_s
+        sessions = self._in_turn()
+        feeds = self._plan(sessions)
+        if not feeds:
+            return False
+        self._num_failures += 1  # unless it works
+        self._step(feeds)
+        overhead_s = self._clock() - start_s - (self.counts.step_s - engine_s)
+        plan_s = overhead_s / (len(sessions) + sum(len(feed.nodes) for _, feed in feeds))
+        self._plan_s += _PACE * (plan_s - self._plan_s)
+        return True
+
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether nothing could be run for so many turns that no further one will succeed."""
+        return self._num_failures >= _MOST_FAILURES
 
     def _run(self) -> None:
-        while not self._is_stopping:
+        while not self._is_stopping and not self.has_lost_engine:
             if not self.turn():
                 self._wait_for_news()
 
@@ -158,10 +183,32 @@ class Compute:
             self.faults.contain(session, self._close, session)
             self.counts.cleared += 1
 
-    def _plan(self) -> list[tuple[DraftSession, Feed]]:
+    def _in_turn(self) -> list[DraftSession]:
+        """The sessions to plan for. Where there are several tenants, as many as at most double the time of a step.
+
+        Those that targets wait for go first, then those that they decode; a first session of every tenant before a
+        second one of any. Texts that were only announced have few places beside them. The others come in later steps.
+        """
+        sessions, cost = list(self._busy), self.cost.cost
+        tenants = {session.tenant for session in sessions}
+        if len(tenants) < 2 or cost is None or self._plan_s <= 0:
+            return sessions
+        most = max(_LEAST_PLANNED, int(cost.first_s / (self._plan_s + cost.more_s)))
+        if len(sessions) <= most:
+            return sessions
+        needed = [session for session in sessions if session.is_awaited or session.has_verdict]
+        announced = [session for session in sessions if not (session.is_awaited or session.has_verdict)]
+        needed.sort(key=lambda session: not session.is_awaited)
+        chosen = _alternating(needed)[:most]
+        chosen += _alternating(announced)[: most - len(chosen) if not needed else max(1, most // _ANNOUNCED)]
+        for session in chosen:
+            self._busy[session] = self._busy.pop(session)
+        return chosen
+
+    def _plan(self, sessions: Sequence[DraftSession]) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
-        wishes = [wish for session in list(self._busy) if (wish := contain(session, self._wish, session))]
-        plan = schedule(wishes, self._engine.info.row_limit, self._piece_len)
+        wishes = [wish for session in sessions if (wish := contain(session, self._wish, session))]
+        plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost())
         for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
             self._borrow(wish.session)
         fed = [(wish.session, contain(wish.session, self._feeds, wish, plan.piece_len) or ()) for wish in plan.wishes]
@@ -183,7 +230,12 @@ class Compute:
                 return None
             if self._is_about_to_borrow(session):
                 return None
-            return wish_for(session, core.round, nodes, session.is_awaited, num_unread)
+            num_read = self._read.of(session.tenant, self._clock())
+            return wish_for(session, core.round, nodes, session.is_awaited, num_unread, session.tenant, num_read)
+
+    def _step_cost(self) -> StepCost | None:
+        cost = self.cost.cost
+        return None if cost is None else replace(cost, more_s=cost.more_s + self._plan_s, read_s=self._read_s)
 
     def _feeds(self, wish: Wish[DraftSession], piece_len: int) -> list[Feed]:
         session = wish.session
@@ -234,12 +286,14 @@ class Compute:
                 raise EngineError(f"the engine gave {len(distributions)} distributions for {num_outputs} outputs")
         except EngineFull:
             self.counts.failed_steps += 1
+            self._num_failures = 0
             self._recover(list(dict.fromkeys(session for session, _ in feeds)))
             return
         except Exception as error:
             self.counts.failed_steps += 1
             self._find_fault(feeds, error)
             return
+        self._num_failures = 0
         step_s = self._clock() - start_s
         self._observer.drafted(feeds, start_s, start_s + step_s)
         self._place(feeds, distributions)
@@ -279,8 +333,16 @@ class Compute:
         num_rows = sum(feed.row.num_outputs for _, feed in feeds)
         self.counts.rows += num_rows
         self.counts.step_s += step_s
-        if all(len(feed.row.tokens) == feed.row.num_outputs for _, feed in feeds):
+        num_read = sum(len(feed.row.tokens) for _, feed in feeds) - num_rows
+        if not num_read:
             self.cost.observe(num_rows, step_s)
+            return
+        cost = self.cost.cost
+        read_s = max(step_s - cost.at(num_rows), 0.0) / num_read if cost else 0.0
+        self._read_s += _PACE * (read_s - self._read_s) if self._read_s else read_s
+        now_s = self._clock()
+        for session, feed in feeds:
+            self._read.add(session.tenant, len(feed.row.tokens) - feed.row.num_outputs, now_s)
 
     def _recover(self, sessions: list[DraftSession]) -> None:
         """After a step without room the handles of its drafts are given back: they start from the sequence again."""
@@ -288,14 +350,28 @@ class Compute:
             self.faults.contain(session, self._close, session)
         self._make_room(sessions)
 
-    def _make_room(self, spared: list[DraftSession]) -> None:
-        if not self._store.evict_oldest(spared):
-            # Nothing else is left to forget: the largest of the step itself goes.
-            self._store.evict(max(spared, key=lambda session: len(session.core.tokens)))
+    def _make_room(self, wanting: list[DraftSession]) -> None:
+        info = self._engine.info
+        self._store.make_room(
+            wanting,
+            lambda session: max(
+                len(session.core.tokens) / info.max_tokens, session.binding.num_handles / info.max_handles
+            ),
+        )
 
     def _forget_all(self) -> None:
         for session in self._store.snapshot():
             self._store.forget(session)
+
+
+def _alternating(sessions: Sequence[DraftSession]) -> list[DraftSession]:
+    """The first session of every tenant, then the second one of each, and so on."""
+    seen: Counter[bytes] = Counter()
+    ranked: list[tuple[int, DraftSession]] = []
+    for session in sessions:
+        ranked.append((seen[session.tenant], session))
+        seen[session.tenant] += 1
+    return [session for _, session in sorted(ranked, key=lambda one: one[0])]
 
 
 def _common_len(one: Sequence[int], other: Sequence[int], known: int) -> int:

@@ -15,14 +15,18 @@ class Digest:
     """The running hash of a sequence. Both sides of the wire compute it; tokens are hashed as 32-bit little-endian."""
 
     def __init__(self, tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]] = ()) -> None:
-        self._hash = hashlib.blake2b(_bytes(tokens), digest_size=DIGEST_LEN)
+        self._hash = hashlib.blake2b(as_bytes(tokens), digest_size=DIGEST_LEN)
 
     def extend(self, tokens: Sequence[int]) -> Digest:
         """The digest of a longer sequence; this one stays as it is."""
         longer = Digest.__new__(Digest)
         longer._hash = self._hash.copy()
-        longer._hash.update(_bytes(tokens))
+        longer._hash.update(as_bytes(tokens))
         return longer
+
+    def update(self, packed: bytes) -> None:
+        """Take in more tokens, as bytes: this digest becomes that of the longer sequence."""
+        self._hash.update(packed)
 
     @property
     def name(self) -> bytes:
@@ -30,5 +34,6 @@ class Digest:
         return self._hash.digest()
 
 
-def _bytes(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
+def as_bytes(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
+    """Tokens as they are hashed."""
     return np.asarray(tokens, dtype="<i4").tobytes()

@@ -5,9 +5,12 @@ An answer never waits for the draft step that is under way, unless a planner let
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from specbranch.core.costs import StepCost
 from specbranch.core.planners import SettingError
@@ -16,6 +19,7 @@ from specbranch.service.ahead import tell_ahead
 from specbranch.service.compute import Compute
 from specbranch.service.faults import Faults
 from specbranch.service.figures import Figures
+from specbranch.service.logs import Seldom
 from specbranch.service.lookup import Lookup, LookupCounts
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore, StepCounter
@@ -42,6 +46,8 @@ log = logging.getLogger(__name__)
 
 Client = bytes
 Answer = tuple[Client, Reply]
+_LONGEST_WAIT_S = 1.0  # unless another one is chosen
+_MOST_NAMESPACES = 4  # of one client; ours use one
 
 
 class Dispatch:
@@ -55,14 +61,19 @@ class Dispatch:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: Mapping[str, str | int] | None = None,
+        longest_wait_s: float = _LONGEST_WAIT_S,
     ) -> None:
-        """`settings`: how the service was started, for those who ask."""
+        """`settings`: how the service was started, for those who ask. None is held back beyond `longest_wait_s`."""
         self._info = engine.info
         self._settings = dict(settings or {})
         self._store = store
         self._compute = compute
         self._observer = observer or Observer()
         self._clock = clock
+        self._longest_wait_s = longest_wait_s
+        self._warn = Seldom(log, clock)
+        self._grown: dict[DraftSession, None] = {}  # since they were last looked at for those who wait
+        self._untold: dict[DraftSession, None] = {}  # since they were last told of ahead
         self.faults = Faults(store)
         self.lookup = Lookup(engine, store, compute, faults=self.faults, observer=self._observer, clock=clock)
         self._tenants = self.lookup.tenants
@@ -74,16 +85,17 @@ class Dispatch:
         """What this thread did."""
         return self.lookup.counts
 
-    def handle(self, client: Client, frames: Sequence[bytes]) -> Iterator[Answer]:
+    def handle(self, client: Client, frames: Sequence[bytes], user: bytes = b"") -> Iterator[Answer]:
         """Serve one message. What cannot be served is refused, counted and logged; it never raises.
 
-        An answer is to be sent as soon as it comes: what nobody waits for is done behind it.
+        An answer is to be sent as soon as it comes: what nobody waits for is done behind it. `user` names the key that
+        the client has proved to have; a namespace is then one among those of that key only.
         """
         try:
-            yield from self._serve(client, frames)
+            yield from self._serve(client, frames, user)
         except (FrameError, SettingError) as error:
             self.counts.refused += 1
-            log.warning("refused a message: %s", repr(str(error))[:200])
+            self._warn("refused a message: %s", repr(str(error))[:200])
             yield client, Refused(str(error)[:500])
         except Exception as error:
             yield self._refuse(client, error)
@@ -94,20 +106,36 @@ class Dispatch:
 
     def answer_ready(self) -> list[Answer]:
         """Answers that were held back and are complete now; asked after draft steps."""
-        return self._answers(self._waiting.is_ready)
+        self._take_grown()
+        grown, self._grown = self._grown, {}
+        return self._answers(self._waiting.ready(grown))
 
     def answer_overdue(self) -> list[Answer]:
         """Answers whose time is up: rows that are not ready go without a draft."""
-        return self._answers(self._is_overdue)
+        overdue = [pending for pending in self._waiting.all() if pending.deadline_s <= self._clock()]
+        self.counts.overdue += len(overdue)
+        return self._answers(overdue)
 
     def tell_ahead(self) -> list[Answer]:
         """Answers that nobody has asked for yet; asked after draft steps."""
-        return list(tell_ahead(self._compute.take_grown(), self.faults))
+        self._take_grown()
+        untold, self._untold = self._untold, {}
+        return list(tell_ahead(untold, self.faults))
 
-    def _serve(self, client: Client, frames: Sequence[bytes]) -> Iterable[Answer]:
+    def _take_grown(self) -> None:
+        grown = dict.fromkeys(self._compute.take_grown())
+        self._grown |= grown
+        self._untold |= grown
+
+    def _serve(self, client: Client, frames: Sequence[bytes], user: bytes) -> Iterable[Answer]:
         if len(frames) != 1:
             raise FrameError(f"a message has one frame, this one has {len(frames)}")
         request = decode_request(frames[0])
+        user = _short(user)
+        if user and isinstance(request, Step | Open | StatsRequest):
+            request = msgspec.structs.replace(request, namespace=user + request.namespace)
+        if isinstance(request, Step | Open):
+            self._admit(client, request.namespace)
         if isinstance(request, Step):
             return self._serve_step(client, request)
         if isinstance(request, Hello):
@@ -117,8 +145,15 @@ class Dispatch:
         if isinstance(request, OverviewRequest):
             return [(client, Overview(request.round, self._settings, self.figures.by_name()))]
         assert isinstance(request, Open)
-        self.lookup.open(client, request)
+        self.lookup.open(client, request, user)
         return []
+
+    def _admit(self, client: Client, namespace: bytes) -> None:
+        """A client that makes up namespaces would count as many tenants."""
+        namespaces = self._tenants.step_counter(client).namespaces
+        if namespace not in namespaces and len(namespaces) == _MOST_NAMESPACES:
+            raise FrameError(f"a client has at most {_MOST_NAMESPACES} namespaces; connect anew for another one")
+        namespaces.add(namespace)
 
     def _refuse(self, client: Client, error: Exception) -> Answer:
         """The answer where serving failed by a fault of ours: it costs this client one answer, and nobody else."""
@@ -159,11 +194,12 @@ class Dispatch:
         step_counter = self._tenants.step_counter(client)
         step_counter.steps += 1
         step_counter.num_ahead = 0
-        pending = Pending(client=client, step=step, since_s=now_s, deadline_s=now_s + step.wait_ms / 1000)
+        pending = Pending(client=client, step=step, since_s=now_s, deadline_s=now_s + self._wait_s(step))
         self._waiting.add(pending)
         first, later = _in_turn(step.rows)
+        seen: dict[tuple[bytes, bytes], int] = {}
         for index in first:
-            self._look_up(pending, index, step_counter)
+            self._look_up(pending, index, step_counter, seen)
         is_held = bool(pending.waiting)
         answered_s = self._clock()
         if not is_held:
@@ -172,7 +208,7 @@ class Dispatch:
                 yield answer
         for index in later:
             try:
-                self._look_up(pending, index, step_counter)
+                self._look_up(pending, index, step_counter, seen)
             except Exception as error:  # the answer has gone out; the row is asked for again
                 self.faults.note(error, "a row is not followed")
         self._observer.arrived(client, step, pending.sessions, now_s)
@@ -181,14 +217,29 @@ class Dispatch:
         elif pending.deadline_s <= now_s:
             yield from self.answer_overdue()
 
-    def _look_up(self, pending: Pending, index: int, step_counter: StepCounter) -> None:
-        """Bring the session of a row up to its verdict, and take what it has to submit."""
+    def _wait_s(self, step: Step) -> float:
+        return min(step.wait_ms / 1000, self._longest_wait_s)
+
+    def _look_up(
+        self, pending: Pending, index: int, step_counter: StepCounter, seen: dict[tuple[bytes, bytes], int]
+    ) -> None:
+        """Bring the session of a row up to its verdict, and take what it has to submit.
+
+        `seen` has the rows of the step that were looked up; one that is equal to one of them gets the same answer.
+        """
         row = pending.step.rows[index]
+        first = seen.setdefault((row.before, row.after), index)
+        if first != index and row == pending.step.rows[first]:
+            self._waiting.enter(pending, index, pending.sessions[first], pending.proposals[first])
+            return
         session = self.lookup.session_of(pending.step.namespace, row)
-        pending.add(index, session, self._proposal(session, row) if session else None)
+        if session and self._waiting.waits_for(session):  # another client, for a round that may be over
+            self._grown[session] = None
+        self._waiting.enter(pending, index, session, self._proposal(session, row) if session else None)
         if session:
             session.hear(step_counter)
-            self._compute.tell(session)
+            if session.is_draftable:
+                self._compute.tell(session)
 
     def _proposal(self, session: DraftSession, row: StepRow) -> list[int] | None:
         """What to answer for a row; nothing if the target was told ahead."""
@@ -202,21 +253,15 @@ class Dispatch:
         if pending is not None:
             self._note_answer(pending, min(self._clock(), pending.deadline_s))
 
-    def _is_overdue(self, pending: Pending) -> bool:
-        if self._clock() < pending.deadline_s:
-            return False
-        self.counts.overdue += 1
-        self._waiting.give_up(pending)
-        return True
-
-    def _answers(self, is_done: Callable[[Pending], bool]) -> list[Answer]:
+    def _answers(self, done: Iterable[Pending]) -> list[Answer]:
+        """The answers to these steps; rows that are not ready go with what there is."""
         answers: list[Answer] = []
-        for pending in self._waiting.all():
+        for pending in done:
             try:
-                if is_done(pending):
-                    now_s = self._clock()
-                    answers.append(self._answer(pending, now_s))
-                    self._note_answer(pending, now_s)
+                self._waiting.give_up(pending)
+                now_s = self._clock()
+                answers.append(self._answer(pending, now_s))
+                self._note_answer(pending, now_s)
             except Exception as error:
                 answers.append(self._refuse(pending.client, error))
         return answers
@@ -243,3 +288,8 @@ def _in_turn(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
     for index, row in enumerate(rows):
         turns[row.taken is not None and row.before not in asked].append(index)
     return turns
+
+
+def _short(user: bytes) -> bytes:
+    """A short name of a key; empty for none."""
+    return hashlib.blake2b(user, digest_size=16).digest() if user else b""

@@ -1,4 +1,4 @@
-"""Where a service listens, and who may reach it.
+"""Addresses, keys, and a client's socket.
 
 A Unix socket with owner-only rights by default. TCP only with CURVE keys on both sides; without them it is refused.
 """
@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
 from specbranch.errors import SpecBranchError
 from specbranch.service.directory import DirectoryError, holds_sockets, own_directory
-from specbranch.service.wire import MAX_FRAME, MAX_REPLY
+from specbranch.service.wire import MAX_REPLY
 
-_LINGER_MS = 0
+LINGER_MS = 0
 
 
 class EndpointError(SpecBranchError, RuntimeError):
@@ -92,27 +89,10 @@ def _exists(path: Path) -> EndpointError:
     )
 
 
-@contextlib.contextmanager
-def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """A bound ROUTER socket; the socket file and the authenticator go with it."""
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, _LINGER_MS)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-    path = _socket_path(address)
-    with contextlib.ExitStack() as bound:
-        bound.callback(router.close)
-        if path is not None:
-            _bind_unix(router, address, path)
-            bound.callback(path.unlink, missing_ok=True)
-        else:
-            bound.callback(_bind_tcp(context, router, address, keys).stop)
-        yield router
-
-
 def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
     """A DEALER socket that connects by itself, again and again, with back-off; see `reach`."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, _LINGER_MS)
+    dealer.setsockopt(zmq.LINGER, LINGER_MS)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
     dealer.setsockopt(zmq.RCVHWM, 16)
     # Nothing is queued for a service that is not there: a send then fails at once instead of waiting.
@@ -120,7 +100,7 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
     dealer.setsockopt(zmq.SNDHWM, 1024)
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-    if _socket_path(address) is None:
+    if socket_path(address) is None:
         dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
     reach(dealer, address)
     return dealer
@@ -128,7 +108,7 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
 
 def check_reachable(address: str, keys: ClientKeys | None = None) -> None:
     """Raise what `connected` would raise for an address or for keys that cannot be used."""
-    if _socket_path(address) is None:
+    if socket_path(address) is None:
         _curve_keys(address, keys)
 
 
@@ -136,7 +116,7 @@ def _curve_keys(address: str, keys: ClientKeys | None) -> tuple[bytes, bytes, by
     """A client's public and secret key, and the service's public one."""
     if keys is None:
         raise EndpointError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
-    public, secret = _load(keys.secret)
+    public, secret = load_key(keys.secret)
     try:
         service, _ = zmq.auth.load_certificate(keys.service)
     except (OSError, ValueError) as error:
@@ -149,12 +129,12 @@ def reach(dealer: zmq.Socket[bytes], address: str) -> None:
 
     Raises if somebody else could listen there.
     """
-    path = _socket_path(address)
-    if path is None or _is_safe(path):
+    path = socket_path(address)
+    if path is None or is_safe(path):
         dealer.connect(address)
 
 
-def _socket_path(address: str) -> Path | None:
+def socket_path(address: str) -> Path | None:
     """The file of a Unix address; None for TCP."""
     if address.startswith("ipc://") and len(address) > len("ipc://"):
         return Path(address.removeprefix("ipc://"))
@@ -163,7 +143,7 @@ def _socket_path(address: str) -> Path | None:
     raise EndpointError(f"{address!r} is no address; give ipc://PATH, or tcp://HOST:PORT with keys")
 
 
-def _is_safe(path: Path) -> bool:
+def is_safe(path: Path) -> bool:
     """Whether there is a directory for a socket; one that is not safe raises."""
     try:
         return holds_sockets(path)
@@ -171,58 +151,8 @@ def _is_safe(path: Path) -> bool:
         raise EndpointError(str(error)) from error
 
 
-def _bind_unix(router: zmq.Socket[bytes], address: str, path: Path) -> None:
-    if not _is_safe(path):
-        path.parent.mkdir(parents=True, mode=0o700)
-    if path.exists():
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            raise EndpointError(f"{path} exists and is no socket; choose another address")
-        if _is_alive(path):
-            raise EndpointError(f"a service listens at {address} already; stop it or choose another address")
-        path.unlink()
-    before = os.umask(0o177)
-    try:
-        router.bind(address)
-    except zmq.ZMQError as error:
-        raise EndpointError(f"cannot listen at {address}: {error}") from error
-    finally:
-        os.umask(before)
-    path.chmod(0o600)
-
-
-def _is_alive(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True
-
-
-def _bind_tcp(
-    context: zmq.Context[Any], router: zmq.Socket[bytes], address: str, keys: ServiceKeys | None
-) -> ThreadAuthenticator:
-    if keys is None:
-        raise EndpointError(
-            f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR"
-        )
-    public, secret = _load(keys.secret)
-    if not list(keys.clients.glob("*.key")):
-        raise EndpointError(f"{keys.clients} holds no client's public key; nobody could connect")
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve(domain="*", location=str(keys.clients))
-    router.curve_server = True
-    router.curve_publickey, router.curve_secretkey = public, secret
-    try:
-        router.bind(address)
-    except zmq.ZMQError as error:
-        authenticator.stop()
-        raise EndpointError(f"cannot listen at {address}: {error}") from error
-    return authenticator
-
-
-def _load(path: Path) -> tuple[bytes, bytes]:
+def load_key(path: Path) -> tuple[bytes, bytes]:
+    """The public and the secret key in a file."""
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from specbranch.service.compute import Compute
 from specbranch.service.faults import Faults
 from specbranch.service.lookup import LookupCounts
 from specbranch.service.sessions import SessionStore
+
+_FRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Family:
 
 
 class Figures:
-    """Collected when they are asked for, from what is counted anyway. Any thread may ask."""
+    """Collected when they are asked for, once a second at most, from what is counted anyway. Any thread may ask."""
 
     def __init__(
         self,
@@ -43,6 +46,8 @@ class Figures:
         self._faults = faults
         self._clock = clock
         self._start_s = clock()
+        self._lock = threading.Lock()
+        self._collected: tuple[float, list[Family]] | None = None
 
     def by_name(self) -> dict[str, float]:
         """All values; those with a label are named name/label."""
@@ -54,6 +59,13 @@ class Figures:
 
     def families(self) -> list[Family]:
         """All metrics."""
+        with self._lock:
+            now_s = self._clock()
+            if self._collected is None or now_s - self._collected[0] >= _FRESH_S:
+                self._collected = (now_s, self._collect())
+            return self._collected[1]
+
+    def _collect(self) -> list[Family]:
         stats = self._store.stats()
         lookup, compute = self._lookup, self._compute.counts
         faults = self._faults.count + self._compute.faults.count
@@ -86,6 +98,7 @@ class Figures:
             _counter("opened", "Sequences opened.", lookup.opened),
             _counter("outlooks", "Verdicts that came with what the target foresees.", lookup.outlooks),
             _counter("refused_frames", "Messages that were refused.", lookup.refused),
+            _counter("dropped_frames", "Messages dropped because their client had too many waiting.", lookup.dropped),
             _counter("faults", "Exceptions that cost one session or one answer.", faults),
             _counter("evictions", "Sessions forgotten for want of room.", self._store.num_evictions),
             Family(

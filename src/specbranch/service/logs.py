@@ -37,16 +37,20 @@ def set_up_logs(style: LogFormat, level: str) -> None:
 
 
 class Seldom:
-    """Writes warnings, at most one a second: what another process causes must not fill the log."""
+    """Writes warnings, at most one a second, with how many were left out: others must not be able to fill the log."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
         self._next_s = 0.0
+        self._num_left_out = 0
 
     def __call__(self, message: str, *args: object) -> None:
         """Write this one, or leave it out."""
         now_s = self._clock()
-        if now_s >= self._next_s:
-            self._next_s = now_s + 1.0
-            self._log.warning(message, *args)
+        if now_s < self._next_s:
+            self._num_left_out += 1
+            return
+        left_out = f" ({self._num_left_out} more were not logged)" if self._num_left_out else ""
+        self._next_s, self._num_left_out = now_s + 1.0, 0
+        self._log.warning(message + "%s", *args, left_out)

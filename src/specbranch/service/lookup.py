@@ -27,6 +27,7 @@ from specbranch.service.undrafted import Reason
 from specbranch.service.wire import Open, StepRow, WireOutlook, WireSampling, unpack
 
 _PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": ToldPredictor()}
+Obstacle = tuple[Reason, int, int]  # why a text is not drafted for, with what is beyond which limit
 _ROOM = 64  # tokens that the cache must have left for drafting
 
 
@@ -39,6 +40,7 @@ class LookupCounts:
     unknown: int = 0
     opened: int = 0
     refused: int = 0
+    dropped: int = 0  # messages of clients that send faster than they can be served
     overdue: int = 0
     outlooks: int = 0  # verdicts that came with one
     wait_s: float = 0.0
@@ -68,15 +70,20 @@ class Lookup:
         self.tenants = Tenants(compute.cost)
         self.counts = LookupCounts()
 
-    def open(self, client: bytes, request: Open) -> None:
-        """Begin to draft for whole sequences."""
+    def open(self, client: bytes, request: Open, user: bytes = b"") -> None:
+        """Begin to draft for whole sequences. `user` names the client's key, if it has one."""
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
         for tokens in map(unpack, request.sequences):
             planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
             # Rows with equal sequences ask for it once each; what is drafted already stays.
-            if self._store.find((request.namespace, Digest(tokens).name)) is None:
-                session = self._put(request.namespace, tokens.tolist(), planner)
+            digest = Digest(tokens)
+            if self._store.find((request.namespace, digest.name)) is None:
+                obstacle = self._obstacle(int(tokens.max()), len(tokens))
+                if obstacle is None:
+                    session = self._put(request.namespace, user, digest, tokens.tolist(), planner)
+                else:
+                    session = self._put_name(request.namespace, user, digest, int(tokens[-1]), obstacle)
                 session.hear(self.tenants.step_counter(client))
                 self.counts.opened += 1
         self._observer.opened(client, request, self._clock())
@@ -90,11 +97,12 @@ class Lookup:
             return session
         session = self._store.find((namespace, row.before))
         if session is not None and session.is_draftable:
-            length = len(session.core.tokens) + len(row.tokens)
-            if self._obstacle(row.tokens, length) is not None:
+            obstacle = self._obstacle(max(row.tokens), len(session.core.tokens) + len(row.tokens))
+            if obstacle is not None:
                 # The compute thread, which works on the old session, never sees the new tokens.
                 self._store.forget(session)
-                return self._put(namespace, [*session.core.tokens, *row.tokens], self._no_planner())
+                digest = session.digest.extend(row.tokens)
+                return self._put_name(namespace, session.tenant, digest, row.tokens[-1], obstacle)
         if session is None or not self._faults.contain(session, self._commit, session, row):
             self.counts.unknown += 1
             self._note_eviction(namespace, row)
@@ -117,29 +125,35 @@ class Lookup:
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)
         return is_known
 
-    def _put(self, namespace: bytes, tokens: Sequence[int], planner: Planner[Any]) -> DraftSession:
-        obstacle = self._obstacle(tokens, len(tokens))
-        if obstacle is not None:
-            planner = self._no_planner()
-            self._store.undrafted.note(namespace, *obstacle)
+    def _put(
+        self, namespace: bytes, tenant: bytes, digest: Digest, tokens: Sequence[int], planner: Planner[Any]
+    ) -> DraftSession:
         core = Session(tokens, planner, TopDraw(), self.tenants.costs(namespace))
-        session = DraftSession(namespace, core, Binding(self._engine), is_draftable=obstacle is None)
+        session = DraftSession(namespace, core, Binding(self._engine), digest=digest, tenant=tenant)
         self._store.put(session)
         # The target goes on without a draft; prefill and preparing for its verdict begin at once.
         core.stand_aside()
         self._compute.tell(session)
         return session
 
-    def _no_planner(self) -> Planner[Any]:
-        return make_planner("none", {}, _PREDICTORS["none"])
+    def _put_name(self, namespace: bytes, tenant: bytes, digest: Digest, last: int, obstacle: Obstacle) -> DraftSession:
+        """Remember a sequence that cannot be drafted for by its name and its last token, so that nobody asks for it."""
+        self._store.undrafted.note(namespace, *obstacle)
+        planner = make_planner("none", {}, _PREDICTORS["none"])
+        core = Session([last], planner, TopDraw(), self.tenants.costs(namespace))
+        core.stand_aside()
+        binding = Binding(self._engine)
+        session = DraftSession(namespace, core, binding, digest=digest, tenant=tenant, is_draftable=False)
+        self._store.put(session)
+        return session
 
-    def _obstacle(self, tokens: Sequence[int], length: int) -> tuple[Reason, int, int] | None:
-        """Why a sequence of this length cannot be drafted for, with what is beyond which limit; None if it can be.
+    def _obstacle(self, greatest: int, length: int) -> Obstacle | None:
+        """Why a sequence with this greatest token and this length cannot be drafted for; None if it can be.
 
         The draft model must know its tokens, and the cache must hold it with some room to draft.
         """
-        if max(tokens) >= self._info.vocab_len:
-            return "foreign_token", max(tokens), self._info.vocab_len
+        if greatest >= self._info.vocab_len:
+            return "foreign_token", greatest, self._info.vocab_len
         if length + _ROOM > self._info.max_tokens:
             return "too_long", length, max(self._info.max_tokens - _ROOM, 0)
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
-from specbranch.service.digest import Digest
+from specbranch.service.digest import Digest, as_bytes
 
 MARK_LEN = 16
 
@@ -26,11 +26,13 @@ class Marks:
 
     def extend(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Length and digest of every mark passed since the last call; `tokens` is the whole sequence."""
-        while len(tokens) - self._length >= MARK_LEN:
-            end = self._length + MARK_LEN
-            self._digest = self._digest.extend(tokens[self._length : end])
-            self._length = end
-            yield end, self._digest.name
+        num_marks = (len(tokens) - self._length) // MARK_LEN
+        packed = as_bytes(tokens[self._length : self._length + num_marks * MARK_LEN])
+        mark_size = len(packed) // max(num_marks, 1)
+        for start in range(0, len(packed), mark_size or 1):
+            self._digest.update(packed[start : start + mark_size])
+            self._length += MARK_LEN
+            yield self._length, self._digest.name
 
 
 class Prefixes(Generic[T]):
@@ -40,12 +42,20 @@ class Prefixes(Generic[T]):
         self._holders: dict[Key, T] = {}
         self._marks: dict[T, tuple[Marks, list[Key]]] = {}
 
-    def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> None:
-        """Let a holder be found by its sequence, or by what its sequence has become."""
+    def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
+        """Let a holder be found by its sequence, or by what its sequence has become.
+
+        Returns who held most of the beginning of what is new in it, as `find` would.
+        """
         marks, keys = self._marks.setdefault(holder, (Marks(), []))
-        for _, name in marks.extend(tokens):
+        found = None
+        for length, name in marks.extend(tokens):
+            before = self._holders.get((namespace, name))
+            if before is not None and length < len(tokens):
+                found = (before, length)
             self._holders[namespace, name] = holder
             keys.append((namespace, name))
+        return found
 
     def remove(self, holder: T) -> None:
         """Forget a holder."""

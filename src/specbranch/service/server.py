@@ -1,24 +1,30 @@
-"""The draft service as a running thing: one socket, a lookup thread (the caller's) and a compute thread."""
+"""The draft service as a running thing: one socket, a lookup thread (the caller's) and a compute thread.
+
+Messages wait in `turns` until it is their client's turn; between two of them answers that are due go out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
 
-from specbranch.engines.protocol import DraftEngine, EngineInfo
+from specbranch.engines.protocol import DraftEngine, EngineError, EngineInfo
 from specbranch.service.compute import Compute
 from specbranch.service.dispatch import Answer, Dispatch
-from specbranch.service.endpoint import ServiceKeys, listening
+from specbranch.service.endpoint import ServiceKeys
+from specbranch.service.listener import Listener, listening, raise_file_limit
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import SessionStore
+from specbranch.service.turns import Message, Turns
 from specbranch.service.wire import VERSION, encode
 from specbranch.version import __version__
 
@@ -28,6 +34,11 @@ _WAKE = "inproc://wake"
 _POLL_MS = 500
 # Python lets a thread keep the interpreter for 5 ms; a lookup must not wait that long while the other thread plans.
 _SWITCH_S = 0.0001
+_TURNS_S = 0.005  # of messages, before the socket is looked at again
+_MOST_RECEIVED, _FEW_RECEIVED = 64, 8  # messages, before the first of them is served; the second where many wait
+_MANY = 2048
+_CHECK_S = 1.0  # between two looks at the socket's file
+_STOP_S = 5.0  # for the step under way when the service ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class ServiceOptions:
     """Where to listen, how much to remember, and how many tokens of a sequence are prefilled at a time.
 
     `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` and `heads` are only
-    told to who asks what runs here.
+    told to who asks what runs here. `max_wait_s`: no answer is held back longer, whatever its client asks for.
     """
 
     address: str
@@ -45,17 +56,18 @@ class ServiceOptions:
     piece_len: int | None = None
     engine: str = ""
     heads: str = ""
+    max_wait_s: float = 1.0
 
 
 class Router(Protocol):
-    """What a turn needs of the socket that all clients are connected to; ZeroMQ's, or a test's."""
+    """What a turn needs of the socket that all clients are connected to: a `Listener`, or a test's."""
 
-    def recv_multipart(self, flags: int, /) -> list[bytes]:
-        """A client and the frames of its message; raises `zmq.Again` if there is none."""
+    def receive(self) -> Message:
+        """The next message; raises `zmq.Again` if there is none."""
         ...
 
-    def send_multipart(self, frames: Sequence[bytes], flags: int, /) -> object:
-        """Send frames to the client that the first one names; raises `zmq.ZMQError` if that cannot be done now."""
+    def send(self, client: bytes, frame: bytes) -> None:
+        """Send a frame to a client; raises `zmq.ZMQError` if that cannot be done now."""
         ...
 
 
@@ -71,11 +83,14 @@ class Server:
         options: ServiceOptions,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        """`work_clock`: what clients are charged by, the time that this thread has worked."""
         self._engine = engine
         self._observer = observer or Observer()
         self._options = options
         self._clock = clock
+        self._work_clock = work_clock
         self._wake_sender: zmq.Socket[bytes] | None = None
         self._is_woken = False
         self._is_stopping = False
@@ -83,7 +98,11 @@ class Server:
         piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
         self.compute = Compute(engine, self.store, self._wake, clock, self._observer, piece_len)
         settings = _settings(engine.info, options, piece_len)
-        self.dispatch = Dispatch(engine, self.store, self.compute, self._observer, clock, settings)
+        self.dispatch = Dispatch(
+            engine, self.store, self.compute, self._observer, clock, settings, longest_wait_s=options.max_wait_s
+        )
+        self._turns = Turns(clock)
+        self._checked_s = clock()
 
     def stop(self) -> None:
         """End soon."""
@@ -100,13 +119,17 @@ class Server:
         self._wake_sender.setsockopt(zmq.LINGER, 0)
         self._wake_sender.connect(_WAKE)
         try:
-            with listening(context, self._options.address, self._options.keys) as router:
+            raise_file_limit()
+            with listening(context, self._options.address, self._options.keys) as listener:
                 self.compute.start()
                 log.info("listening at %s", self._options.address)
-                self._loop(router, wake)
+                self._loop(listener, wake)
         finally:
-            self.compute.stop()
+            has_ended = self.compute.stop(_STOP_S)
             self._observer.close()
+            if not has_ended:
+                log.error("the draft engine has not come back from a step within %g s; ending without it", _STOP_S)
+                os._exit(1)
             wake.close()
             self._wake_sender.close()
             context.term()
@@ -117,6 +140,7 @@ class Server:
         """One turn of the lookup thread: take in what has come, and answer. What can wait comes last."""
         is_woken, self._is_woken = self._is_woken, False  # before the drafts are looked at: none is overlooked
         self._receive(router)
+        self._take_turns(router)
         if is_woken:
             self._send(router, self.dispatch.answer_ready())
         self._send(router, self.dispatch.answer_overdue())
@@ -124,36 +148,55 @@ class Server:
             self._send(router, self.dispatch.tell_ahead())
         self._observer.flush()
 
-    def _loop(self, router: zmq.Socket[bytes], wake: zmq.Socket[bytes]) -> None:
+    def _loop(self, listener: Listener, wake: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
+        poller.register(listener.socket, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
         while not self._is_stopping:
-            if not self.compute.is_alive:
-                raise RuntimeError("the compute thread has ended and nothing is drafted; start the service again")
+            self._check(listener)
             if wake in dict(poller.poll(self._timeout_ms())):
                 wake.recv()
-            self.turn(router)
+            self.turn(listener)
+
+    def _check(self, listener: Listener) -> None:
+        """End the service where it cannot go on."""
+        if self.compute.has_lost_engine:
+            raise EngineError("the draft engine fails at every step; see the first error above, and start it again")
+        if not self.compute.is_alive:
+            raise RuntimeError("the compute thread has ended and nothing is drafted; start the service again")
+        if self._clock() - self._checked_s >= _CHECK_S:
+            self._checked_s = self._clock()
+            listener.check()
 
     def _timeout_ms(self) -> int:
+        if len(self._turns):
+            return 0
         deadline_s = self.dispatch.next_deadline_s()
         if deadline_s is None:
             return _POLL_MS
         return min(max(math.ceil((deadline_s - self._clock()) * 1000), 0), _POLL_MS)
 
     def _receive(self, router: Router) -> None:
-        # A few at a time, so that a flood from one client cannot keep deadlines from being met.
-        for _ in range(64):
+        for _ in range(_MOST_RECEIVED if len(self._turns) < _MANY else _FEW_RECEIVED):
             try:
-                client, *frames = router.recv_multipart(zmq.NOBLOCK)
+                self._turns.push(router.receive())
             except zmq.Again:
-                return
-            self._send(router, self.dispatch.handle(client, frames))
+                break
+        self.dispatch.counts.dropped = self._turns.num_dropped
+
+    def _take_turns(self, router: Router) -> None:
+        """Serve messages for a while, so that a flood cannot keep deadlines from being met."""
+        start_s = now_s = self._clock()
+        while now_s - start_s < _TURNS_S and (message := self._turns.pop()) is not None:
+            before_s = self._work_clock()
+            self._send(router, self.dispatch.handle(message.client, message.frames, message.user))
+            self._turns.charge(message.client, self._work_clock() - before_s)
+            now_s = self._clock()
 
     def _send(self, router: Router, answers: Iterable[Answer]) -> None:
         for client, reply in answers:
             try:
-                router.send_multipart((client, encode(reply)), zmq.NOBLOCK)
+                router.send(client, encode(reply))
             except zmq.ZMQError as error:
                 log.debug("an answer found no client: %s", error)
 

@@ -1,6 +1,7 @@
-"""The sessions of a service, found by content, forgotten when they are the least recently used.
+"""The sessions of a service, found by content. Where room is needed, the tenant that takes most of it forgets first.
 
-A key is a namespace and the digest of the committed sequence. One lock guards the order of the store; each session has
+A tenant is a namespace, or where clients have keys, a key; it forgets what it used least recently. A key is a namespace
+and the digest of the committed sequence. One lock guards the order of the store; each session has
 a lock of its own, which the lookup thread and the compute thread hold for microseconds at a time, never during a step.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -35,12 +36,13 @@ _numbers = itertools.count(1)
 
 
 class StepCounter:
-    """How many steps one target has told of, and how often it was told ahead since the last."""
+    """How many steps one target has told of, how often it was told ahead since the last, and its namespaces."""
 
     def __init__(self, client: bytes = b"") -> None:
         self.client = client
         self.steps = 0
         self.num_ahead = 0
+        self.namespaces: set[bytes] = set()
 
 
 class State(Enum):
@@ -69,9 +71,20 @@ class DraftSession:
     | step counter, digest, `told` | lookup thread | |
     """
 
-    def __init__(self, namespace: bytes, core: Session, binding: Binding, is_draftable: bool = True) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        core: Session,
+        binding: Binding,
+        *,
+        digest: Digest,
+        tenant: bytes = b"",
+        is_draftable: bool = True,
+    ) -> None:
+        """`digest` is of the whole sequence; without a `tenant` the namespace is one."""
         self.number = next(_numbers)  # tells sessions apart in a timeline
         self.namespace = namespace
+        self.tenant = tenant or namespace
         self.core = core
         self.binding = binding
         self.lock = threading.Lock()
@@ -82,12 +95,12 @@ class DraftSession:
         self.step_counter = StepCounter()
         self.told: list[Outcome] = []  # ahead, of the verdict that is awaited
         self._heard = 0
-        self._digest = Digest(core.tokens)
+        self.digest = digest
 
     @property
     def key(self) -> Key:
         """What the session is found by."""
-        return (self.namespace, self._digest.name)
+        return (self.namespace, self.digest.name)
 
     @property
     def is_forgotten(self) -> bool:
@@ -100,10 +113,14 @@ class DraftSession:
         return self.state is State.AWAITED
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether its target has begun to decode it."""
+        return len(self.core.tokens) > self.core.prompt_len
+
+    @property
     def is_paused(self) -> bool:
         """Whether its target, which has begun to decode it, went on without it: nothing is drafted until it is back."""
-        has_verdict = len(self.core.tokens) > self.core.prompt_len
-        return has_verdict and self.step_counter.steps - self._heard > _PAUSE_STEPS
+        return self.has_verdict and self.step_counter.steps - self._heard > _PAUSE_STEPS
 
     @property
     def is_at_rest(self) -> bool:
@@ -133,7 +150,7 @@ class DraftSession:
         """Take in a verdict; the caller holds the lock and moves the session in the store."""
         self.core.commit(tokens, num_submitted, outlook)
         self.core.sample(sampling)
-        self._digest = self._digest.extend(tokens)
+        self.digest = self.digest.extend(tokens)
         self.told = []
 
     def adopt(self, tokens: Sequence[int]) -> list[int]:
@@ -184,6 +201,22 @@ class DraftSession:
         return self.core.propose()
 
 
+class Holding:
+    """What one tenant has in the store: its sessions, least recently used first, and their tokens."""
+
+    def __init__(self) -> None:
+        self.sessions: OrderedDict[DraftSession, None] = OrderedDict()
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+    @property
+    def oldest(self) -> DraftSession:
+        """The least recently used session."""
+        return next(iter(self.sessions))
+
+
 class SessionStore:
     """Sessions by key, most recently used last; at most `max_sessions` with at most `max_tokens` tokens in all."""
 
@@ -191,6 +224,7 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._sessions: OrderedDict[Key, DraftSession] = OrderedDict()
+        self._holdings: OrderedDict[bytes, Holding] = OrderedDict()  # by tenant, least recently used first
         self._prefixes: Prefixes[DraftSession] = Prefixes()
         self._lock = threading.Lock()
         self._num_tokens = 0
@@ -215,16 +249,20 @@ class SessionStore:
             session = self._sessions.get(key)
             if session is not None:
                 self._sessions.move_to_end(key)
+                self._holdings.move_to_end(session.tenant)
+                self._holdings[session.tenant].sessions.move_to_end(session)
             return session
 
     def put(self, session: DraftSession) -> None:
-        """Add a session; one with the same key makes way, and so do the oldest where the budget asks for it."""
+        """Add a session; one with the same key makes way, and so do others where the budget asks for it."""
         with self._lock:
             self._remove(self._sessions.get(session.key))
             self._sessions[session.key] = session
-            self._num_tokens += len(session.core.tokens)
-            session.donor = self._prefixes.find(session.namespace, session.core.tokens)
-            self._prefixes.add(session, session.namespace, session.core.tokens)
+            self._holdings.setdefault(session.tenant, Holding()).sessions[session] = None
+            self._holdings.move_to_end(session.tenant)
+            self._grow(session, len(session.core.tokens))
+            if session.is_draftable:
+                session.donor = self._prefixes.add(session, session.namespace, session.core.tokens)
             self._shrink()
 
     def commit(
@@ -245,29 +283,32 @@ class SessionStore:
                 with session.lock:
                     session.commit(tokens, num_submitted, outlook, sampling)
             except Exception:
+                self._grow(session, len(session.core.tokens) - held)
                 self._remove(session)  # it is half-way between two sequences
                 raise
-            finally:
-                self._num_tokens += len(session.core.tokens) - held
+            self._grow(session, len(session.core.tokens) - held)
             self._remove(self._sessions.get(session.key))
             self._sessions[session.key] = session
-            self._prefixes.add(session, session.namespace, session.core.tokens)
+            if session.is_draftable:
+                self._prefixes.add(session, session.namespace, session.core.tokens)
             self._shrink()
             return not session.is_forgotten
 
-    def evict_oldest(self, spared: Sequence[DraftSession] = ()) -> bool:
-        """Forget the least recently used session that holds engine handles; False if there is none to forget."""
-        with self._lock:
-            for session in self._sessions.values():
-                if session.binding.num_handles and session not in spared:
-                    self._evict(session)
-                    return True
-            return False
+    def make_room(self, wanting: Sequence[DraftSession], weight: Callable[[DraftSession], float]) -> None:
+        """Forget one session, so that others find room in the engine; `weight` is the part of it that a session takes.
 
-    def evict(self, session: DraftSession) -> None:
-        """Forget one session for want of room."""
+        The tenant that takes most loses: its least recently used session, but one that wants room only if it has no
+        other there, and then the heaviest.
+        """
         with self._lock:
-            self._evict(session)
+            held = [session for session in self._sessions.values() if session.binding.num_handles]
+            weights: dict[bytes, float] = {}
+            for session in dict.fromkeys((*held, *wanting)):
+                weights[session.tenant] = weights.get(session.tenant, 0.0) + weight(session)
+            largest = max(weights, key=lambda tenant: weights[tenant])
+            idle = (session for session in held if session.tenant == largest and session not in wanting)
+            own = (session for session in wanting if session.tenant == largest)
+            self._evict(next(idle, None) or max(own, key=weight))
 
     def take_evicted_len(self, key: Key) -> int | None:
         """How long a sequence was that was forgotten for want of room, if it was; told once."""
@@ -307,10 +348,17 @@ class SessionStore:
         while len(self._sessions) > 1 and (
             len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens
         ):
-            self._evict(next(iter(self._sessions.values())))
+            is_crowded = len(self._sessions) > self._max_sessions
+            # Of equal ones the first: the least recently used.
+            self._evict(max(self._holdings.values(), key=len if is_crowded else _tokens_of).oldest)
+
+    def _grow(self, session: DraftSession, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        self._holdings[session.tenant].num_tokens += num_tokens
 
     def _evict(self, session: DraftSession) -> None:
-        self._evicted[session.key] = len(session.core.tokens)
+        if session.is_draftable:
+            self._evicted[session.key] = len(session.core.tokens)
         if len(self._evicted) > _MAX_EVICTED:
             self._evicted.popitem(last=False)
         self._remove(session)
@@ -321,7 +369,10 @@ class SessionStore:
             self._sessions.pop(session.key, None)
             self._prefixes.remove(session)
             session.donor = None  # else sessions that never borrow would keep all their forerunners alive
-            self._num_tokens -= len(session.core.tokens)
+            self._grow(session, -len(session.core.tokens))
+            del self._holdings[session.tenant].sessions[session]
+            if not self._holdings[session.tenant].sessions:
+                del self._holdings[session.tenant]
             self._forgotten.append(session)
             self._retire(session)
 
@@ -331,3 +382,7 @@ class SessionStore:
         self._retired.move_to_end(session.namespace)
         if len(self._retired) > _MAX_NAMESPACES:
             self._retired.popitem(last=False)
+
+
+def _tokens_of(holding: Holding) -> int:
+    return holding.num_tokens

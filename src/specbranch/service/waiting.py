@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from specbranch.service.faults import Faults
@@ -29,14 +29,6 @@ class Pending:
         self.sessions, self.probs = [None] * len(rows), [b""] * len(rows)
         self.proposals = [None if row.taken is None else [] for row in rows]  # what was told is not said again
 
-    def add(self, index: int, session: DraftSession | None, proposal: list[int] | None) -> None:
-        """The session of a row. If it has no proposal yet, the row waits for it."""
-        self.sessions[index] = session
-        if session and proposal is None and session.is_awaited:
-            self.waiting.add(index)
-            self.num_held += 1
-        self.settle(index, proposal)
-
     def settle(self, index: int, proposal: list[int] | None) -> None:
         """The proposal of a row, with what it was drawn from: the next row may go on with the same session."""
         session = self.sessions[index]
@@ -47,16 +39,29 @@ class Pending:
 
 
 class Waiting:
-    """The steps that wait, one for each client. `tell` lets the compute thread look at a session again."""
+    """The steps that wait, one for each client. `tell` lets the compute thread look at a session again.
+
+    However many rows wait for a session, it is asked once, and only after it has grown.
+    """
 
     def __init__(self, faults: Faults, tell: Callable[[DraftSession], None]) -> None:
         self._faults = faults
         self._tell = tell
         self._pending: dict[bytes, Pending] = {}
+        self._rows: dict[DraftSession, dict[tuple[bytes, int], None]] = {}  # that wait for a session: client, index
 
     def add(self, pending: Pending) -> None:
         """From now on this client waits."""
         self._pending[pending.client] = pending
+
+    def enter(self, pending: Pending, index: int, session: DraftSession | None, proposal: list[int] | None) -> None:
+        """The session of a row of a step. If it has no proposal yet, the row waits for it."""
+        pending.sessions[index] = session
+        if session and proposal is None and session.is_awaited:
+            pending.waiting.add(index)
+            pending.num_held += 1
+            self._rows.setdefault(session, {})[pending.client, index] = None
+        pending.settle(index, proposal)
 
     def remove(self, client: bytes) -> Pending | None:
         """The client waits no more: it was answered, or it has gone on."""
@@ -66,6 +71,10 @@ class Waiting:
                 self._release(pending, index)
         return pending
 
+    def waits_for(self, session: DraftSession) -> bool:
+        """Whether a row waits for this session."""
+        return session in self._rows
+
     def all(self) -> list[Pending]:
         """Everyone who waits."""
         return list(self._pending.values())
@@ -74,18 +83,21 @@ class Waiting:
         """When the first of them must be answered."""
         return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
-    def is_ready(self, pending: Pending) -> bool:
-        """Whether all rows have their proposals by now."""
-        for index in list(pending.waiting):
-            session = pending.sessions[index]
-            assert session is not None, "only sessions are waited for"
+    def ready(self, grown: Collection[DraftSession]) -> list[Pending]:
+        """Steps all of whose rows have their proposals, now that these sessions have grown."""
+        touched: dict[bytes, None] = {}
+        for session in [one for one in self._rows if one in grown or one.is_forgotten]:
             proposal = None if session.is_forgotten else self._faults.contain(session, session.propose)
-            if session.is_forgotten:
-                self._give_up(pending, index)
-            elif proposal is not None:
-                pending.settle(index, proposal)
-                self._release(pending, index)
-        return not pending.waiting
+            if proposal is None and not session.is_forgotten:
+                continue
+            for client, index in list(self._rows[session]):
+                touched[client] = None
+                if proposal is None:
+                    self._give_up(self._pending[client], index)
+                else:
+                    self._pending[client].settle(index, proposal)
+                    self._release(self._pending[client], index)
+        return [self._pending[client] for client in touched if not self._pending[client].waiting]
 
     def give_up(self, pending: Pending) -> None:
         """The time is up: rows that are not ready go with what there is."""
@@ -104,8 +116,11 @@ class Waiting:
         pending.waiting.discard(index)
         session = pending.sessions[index]
         assert session is not None, "only sessions are waited for"
-        is_awaited = any(other.sessions[row] is session for other in self._pending.values() for row in other.waiting)
-        if is_awaited:
+        rows = self._rows[session]
+        rows.pop((pending.client, index), None)
+        if rows:
             session.turn(State.AWAITED)
-        elif session.is_awaited:
+            return
+        del self._rows[session]
+        if session.is_awaited:
             session.turn(State.PREPARING)

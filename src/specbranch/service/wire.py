@@ -20,10 +20,10 @@ from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
 VERSION = 9
-MAX_FRAME = 8 << 20  # bytes
+MAX_FRAME = 1 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
-MAX_SEQUENCE = 1 << 20  # tokens
+MAX_SEQUENCE = 260_000  # tokens; a message that opens the longest one fits into a frame
 MAX_NEW = 4096  # tokens committed in one step
 MAX_OUTCOMES = 16  # verdicts that are answered ahead, for one sequence
 MAX_AHEAD = 64  # sequences in one message of such answers
