@@ -19,7 +19,7 @@ from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.service.endpoint import check_reachable
+from specbranch.service.endpoint import check_reachable, each_address
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions, StartError
 
@@ -45,10 +45,10 @@ class DraftKeywords(TypedDict, total=False):
 
 
 class DraftAddress:
-    """Where a draft service listens; `keys` is the directory of its CURVE keys, needed for TCP."""
+    """Where a draft service listens, or several do; `keys` is the directory of their CURVE keys, needed for TCP."""
 
-    def __init__(self, address: str, keys: str | None = None) -> None:
-        self.address = address
+    def __init__(self, address: str | Sequence[str], keys: str | None = None) -> None:
+        self.address = address if isinstance(address, str) else list(address)
         self.keys = keys
 
     def vllm_args(
@@ -142,8 +142,8 @@ class DraftServer(DraftAddress):
         self._is_started = False
 
     @staticmethod
-    def at(address: str, keys: str | Path | None = None) -> DraftAddress:
-        """A draft service that runs already, such as `specbranch draft` on another machine."""
+    def at(address: str | Sequence[str], keys: str | Path | None = None) -> DraftAddress:
+        """A draft service that runs already, such as `specbranch draft` on another machine; or a list of them."""
         return DraftAddress(address, None if keys is None else str(keys))
 
     def start(self) -> None:
@@ -174,4 +174,5 @@ class DraftServer(DraftAddress):
 def _refuse_wrong(settings: DraftSettings, longest: int) -> None:
     """Raise now what the engine's own client would refuse much later."""
     options = settings.client_options(longest)
-    check_reachable(options.address, options.keys)
+    for address in each_address(options.address):
+        check_reachable(address, options.keys)

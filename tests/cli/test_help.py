@@ -11,7 +11,7 @@ from specbranch.cli import app
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
 ORDER = ["serve", "generate", "plan", "check", "bench", "simulate", "timeline", "profile", "train", "draft", "keys"]
-ORDER += ["ping", "describe", "top"]
+ORDER += ["ping", "describe", "top", "drain"]
 GROUPS = {"bench": ["run", "show", "report"], "train": ["collect", "fit"]}
 COMMANDS = [[name] for name in ORDER if name not in GROUPS] + [
     [group, name] for group, names in GROUPS.items() for name in names

@@ -12,10 +12,13 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.cli.console import UsageError
+from specbranch.cli.options import remote_draft
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.remote import RemoteDraft, _ask
+from specbranch.draft_server import DraftServer
 from specbranch.engines.vocabulary import VocabularyError
 from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.endpoint import EndpointError, ServiceKeys, make_keys
 from tests.service.harness import free_port, scripted_service, tcp_service
 
@@ -29,12 +32,11 @@ def keys_in(directory: Path) -> ServiceKeys:
 
 def test_a_service_that_runs_says_what_it_serves(tmp_path: Path) -> None:
     with scripted_service(tmp_path) as service:
-        welcome = RemoteDraft(service.address).check()
+        (welcome,) = RemoteDraft((service.address,)).check()
 
-    assert welcome is not None
     assert welcome.model
     _ask.cache_clear()
-    assert RemoteDraft(service.address).check() is None  # it has ended: no reason not to start the target
+    assert RemoteDraft((service.address,)).check() == []  # it has ended: no reason not to start the target
 
 
 def test_a_proxy_without_a_service_behind_it_is_no_reason_not_to_start(tmp_path: Path) -> None:
@@ -44,15 +46,32 @@ def test_a_proxy_without_a_service_behind_it_is_no_reason_not_to_start(tmp_path:
         proxy.listen()
         address = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
 
-        assert RemoteDraft(address, tmp_path / "ours").check() is None
+        assert RemoteDraft((address,), tmp_path / "ours").check() == []
 
 
 def test_the_right_keys_are_let_in(tmp_path: Path) -> None:
     with tcp_service(keys_in(tmp_path / "ours")) as address:
-        remote = RemoteDraft(address, tmp_path / "ours")
+        remote = RemoteDraft((address,), tmp_path / "ours")
 
-        assert remote.check() is not None
+        assert len(remote.check()) == 1
     assert remote.section == {"address": address, "keys": str(tmp_path / "ours")}
+
+
+def test_several_services_are_asked_and_all_are_handed_over(tmp_path: Path) -> None:
+    keys = keys_in(tmp_path / "ours")
+    absent = f"tcp://127.0.0.1:{free_port()}"
+    with tcp_service(keys) as one, tcp_service(keys) as two:
+        remote = remote_draft([one, absent, two, one], tmp_path / "ours")
+
+        assert remote is not None
+        assert len(remote.check()) == 2
+    assert remote.section == {"address": [one, absent, two], "keys": str(tmp_path / "ours")}
+    settings = ProposerSettings(**remote.section)
+    assert settings.client_options(4).address == [one, absent, two]
+    assert DraftServer.at((one, two), tmp_path / "ours").vllm_args()["additional_config"]["specbranch"]["address"] == [
+        one,
+        two,
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["client.key_secret", "service.key"])
@@ -63,7 +82,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, wrong: str) -> None:
         shutil.copy(tmp_path / "theirs" / wrong, tmp_path / "mixed" / wrong)
         begin_s = time.monotonic()
         with pytest.raises(UsageError, match=r"does not answer us.*or it does not know these keys"):
-            RemoteDraft(address, tmp_path / "mixed").check()
+            RemoteDraft((address,), tmp_path / "mixed").check()
 
     assert time.monotonic() - begin_s < LIMIT_S
 
@@ -71,11 +90,11 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, wrong: str) -> None:
 def test_keys_that_are_not_there_and_addresses_of_no_kind_are_refused(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
-        RemoteDraft(address).check()
+        RemoteDraft((address,)).check()
     with pytest.raises(EndpointError, match="cannot be read as a key"):
-        RemoteDraft(address, tmp_path).check()
+        RemoteDraft((address,), tmp_path).check()
     with pytest.raises(EndpointError, match="is no address"):
-        RemoteDraft("somewhere").check()
+        RemoteDraft(("somewhere",)).check()
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
@@ -103,7 +122,7 @@ def test_a_running_draft_with_another_vocabulary_is_refused(tmp_path: Path, monk
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "config.json").write_text('{"vocab_size": 151936}')
     with scripted_service(tmp_path) as service:
-        preflight = Preflight(target=str(tmp_path / "big"), remote=RemoteDraft(service.address))
+        preflight = Preflight(target=str(tmp_path / "big"), remote=RemoteDraft((service.address,)))
         with pytest.raises(VocabularyError, match="cannot draft for"):
             preflight.run()
         (tmp_path / "big" / "config.json").write_text('{"vocab_size": 50}')

@@ -93,6 +93,7 @@ rolled back: cut                   0.0/s                 0
 draft steps                      100.0/s             2,200
 rows of a draft step                3.00              3.91
 time of a draft step             9.00 ms           9.91 ms
+busy with draft steps               90 %               0 %
 wait of a target's step          2.00 ms           3.82 ms
 """
 OF_VLLM_SCREEN = """\

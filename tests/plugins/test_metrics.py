@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 HITS = "specbranch_hits_total", "3"
 
 
-def show(address: str, namespace: bytes = b"ours", engine: int = 0, **changes: Any) -> StatsFile:
+def show(address: str | list[str], namespace: bytes = b"ours", engine: int = 0, **changes: Any) -> StatsFile:
     common = {"model": "target", "engine": engine, "address": address, "namespace": namespace}
     counters = {"counts": COUNTS, "lens": [4, 0, 3, 2], "asides": {"lora": 6}}
     written = open_stats_file(lambda: ("target", engine))
@@ -134,6 +134,28 @@ def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespac
         "unused",
         "cut",
     }
+
+
+def test_of_several_services_the_sums_appear_and_the_state_of_the_best(collector: Collector, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    nowhere = f"ipc://{tmp_path}/nowhere.sock"
+    with scripted_service(tmp_path / "one") as one, scripted_service(tmp_path / "two") as two:
+        show([one.address, nowhere, two.address], b"ours")
+        for service, num_steps in ((one, 4), (two, 7)):
+            client = DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, "confidence", 60.0, b"ours"))
+            with contextlib.closing(client):
+                client.hello(PATIENCE_S)
+                walk = Walk(client, [1, 2, 3])
+                for _ in range(num_steps):
+                    walk.step()
+        end_s = time.monotonic() + PATIENCE_S
+        while rounds_of(found := samples(collector)) != {"0": 3 + 6} or not found["specbranch_state", "0", "on"]:
+            assert time.monotonic() < end_s, found
+            time.sleep(0.2)
+
+    assert found["specbranch_sessions", "0"] == 2
+    assert 0.002 < found["specbranch_draft_first_row_seconds", "0"] < 1.0
 
 
 def test_texts_that_are_not_drafted_for_appear_by_reason_and_target(collector: Collector, tmp_path: Path) -> None:

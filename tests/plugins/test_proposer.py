@@ -59,7 +59,7 @@ def proposer_with(
     monkeypatch.setattr(patches, "warn_if_untested", lambda: None)
     monkeypatch.setattr(patches, "patch_cpu_sampler", lambda: None)
     monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
-    monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", partial(FixedClient, [5, 6, 7]))
+    monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", partial(FixedClient, [5, 6, 7]))
     vllm_config = SimpleNamespace(
         additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
         speculative_config=SimpleNamespace(num_speculative_tokens=2),

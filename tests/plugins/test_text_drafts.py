@@ -14,6 +14,7 @@ from specbranch.core.verify import match
 from specbranch.engines.vocabulary import VocabSample
 from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.text_drafts import TextDrafts
+from specbranch.service.client import DraftClient
 from tests.service.harness import PATIENCE_S, TARGET, VOCAB, Service, scripted_service
 
 LONGEST = 4
@@ -29,6 +30,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 def drafts_of(service: Service, vocab_len: int = VOCAB, **settings: Any) -> TextDrafts:
     chosen = {"planner": "sps", "deadline_ms": DEADLINE_MS, "is_gated": False, **settings}
     drafts = TextDrafts(DraftSettings(address=service.address, **chosen), LONGEST, VocabSample(vocab_len))
+    assert isinstance(drafts._client, DraftClient)
     drafts._client.hello(PATIENCE_S)
     return drafts
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from specbranch.core.verify import match
 from specbranch.engines.scripted import ScriptedEngine, TextScript
-from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.client import ClientOptions, Committed, DraftClient, Drafts
 from specbranch.service.endpoint import ServiceKeys
 from specbranch.service.server import Server, ServiceOptions
 from tests.toys import random_script
@@ -124,7 +124,7 @@ def running(service: Service) -> Iterator[Service]:
 class Walk:
     """One sequence decoded greedily by the target, with drafts from a client."""
 
-    client: DraftClient
+    client: Drafts
     prompt: Sequence[int]
     target: TextScript = TARGET
     tokens: list[int] = field(init=False)

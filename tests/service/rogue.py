@@ -16,6 +16,7 @@ from specbranch.core.round import MAX_WINDOW
 from specbranch.service.wire import (
     MAX_REPLY,
     VERSION,
+    Drain,
     Hello,
     Open,
     OverviewRequest,
@@ -33,7 +34,7 @@ FOREIGN = 49_200  # beyond the vocabulary of every target here
 FLOOD_S = 1.0
 
 Frames = Iterator[bytes]
-Question = Step | StatsRequest | OverviewRequest
+Question = Step | Drain | StatsRequest | OverviewRequest
 _numbers = itertools.count()  # of the questions that came
 
 

@@ -194,7 +194,7 @@ def test_equal_texts_share_a_draft_only_in_a_namespace_given_on_purpose(tmp_path
         assert all(client.hello(PATIENCE_S) for client in (*shared, alone))
         walks = [Walk(client, [7, 8, 9]) for client in (*shared, alone)]
         walks[0].step()
-        assert walks[0].client.hello(PATIENCE_S)  # answered in order, so the text has come
+        assert shared[0].hello(PATIENCE_S)  # answered in order, so the text has come
         for walk in walks[1:]:
             walk.step()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
+import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,10 @@ from specbranch.core.sampling import Sampling
 from specbranch.core.session import Session
 from specbranch.core.verify import Offer, reject
 from specbranch.engines.scripted import ScriptedEngine, TextScript
-from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.client import ClientOptions, Committed, DraftClient, Drafts
 from specbranch.service.digest import Digest
 from specbranch.service.draft_probs import pack_probs, unpack_probs
+from specbranch.service.pool import DraftPool
 from specbranch.service.redraw import redraw
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.told import Told
@@ -241,61 +245,114 @@ def test_sampled_texts_follow_the_target_with_a_real_service(tmp_path: Path, tem
 
     The target tests as engines do. Most tokens are drafted, and more than half of the drafts are kept.
     """
-    import threading
+    with serving(f"ipc://{tmp_path}/draft.sock") as address:
+        client = DraftClient(ClientOptions(address, "budget", BUDGET, deadline_s=2.0))
+        with contextlib.closing(client):
+            assert client.hello(30.0) is not None
+            texts, num_kept, num_drawn = sample_texts(client, temperature)
 
-    address = f"ipc://{tmp_path}/draft.sock"
+    assert num_drawn > len(texts)
+    assert num_kept > len(texts)
+    assert_texts_follow_the_target(texts, temperature)
+
+
+def test_sampled_texts_that_move_between_services_follow_the_target(tmp_path: Path) -> None:
+    """Every text moves while it is decoded. The new service opens it anew; seed and distributions are its own."""
+    with serving(f"ipc://{tmp_path}/one.sock") as one, serving(f"ipc://{tmp_path}/two.sock") as two:
+        pool = DraftPool(ClientOptions([one, two], "budget", BUDGET, deadline_s=2.0))
+        with contextlib.closing(pool):
+            for service in pool._services:
+                assert service.hello(30.0) is not None
+
+            def move(number: int, length: int) -> None:
+                avoided = (number + (length > 4)) % 2
+                pool._services[avoided].refused_s = time.monotonic()
+                pool._services[1 - avoided].refused_s = None
+
+            texts, num_kept, num_drawn = sample_texts(pool, 1.0, move)
+
+    assert pool.counts.moved > len(texts) / 2
+    assert pool.counts.faults == 0
+    assert num_drawn > len(texts) / 4
+    assert num_kept > len(texts) / 8
+    assert_texts_follow_the_target(texts, 1.0)
+
+
+def test_a_text_that_moves_keeps_its_seed(tmp_path: Path) -> None:
+    pool = DraftPool(ClientOptions([f"ipc://{tmp_path}/one.sock", f"ipc://{tmp_path}/two.sock"]))
+    seeds = []
+    with contextlib.closing(pool):
+        for number, service in enumerate(pool._services):
+            row = Committed([1, 2, 3, *range(number + 1)], 1, name="a", sampling=Sampling(1.0))
+            question = service.prepare([row], [0], [pool._follow(row)])
+            seeds += [step_row.sampling.seed for step_row in question.step_rows if step_row.sampling]
+
+    assert len(seeds) == 2 and seeds[0] == seeds[1] > 0
+
+
+BUDGET = {"gamma": 2, "waits": True, "prices": False, "uses_text": False, "uses_memory": False}
+
+
+@contextlib.contextmanager
+def serving(address: str) -> Iterator[str]:
+    """A service in this process."""
     server = Server(ScriptedEngine(DRAFT), ServiceOptions(address))
     thread = threading.Thread(target=server.serve)
     thread.start()
-    chance = RandomChance(random.Random(7))
-    counts: Counter[tuple[int, ...]] = Counter()
-    num_sampled = num_kept = num_drawn = 0
-    settings = {"gamma": 2, "waits": True, "prices": False, "uses_text": False, "uses_memory": False}
-    options = ClientOptions(address, "budget", settings, deadline_s=2.0)
     try:
-        with contextlib.closing(DraftClient(options)) as client:
-            assert client.hello(30.0) is not None
-            for number in range(500):
-                tokens = [0, 1]
-                num_new = 0
-                draft: list[int] = []
-                name = f"{number} {os.urandom(4).hex()}"
-                drawn_from: list[Distribution | None] = []
-                while len(tokens) < 8:
-                    offers = [
-                        Offer((q or Distribution((token,), (1.0,), 0.0)).dense(VOCAB), (token,))
-                        for token, q in zip(draft, drawn_from or [None] * len(draft), strict=True)
-                    ]
-                    offers.append(Offer(Distribution((), (), 0.0).dense(VOCAB), ()))
-                    ps = [target_at(temperature, [*tokens, *draft[:length]]) for length in range(len(draft) + 1)]
-                    verdict = reject(offers, ps, chance)
-                    new = verdict.committed(draft)
-                    num_kept += verdict.accepted
-                    num_drawn += sum(q is not None for q in drawn_from[: verdict.accepted + 1])
-                    tokens += new
-                    num_new = len(new)
-                    if len(tokens) < 8:
-                        row = Committed(tokens, num_new, name=name, sampling=Sampling(temperature))
-                        (draft,) = client.propose([row])
-                        drawn_from = client.drawn_from[0][: len(draft)]
-                counts[tuple(tokens[5:8])] += 1
-                num_sampled += 1
+        yield address
     finally:
         server.stop()
         thread.join(30)
 
-    expected = exact(temperature, [0, 1], 6)
+
+def sample_texts(
+    client: Drafts, temperature: float, before: Callable[[int, int], None] = lambda number, length: None
+) -> tuple[list[list[int]], int, int]:
+    """Texts of eight tokens, how many draft tokens were kept, and how many of those tested were drawn by chance.
+
+    `before` is called before every question, with the number of the text and its length.
+    """
+    chance = RandomChance(random.Random(7))
+    texts: list[list[int]] = []
+    num_kept = num_drawn = 0
+    for number in range(500):
+        tokens = [0, 1]
+        draft: list[int] = []
+        name = f"{number} {os.urandom(4).hex()}"
+        drawn_from: list[Distribution | None] = []
+        while len(tokens) < 8:
+            offers = [
+                Offer((q or Distribution((token,), (1.0,), 0.0)).dense(VOCAB), (token,))
+                for token, q in zip(draft, drawn_from or [None] * len(draft), strict=True)
+            ]
+            offers.append(Offer(Distribution((), (), 0.0).dense(VOCAB), ()))
+            ps = [target_at(temperature, [*tokens, *draft[:length]]) for length in range(len(draft) + 1)]
+            verdict = reject(offers, ps, chance)
+            new = verdict.committed(draft)
+            num_kept += verdict.accepted
+            num_drawn += sum(q is not None for q in drawn_from[: verdict.accepted + 1])
+            tokens += new
+            if len(tokens) < 8:
+                before(number, len(tokens))
+                row = Committed(tokens, len(new), name=name, sampling=Sampling(temperature))
+                (draft,) = client.propose([row])
+                drawn_from = client.drawn_from[0][: len(draft)]
+        texts.append(tokens)
+    return texts, num_kept, num_drawn
+
+
+def assert_texts_follow_the_target(texts: list[list[int]], temperature: float) -> None:
+    counts = Counter(tuple(text[5:8]) for text in texts)
     tail: defaultdict[tuple[int, ...], float] = defaultdict(float)
-    for text, prob in expected.items():
+    for text, prob in exact(temperature, [0, 1], 6).items():
         tail[text[3:6]] += prob
-    assert num_drawn > num_sampled
-    assert num_kept > num_sampled
     statistic = sum(
-        (counts[text] - num_sampled * prob) ** 2 / (num_sampled * prob)
+        (counts[text] - len(texts) * prob) ** 2 / (len(texts) * prob)
         for text, prob in tail.items()
-        if num_sampled * prob > 5
+        if len(texts) * prob > 5
     )
-    degrees = sum(num_sampled * prob > 5 for prob in tail.values())
+    degrees = sum(len(texts) * prob > 5 for prob in tail.values())
     assert statistic < degrees + 4.5 * np.sqrt(2 * degrees)
 
 

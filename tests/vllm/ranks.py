@@ -70,7 +70,7 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, **section: Any) -> None:
         monkeypatch.setattr(patches, "warn_if_untested", lambda: None)
         monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
-        monkeypatch.setattr("specbranch.plugins.vllm.proposer.DraftClient", Client)
+        monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", Client)
         config = SimpleNamespace(
             additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
             speculative_config=SimpleNamespace(

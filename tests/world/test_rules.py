@@ -153,14 +153,14 @@ def answer_some(patch: Patch) -> None:
 
 
 def lag_for_ever(patch: Patch) -> None:
-    drain = DraftClient._drain
+    take_late = DraftClient.take_late
 
     def wrong(self: DraftClient, end_s: float) -> None:
-        was_lagging = self._is_lagging
-        drain(self, end_s)
-        self._is_lagging = was_lagging
+        since_s = self.lagging_s
+        take_late(self, end_s)
+        self.lagging_s = since_s
 
-    patch.setattr(DraftClient, "_drain", wrong)
+    patch.setattr(DraftClient, "take_late", wrong)
 
 
 def never_renew(patch: Patch) -> None:

@@ -12,6 +12,7 @@ from specbranch.cli.console import print_help_alone
 from specbranch.cli.describe import describe
 from specbranch.cli.doctor import doctor
 from specbranch.cli.draft import draft, keys
+from specbranch.cli.drain import drain
 from specbranch.cli.generate import generate
 from specbranch.cli.options import FLAGS_GO_THROUGH, Command, example
 from specbranch.cli.ping import ping
@@ -67,6 +68,7 @@ for command, panel, line in (
     (ping, _OPERATE, "specbranch ping ipc:///tmp/draft.sock"),
     (describe, _OPERATE, "specbranch describe tcp://10.0.0.7:5757 --keys ./keys"),
     (top, _OPERATE, "specbranch top http://localhost:8000"),
+    (drain, _OPERATE, "specbranch drain tcp://10.0.0.7:5757 --keys ./keys --wait 60"),
     (doctor, _OPERATE, "specbranch doctor TARGET --draft DRAFT"),
 ):
     settings = FLAGS_GO_THROUGH if command in (serve, generate, plan, check) else None

@@ -62,6 +62,7 @@ def lines(overview: Overview) -> dict[str, str]:
             "prefill in pieces of {piece_len}",
         ),
         "version": _joined(settings, "{version}", "protocol {wire}"),
+        "new texts": "declined: it is draining" if figures.get("draining") else "",
         "targets": f"{figures.get('targets', 0):,.0f} now, with {_held(figures, 'session')} of "
         f"{count(round(figures.get('session_tokens', 0)), 'token')}",
         "memory": memory(figures.get("memory_bytes") or None),

@@ -111,7 +111,7 @@ def generate(
     """
     errors = (SpecBranchError, OSError)
     with friendly_errors(*errors), _leaving_at_ctrl_c():
-        if not bare and (draft is None) == (draft_address is None):
+        if not bare and (draft is None) == (not draft_address):
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
         section = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         given = vllm_arguments(context, vllm_arg)

@@ -11,17 +11,18 @@ from specbranch.core.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What was counted in a time; `seconds` None: since the start, for which there are sums and no rates."""
+    """What was counted in a time; `is_whole`: since the start, for which there are sums and no rates."""
 
     stats: Stats
     target_steps: int
     draft_steps: int
     draft_step_s: float
-    seconds: float | None = None
+    seconds: float
+    is_whole: bool = True
 
     def amount(self, count: float) -> float | None:
         """A count as a rate per second, or as it is."""
-        return count if self.seconds is None else _ratio(count, self.seconds)
+        return count if self.is_whole else _ratio(count, self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,13 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _whole(reading: Reading) -> Span:
-    return Span(reading.stats, reading.target_steps, reading.draft_steps or 0, reading.draft_step_s or 0.0)
+    return Span(
+        reading.stats,
+        reading.target_steps,
+        reading.draft_steps or 0,
+        reading.draft_step_s or 0.0,
+        reading.uptime_s or 0.0,
+    )
 
 
 def _between(now: Reading, earlier: Reading) -> Span:
@@ -61,6 +68,7 @@ def _between(now: Reading, earlier: Reading) -> Span:
         (now.draft_steps or 0) - (earlier.draft_steps or 0),
         (now.draft_step_s or 0.0) - (earlier.draft_step_s or 0.0),
         now.at_s - earlier.at_s,
+        is_whole=False,
     )
 
 
@@ -83,6 +91,10 @@ def _wait_ms(span: Span) -> float | None:
 
 def _rows(span: Span) -> float | None:
     return _ratio(span.stats.rows, span.draft_steps)
+
+
+def _busy(span: Span) -> float | None:
+    return _ratio(span.draft_step_s, span.seconds)
 
 
 def _step_ms(span: Span) -> float | None:
@@ -110,6 +122,7 @@ _STEPS = (
     _Line("draft_steps", "draft steps", "", lambda span: span.amount(span.draft_steps)),
     _Line("rows_per_step", "rows of a draft step", "rows", _rows),
     _Line("draft_step_ms", "time of a draft step", "ms", _step_ms),
+    _Line("busy", "busy with draft steps", "%", _busy),
 )
 _ROWS = (_Line("draft_rows", "draft rows", "", lambda span: span.amount(span.stats.rows)),)
 _WAIT = (_Line("wait_ms", "wait of a target's step", "ms", _wait_ms),)

@@ -20,6 +20,7 @@ from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, longest_submissi
 from specbranch.engines.options import DTYPES
 from specbranch.engines.registry import ENGINES
 from specbranch.plugins.vllm.flags import Flags
+from specbranch.service.endpoint import each_address
 
 FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM
 
@@ -62,11 +63,12 @@ DraftArg = Annotated[
     ),
 ]
 DraftAddress = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--draft-address",
         metavar="ADDRESS",
-        help="Use a draft service that runs already: ipc://PATH, or tcp://HOST:PORT with --draft-keys.",
+        help="Use a draft service that runs already: ipc://PATH, or tcp://HOST:PORT with --draft-keys. Repeat it to "
+        "share the texts among several.",
     ),
 ]
 DraftKeys = Annotated[
@@ -285,11 +287,11 @@ def draft_words(given: list[str] | None) -> list[str]:
     return words
 
 
-def remote_draft(address: str | None, keys: Path | None) -> RemoteDraft | None:
+def remote_draft(addresses: list[str] | None, keys: Path | None) -> RemoteDraft | None:
     """What `--draft-address` and `--draft-keys` name together."""
-    if keys is not None and address is None:
+    if keys is not None and not addresses:
         raise UsageError("--draft-keys belongs to --draft-address, which is missing")
-    return RemoteDraft(address, keys) if address is not None else None
+    return RemoteDraft(each_address(addresses), keys) if addresses else None
 
 
 def check_directory(option: str, path: Path | None) -> None:

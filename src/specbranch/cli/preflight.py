@@ -130,8 +130,7 @@ class Preflight:
 
     def _check_remote(self) -> None:
         assert self.remote is not None, "only checked with one"
-        welcome = self.remote.check()
-        if welcome is not None:
+        for welcome in self.remote.check():
             refuse_other_sample(self.target, welcome.model, VocabSample(welcome.vocab_len, welcome.vocab_sample))
 
     def _check_vocabulary(self) -> None:

@@ -33,6 +33,9 @@ class Reading:
     undrafted: int = 0
     faults: int = 0
     sessions: int = 0
+    active_sessions: int | None = None
+    waiting_rows: int | None = None
+    is_draining: bool = False
     session_tokens: int | None = None
     targets: int | None = None
     first_row_s: float | None = None
@@ -80,6 +83,9 @@ def _of_service(figures: Mapping[str, float], model: str, at_s: float) -> Readin
         undrafted=_undrafted(figures),
         faults=_count(figures, "faults"),
         sessions=_count(figures, "sessions"),
+        active_sessions=_count(figures, "active_sessions"),
+        waiting_rows=_count(figures, "waiting_rows"),
+        is_draining=_count(figures, "draining") > 0,
         session_tokens=_count(figures, "session_tokens"),
         targets=_count(figures, "targets"),
         first_row_s=figures.get("first_row_seconds"),

@@ -1,4 +1,4 @@
-"""A draft service that runs already, on this machine or on another: `--draft-address` and `--draft-keys`."""
+"""Draft services that run already, on this machine or on another: `--draft-address` and `--draft-keys`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from specbranch.cli.console import UsageError
@@ -22,20 +23,22 @@ _GREETING = b"\xff"  # the first byte that ZeroMQ sends
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """Where it listens, and the directory of the keys, which TCP needs."""
+    """Where they listen, and the directory of the keys, which TCP needs."""
 
-    address: str
+    addresses: tuple[str, ...]
     keys: Path | None = None
 
     @property
-    def section(self) -> dict[str, str]:
-        """The proposer's settings that lead to it."""
+    def section(self) -> dict[str, Any]:
+        """The proposer's settings that lead to them."""
         keys = {"keys": str(self.keys.absolute())} if self.keys else {}
-        return {"address": self.address, **keys}
+        address = self.addresses[0] if len(self.addresses) == 1 else list(self.addresses)
+        return {"address": address, **keys}
 
-    def check(self) -> Welcome | None:
-        """What the service says of itself; None if it does not run now. Raises if it does not let us in."""
-        return _ask(self.address, self.keys)
+    def check(self) -> list[Welcome]:
+        """What those that run now say of themselves. Raises if one does not let us in."""
+        welcomes = [_ask(address, self.keys) for address in self.addresses]
+        return [welcome for welcome in welcomes if welcome is not None]
 
 
 @cache

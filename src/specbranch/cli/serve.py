@@ -54,6 +54,7 @@ from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.server import VllmServer
 from specbranch.plugins.vllm.serving import ServeOptions
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
+from specbranch.service.endpoint import each_address
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions
 
@@ -144,7 +145,7 @@ def serve(
     """
     with friendly_errors(SpecBranchError):
         refuse_misspelt(context)
-        if [draft is not None, draft_address is not None, bare].count(True) != 1:
+        if [draft is not None, bool(draft_address), bare].count(True) != 1:
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to serve without a draft")
         section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
         if deadline_ms is not None:
@@ -324,7 +325,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
             "draft": _draft_words(plan),
             "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
             "deadline": f"{settings.deadline_ms:g} ms",
-            "socket": address or settings.address,
+            "socket": address or ", ".join(each_address(settings.address)),
         }
     else:
         rows["draft"] = "none (bare vLLM)"
@@ -338,8 +339,8 @@ def _draft_words(plan: _Plan) -> str:
     if plan.draft:
         return f"{plan.draft.model} in {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}"
     assert plan.remote is not None, "there is a draft of one kind"
-    welcome = plan.remote.check()
-    return f"{welcome.model}, runs already" if welcome else "not running now; without it vLLM goes on alone"
+    models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
+    return f"{', '.join(models)}, runs already" if models else "not running now; without it vLLM goes on alone"
 
 
 def _core_words(cores: Sequence[int] | None) -> str:

@@ -43,6 +43,9 @@ def as_json(now: Reading, earlier: Reading | None) -> dict[str, Any]:
         "model": now.model,
         "now": {
             "sessions": now.sessions,
+            "active_sessions": now.active_sessions,
+            "waiting_rows": now.waiting_rows,
+            "is_draining": now.is_draining,
             "session_tokens": now.session_tokens,
             "targets": now.targets,
             "first_row_ms": _ms(now.first_row_s),
@@ -63,9 +66,13 @@ def now_lines(now: Reading) -> list[str]:
     about = [now.model, *(f"drafting: {state}" for state in now.states)]
     if now.uptime_s is not None:
         about.append(f"up {duration(now.uptime_s)}")
+    if now.is_draining:
+        about.append("draining")
     held = [count(now.sessions, "session")]
     if now.targets is not None:
         held[0] += f" of {count(now.targets, 'target')}"
+    if now.active_sessions is not None:
+        held.append(f"{now.active_sessions:,} in use")
     if now.session_tokens is not None:
         held.append(count(now.session_tokens, "token"))
     if now.memory_bytes is not None:

@@ -20,12 +20,13 @@ _STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked f
 class DraftSettings:
     """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
 
+    `address` may be a list, of services with the same draft and the same keys: they share the load.
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
     share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
     """
 
-    address: str = field(default_factory=default_address)
+    address: str | list[str] = field(default_factory=default_address)
     planner: str = DEFAULT_PLANNER
     settings: dict[str, Any] = field(default_factory=dict)
     predictor: str = "confidence"

@@ -15,7 +15,8 @@ import numpy as np
 from specbranch.core.gate import Gate
 from specbranch.engines.vocabulary import VocabSample
 from specbranch.plugins.settings import DraftSettings
-from specbranch.service.client import Committed, DraftClient
+from specbranch.service.client import Committed
+from specbranch.service.pool import draft_client
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,7 +28,7 @@ class TextDrafts:
     """
 
     def __init__(self, settings: DraftSettings, longest: int, target: VocabSample) -> None:
-        self._client = DraftClient(settings.client_options(longest, target.size, target.hashes))
+        self._client = draft_client(settings.client_options(longest, target.size, target.hashes))
         self._longest = longest
         self._gate = Gate() if settings.is_gated else None
         self._lock = threading.Lock()

@@ -39,6 +39,7 @@ class ComputeCounts:
 
     steps: int = 0
     rows: int = 0
+    waiting_rows: int = 0  # that the plan of the last step had no room for
     step_s: float = 0.0
     failed_steps: int = 0
     cleared: int = 0  # sessions at rest whose part of the cache was needed
@@ -209,6 +210,7 @@ class Compute:
         contain = self.faults.contain
         wishes = [wish for session in sessions if (wish := contain(session, self._wish, session))]
         plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost())
+        self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.wishes)
         for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
             self._borrow(wish.session)
         fed = [(wish.session, contain(wish.session, self._feeds, wish, plan.piece_len) or ()) for wish in plan.wishes]

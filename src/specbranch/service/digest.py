@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+Tokens = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 DIGEST_LEN = 16
 
 
 class Digest:
     """The running hash of a sequence. Both sides of the wire compute it; tokens are hashed as 32-bit little-endian."""
 
-    def __init__(self, tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]] = ()) -> None:
+    def __init__(self, tokens: Tokens = ()) -> None:
         self._hash = hashlib.blake2b(as_bytes(tokens), digest_size=DIGEST_LEN)
 
     def extend(self, tokens: Sequence[int]) -> Digest:
@@ -34,6 +35,6 @@ class Digest:
         return self._hash.digest()
 
 
-def as_bytes(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
+def as_bytes(tokens: Tokens) -> bytes:
     """Tokens as they are hashed."""
     return np.asarray(tokens, dtype="<i4").tobytes()

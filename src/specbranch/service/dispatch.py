@@ -26,6 +26,8 @@ from specbranch.service.sessions import DraftSession, SessionStore, StepCounter
 from specbranch.service.waiting import Pending, Waiting
 from specbranch.service.wire import (
     VERSION,
+    Drain,
+    Draining,
     FrameError,
     Hello,
     Open,
@@ -144,9 +146,10 @@ class Dispatch:
             return [(client, self._serve_stats(request))]
         if isinstance(request, OverviewRequest):
             return [(client, Overview(request.round, self._settings, self.figures.by_name()))]
+        if isinstance(request, Drain):
+            return self._serve_drain(client, request)
         assert isinstance(request, Open)
-        self.lookup.open(client, request, user)
-        return []
+        return [] if self.lookup.open(client, request, user) else [(client, self._draining())]
 
     def _admit(self, client: Client, namespace: bytes) -> None:
         """A client that makes up namespaces would count as many tenants."""
@@ -165,7 +168,22 @@ class Dispatch:
         if hello.version != VERSION:
             raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
         info = self._info
-        return Welcome(VERSION, hello.round, info.model[-256:], info.vocab_len, info.vocab_sample)
+        return Welcome(
+            VERSION, hello.round, info.model[-256:], info.vocab_len, info.vocab_sample, self._store.is_draining
+        )
+
+    def _serve_drain(self, client: Client, request: Drain) -> Iterator[Answer]:
+        """Take new sequences, or none, from now on, and tell it to who asked and to everyone who could send some."""
+        is_news = self._store.is_draining != request.is_on
+        self._store.is_draining = request.is_on
+        yield client, self._draining(request.round)
+        if is_news:
+            log.info("new sequences are %s from now on", "declined" if request.is_on else "taken")
+            told = self._draining()
+            yield from ((other, told) for other in self._tenants.clients)
+
+    def _draining(self, round: int = 0) -> Draining:
+        return Draining(round, self._store.is_draining, self._store.num_active(self._clock()))
 
     def _serve_stats(self, request: StatsRequest) -> StatsReply:
         sessions, stats = self._store.stats_of(request.namespace)
@@ -193,6 +211,7 @@ class Dispatch:
         self.counts.steps += 1
         step_counter = self._tenants.step_counter(client)
         step_counter.steps += 1
+        step_counter.heard_s = now_s
         step_counter.num_ahead = 0
         pending = Pending(client=client, step=step, since_s=now_s, deadline_s=now_s + self._wait_s(step))
         self._waiting.add(pending)

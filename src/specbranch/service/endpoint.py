@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,14 @@ class ClientKeys:
 def default_address() -> str:
     """A Unix socket that only this user can reach."""
     return f"ipc://{own_directory()}/specbranch-draft.sock"
+
+
+def each_address(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The addresses of one service or of several, each once."""
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(one, str) for one in listed):
+        raise EndpointError(f"{given!r} is no address of a draft service, nor a list of addresses")
+    return tuple(dict.fromkeys(listed))
 
 
 def make_keys(directory: Path) -> list[Path]:

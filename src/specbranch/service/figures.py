@@ -113,9 +113,15 @@ class Figures:
 
     def _gauges(self) -> list[Family]:
         sessions = self._store.snapshot()
+        num_active = self._store.num_active(self._clock())
         cost = self._compute.cost.cost or StepCost(0.0)
         return [
             _gauge("sessions", "Sessions remembered.", len(sessions)),
+            _gauge("active_sessions", "Sessions whose target goes on with them.", num_active),
+            _gauge(
+                "waiting_rows", "Rows that found no room in the last draft step.", self._compute.counts.waiting_rows
+            ),
+            _gauge("draining", "1 if no new sequences are taken, otherwise 0.", self._store.is_draining),
             _gauge("session_tokens", "Tokens of sequence remembered.", self._store.num_tokens),
             _gauge("targets", "Namespaces that have sessions.", len({session.namespace for session in sessions})),
             _gauge("first_row_seconds", "Time of a draft step with one row.", cost.first_s),

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import zmq
@@ -86,6 +87,13 @@ class SocketLink:
 
     def close(self) -> None:
         self._close()
+
+
+def await_any(links: Sequence[SocketLink], timeout_s: float) -> list[SocketLink]:
+    """Those with a message, as soon as one of them has one; none if the time is up before."""
+    asked: list[tuple[Any, int]] = [(link._socket, zmq.POLLIN) for link in links]
+    ready = dict(zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))) if timeout_s > 0 else {}
+    return [link for link in links if link._socket in ready]
 
 
 def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> None:

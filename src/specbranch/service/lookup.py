@@ -70,23 +70,33 @@ class Lookup:
         self.tenants = Tenants(compute.cost)
         self.counts = LookupCounts()
 
-    def open(self, client: bytes, request: Open, user: bytes = b"") -> None:
-        """Begin to draft for whole sequences. `user` names the client's key, if it has one."""
+    def open(self, client: bytes, request: Open, user: bytes = b"") -> bool:
+        """Begin to draft for whole sequences; False if one is new and no new ones are taken.
+
+        `user` names the client's key, if it has one.
+        """
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
+        is_taken = True
+        counter = self.tenants.step_counter(client)
+        counter.heard_s = self._clock()
         for tokens in map(unpack, request.sequences):
             planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
             # Rows with equal sequences ask for it once each; what is drafted already stays.
             digest = Digest(tokens)
-            if self._store.find((request.namespace, digest.name)) is None:
+            if self._store.find((request.namespace, digest.name)) is not None:
+                continue
+            is_taken = is_taken and not self._store.is_draining
+            if is_taken:
                 obstacle = self._obstacle(int(tokens.max()), len(tokens))
                 if obstacle is None:
                     session = self._put(request.namespace, user, digest, tokens.tolist(), planner)
                 else:
                     session = self._put_name(request.namespace, user, digest, int(tokens[-1]), obstacle)
-                session.hear(self.tenants.step_counter(client))
+                session.hear(counter)
                 self.counts.opened += 1
         self._observer.opened(client, request, self._clock())
+        return is_taken
 
     def session_of(self, namespace: bytes, row: StepRow) -> DraftSession | None:
         """The session of a row, after the row's verdict; None if nobody knows the sequence."""

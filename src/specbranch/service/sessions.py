@@ -30,17 +30,19 @@ _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 _MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
 _PAUSE_STEPS = 4  # a target of four pipeline stages tells of a sequence in every fourth step
 _REST_STEPS = 32
+_ACTIVE_S = 10.0  # a target that says nothing for longer has most likely ended its requests
 _FAR_BEHIND = 32  # tokens yet to prefill: no draft will come soon, so no target waits for one
 _DRAWN_OUTCOMES = 4  # verdicts that are answered ahead where tokens come with their distributions, 257 bytes each
 _numbers = itertools.count(1)
 
 
 class StepCounter:
-    """How many steps one target has told of, how often it was told ahead since the last, and its namespaces."""
+    """What one target has told: how many steps, when the last, in which namespaces; and how often it was told ahead."""
 
     def __init__(self, client: bytes = b"") -> None:
         self.client = client
         self.steps = 0
+        self.heard_s = 0.0
         self.num_ahead = 0
         self.namespaces: set[bytes] = set()
 
@@ -126,6 +128,10 @@ class DraftSession:
     def is_at_rest(self) -> bool:
         """Whether its target has gone on for long without it: the request has most likely ended."""
         return self.step_counter.steps - self._heard > _REST_STEPS
+
+    def is_active(self, now_s: float) -> bool:
+        """Whether its target goes on with it: neither has left it out for some steps, nor is silent."""
+        return not (self.is_paused or self.is_at_rest) and now_s - self.step_counter.heard_s < _ACTIVE_S
 
     @property
     def num_unread(self) -> int:
@@ -233,6 +239,7 @@ class SessionStore:
         self._retired_total = Stats()
         self._evicted: OrderedDict[Key, int] = OrderedDict()  # lengths
         self.num_evictions = 0
+        self.is_draining = False  # nobody may add new sequences; written by the lookup thread
         self.undrafted = Undrafted()
 
     def __len__(self) -> int:
@@ -330,6 +337,10 @@ class SessionStore:
         """All sessions, least recently used first."""
         with self._lock:
             return list(self._sessions.values())
+
+    def num_active(self, now_s: float) -> int:
+        """How many sessions have a target that goes on with them."""
+        return sum(session.is_active(now_s) for session in self.snapshot())
 
     def stats(self) -> Stats:
         """The counters of all sessions, the forgotten ones included. The lock is not held while they are summed."""

@@ -10,12 +10,13 @@ from typing import TypeVar
 from specbranch.core.costs import Costs, StepEstimate
 from specbranch.core.memory import AnswerMemory, Room
 from specbranch.service.sessions import StepCounter
-from specbranch.service.wire import Step
+from specbranch.service.wire import Beside, Step
 
 T = TypeVar("T")
 _MOST = 1024
 _LONGEST_STEP_S = 10.0  # a longer pause between two steps is a target at rest
 _PAUSE = 10  # a single step so many times as long as usual was no step alone: the machine has stood still
+_NOTHING = Beside(0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -51,6 +52,11 @@ class Tenants:
         """The steps of one client."""
         return _kept(self._step_counters, client, lambda: StepCounter(client))
 
+    @property
+    def clients(self) -> list[bytes]:
+        """Those that were heard of last."""
+        return list(self._step_counters)
+
     def step_ended(self, step: Step, now_s: float) -> None:
         """A verdict came. A target tells how long its step took; of one that never does, the pause is known.
 
@@ -62,9 +68,10 @@ class Tenants:
         if not tenant.is_told and tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
             step_s = now_s - tenant.answered_s
         if step_s > 0:
-            num_submitted = sum(row.num_submitted for row in step.rows)
-            num_committed = sum(len(row.tokens) for row in step.rows)
-            tenant.learn(len(step.rows), num_submitted, num_committed, step_s)
+            beside = step.beside or _NOTHING
+            num_submitted = sum(row.num_submitted for row in step.rows) + beside.submitted
+            num_committed = sum(len(row.tokens) for row in step.rows) + beside.committed
+            tenant.learn(len(step.rows) + beside.rows, num_submitted, num_committed, step_s)
 
     def answered(self, namespace: bytes, now_s: float) -> None:
         """An answer left."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,11 +21,26 @@ _TAIL = 8  # tokens that must still be the same, in case an engine uses a name t
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
+class Growth(NamedTuple):
+    """The name of a sequence as it was told, the tokens since, and its name with them."""
+
+    before: bytes
+    new: list[int]
+    after: bytes
+
+
 class Told:
     """Length, digest, last tokens and seed of what was told, by name. The least recently used make way."""
 
     def __init__(self) -> None:
         self._told: OrderedDict[str, tuple[int, Digest, bytes, int]] = OrderedDict()
+
+    def follow(self, name: str | None, tokens: TokenArray, num_new: int) -> Growth:
+        """How a sequence has grown since it was told; all of it is told now."""
+        before, new = self.since(name, tokens, num_new)
+        after = before.extend(new)
+        self.note(name, tokens, after)
+        return Growth(before.name, new, after.name)
 
     def since(self, name: str | None, tokens: TokenArray, num_new: int) -> tuple[Digest, list[int]]:
         """The digest of what was told of a sequence, and the tokens since.

@@ -19,7 +19,7 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 9
+VERSION = 10
 MAX_FRAME = 1 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
@@ -55,13 +55,17 @@ class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to `Hello`: the draft, the size of its vocabulary, and a sample of its tokens if they are known."""
+    """The answer to `Hello`: the draft, the size of its vocabulary, and a sample of its tokens if they are known.
+
+    `is_draining`: the service takes no new sequences.
+    """
 
     version: Version
     round: Round
     model: Annotated[str, Meta(max_length=256)]
     vocab_len: Annotated[int, Meta(ge=1)]
     vocab_sample: Annotated[bytes, Meta(max_length=MAX_SAMPLE)] = b""
+    is_draining: bool = False
 
     def __post_init__(self) -> None:
         """What the types cannot say: a sample is whole hashes."""
@@ -105,11 +109,20 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     longest: Annotated[int, Meta(ge=0, le=MAX_NEW)] | None = None
 
 
+class Beside(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What an engine step verified beside the rows of a message, because it is drafted for by other services."""
+
+    rows: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    submitted: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    committed: Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
 class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
     """One engine step, all its sequences in one message. The answer may take up to `wait_ms`.
 
     Where every row has taken what was told ahead, there is no answer.
-    `step_us` is how long the step took, if it only decoded these rows; 0 if nothing can be learned from it.
+    `step_us` is how long the step took, if it only decoded these rows and those `beside` them; 0 if nothing can be
+    learned from it.
     """
 
     round: Round
@@ -117,6 +130,7 @@ class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fiel
     wait_ms: Annotated[float, Meta(ge=0, le=60_000)]
     rows: Annotated[list[StepRow], Meta(min_length=1, max_length=MAX_ROWS)]
     step_us: Annotated[int, Meta(ge=0, le=MAX_STEP_US)] = 0
+    beside: Beside | None = None
 
 
 class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -152,7 +166,7 @@ class Ahead(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Open(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whole sequences to draft for, and the planner that shall do it. There is no answer."""
+    """Whole sequences to draft for, and the planner that shall do it. There is no answer but `Draining`."""
 
     namespace: Namespace
     planner: Word
@@ -165,6 +179,24 @@ class Open(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fiel
         for packed in self.sequences:
             if len(packed) % 4 or (unpack(packed) < 0).any():
                 raise ValueError("not a sequence of tokens")
+
+
+class Drain(Struct, tag="drain", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Go on with the sequences that you know and take no new ones; or, with `is_on` False, take them again."""
+
+    round: Round
+    is_on: bool = True
+
+
+class Draining(Struct, tag="draining", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The answer to `Drain`, and told to every client: whether new sequences are taken, and how many are in use.
+
+    Who did not ask for it gets round 0.
+    """
+
+    round: Round
+    is_on: bool
+    sessions: Count
 
 
 class Refused(Struct, tag="refused", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -221,8 +253,8 @@ class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unkn
     figures: Annotated[dict[Word, Figure], Meta(max_length=128)]
 
 
-Request = Hello | Step | Open | StatsRequest | OverviewRequest
-Reply = Welcome | Proposals | Ahead | Refused | StatsReply | Overview
+Request = Hello | Step | Open | Drain | StatsRequest | OverviewRequest
+Reply = Welcome | Proposals | Ahead | Draining | Refused | StatsReply | Overview
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()

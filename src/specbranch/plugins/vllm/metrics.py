@@ -17,6 +17,7 @@ from typing import Any
 from specbranch.core.rollback import CAUSES
 from specbranch.plugins.settings import client_keys
 from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
+from specbranch.service.endpoint import each_address
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.undrafted import REASONS
 from specbranch.service.wire import StatsReply
@@ -35,6 +36,7 @@ _COUNTS = {
     "foreseen": ("foreseen", "Rows whose draft was there before they asked for it."),
     "drawn": ("drawn", "Draft tokens drawn by chance, to be tested against their probabilities."),
     "opened": ("opened", "Sequences sent to the draft service in full, because it did not know them."),
+    "moved": ("moved", "Sequences that went on at another draft service, because theirs failed."),
     "refused": ("refused", "Messages refused by the proposer or by the draft service."),
     "foreign": ("foreign", "Drafts cut at a token that is not in the target's vocabulary."),
     "other_vocab": (
@@ -58,6 +60,10 @@ _GAUGES: dict[str, tuple[str, Callable[[StatsReply], float]]] = {
     "draft_first_row_seconds": ("Time of a draft step with one row.", lambda stats: stats.first_row_us / 1e6),
     "draft_more_row_seconds": ("Time of each further row in a draft step.", lambda stats: stats.more_row_us / 1e6),
 }
+
+
+_REACHES = list(Reach)  # the best first
+_Group = tuple[list[Shown], list[Reporter], Reach]  # engines, their services, the best state of one of these
 
 
 class Collector:
@@ -95,19 +101,21 @@ class Collector:
         yield self._states(groups)
         yield from _gates(stats_files)
         yield from _of_proposers(stats_files)
-        yield from _of_services([(group, reporter.stats) for group, reporter, _ in groups if reporter is not None])
+        yield from _of_services([(group, _total(reporters)) for group, reporters, _ in groups])
 
-    def _ask(self, stats_files: Sequence[Shown]) -> list[tuple[list[Shown], Reporter | None, Reach]]:
-        """Engines that share a namespace, with the state of their service; all services share one deadline."""
+    def _ask(self, stats_files: Sequence[Shown]) -> list[_Group]:
+        """Engines that share a namespace, with the state of their services; all services share one deadline."""
         end_s = time.monotonic() + self._timeout_s
-        asked: list[tuple[list[Shown], Reporter | None, Reach]] = []
-        for key, group in itertools.groupby(sorted(stats_files, key=_service_of), key=_service_of):
-            if not key[1]:
-                asked.append((list(group), None, Reach.ABSENT))
-                continue
-            reporter = self._reporter(*key)
-            asked.append((list(group), reporter, reporter.ask(max(end_s - time.monotonic(), 0.0))))
-        self._close_all_but([_service_of(group[0]) for group, _, _ in asked])
+        asked: list[_Group] = []
+        wanted: list[tuple[str, bytes, str]] = []
+        for key, group in itertools.groupby(sorted(stats_files, key=_services_of), key=_services_of):
+            addresses, namespace, keys = key
+            own = [(address, namespace, keys) for address in addresses] if namespace else []
+            reporters = [self._reporter(*one) for one in own]
+            reaches = [reporter.ask(max(end_s - time.monotonic(), 0.0)) for reporter in reporters]
+            asked.append((list(group), reporters, min(reaches, key=_REACHES.index, default=Reach.ABSENT)))
+            wanted += own
+        self._close_all_but(wanted)
         return asked
 
     def _reporter(self, address: str, namespace: bytes, keys: str) -> Reporter:
@@ -121,15 +129,15 @@ class Collector:
         for key in [key for key in self._reporters if key not in wanted]:
             self._reporters.pop(key).close()
 
-    def _states(self, groups: Sequence[tuple[list[Shown], Reporter | None, Reach]]) -> Any:
+    def _states(self, groups: Sequence[_Group]) -> Any:
         from prometheus_client.core import GaugeMetricFamily
 
         family = GaugeMetricFamily(
             "specbranch_state", "1 for the current state of drafting, 0 for the others.", labels=[*_LABELS, "state"]
         )
-        for group, reporter, reach in groups:
+        for group, reporters, reach in groups:
             for shown in group:
-                now = "off" if reporter is None else state_of(shown, reach)
+                now = state_of(shown, reach) if reporters else "off"
                 for state in STATES:
                     family.add_metric([*_labels([shown]), state], float(state == now))
         return family
@@ -146,8 +154,19 @@ def state_of(shown: Shown, reach: Reach) -> str:
     return "closed" if shown.is_closed else "on"
 
 
-def _service_of(shown: Shown) -> tuple[str, bytes, str]:
-    return (shown.address, shown.namespace, shown.keys or "")
+def _services_of(shown: Shown) -> tuple[tuple[str, ...], bytes, str]:
+    return (each_address(shown.address), shown.namespace, shown.keys or "")
+
+
+def _total(reporters: Sequence[Reporter]) -> StatsReply | None:
+    """The stats of all services of a target together, as far as they are known; times are those of the slowest."""
+    known = [reporter.stats for reporter in reporters if reporter.stats is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    join = {
+        name: max if name in ("round", "first_row_us", "more_row_us") else sum for name in known[0].__struct_fields__
+    }
+    return StatsReply(**{name: join[name](getattr(stats, name) for stats in known) for name in join})
 
 
 def _labels(group: Sequence[Shown]) -> list[str]:

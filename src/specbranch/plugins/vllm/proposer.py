@@ -27,7 +27,8 @@ from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
 from specbranch.predictor.hrad import Hrad, read_hrad
-from specbranch.service.client import Committed, DraftClient
+from specbranch.service.client import Committed, Drafts
+from specbranch.service.pool import draft_client
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
 
@@ -46,7 +47,7 @@ class SpecBranchProposer:
         self._most = config.num_speculative_tokens(vllm_config)
         self._max_model_len = config.max_model_len(vllm_config)
         self._is_output_rank = runner.is_output_rank()
-        self._client: DraftClient | None = None
+        self._client: Drafts | None = None
         self._gate: Gate | None = None
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
         self._decided: dict[int, bool] = {}  # what was logged of the gate
@@ -95,7 +96,7 @@ class SpecBranchProposer:
         self._gate = self._gate_for(settings) if settings.is_gated else None
         self._decided = {}
         # Without a planner there is nothing to ask for.
-        self._client = DraftClient(options) if self._is_output_rank and options.planner != "none" else None
+        self._client = draft_client(options) if self._is_output_rank and options.planner != "none" else None
 
     def _gate_for(self, settings: ProposerSettings) -> Gate:
         """The gate of these settings. Those that come back need not learn again what pays."""

@@ -35,7 +35,7 @@ class Shown(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     model: str
     engine: int
-    address: str
+    address: str | list[str]
     namespace: bytes
     keys: str | None = None
     is_lagging: bool = False
