@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, SITE = ROOT / "build" / "site-source", ROOT / "build" / "site"  # as zensical.toml has them
-PAGES = ("docs", "studies", "benchmarks", "examples", "deploy", "CHANGELOG.md", "CONTRIBUTING.md")
+PAGES = ("docs", "studies", "benchmarks", "examples", "deploy", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 NO_PAGES = shutil.ignore_patterns("__pycache__", "*.pyc")
 INTERFACE = (
     "specbranch.DraftServer",

@@ -20,7 +20,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 STUDIES = sorted((ROOT / "studies").glob("*/README.md"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.md"))
 CHANGELOG = ROOT / "CHANGELOG.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", CHANGELOG, *DOCS, *STUDIES, *EXAMPLES]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", CHANGELOG, *DOCS, *STUDIES, *EXAMPLES]
 MODULES = sorted((ROOT / "src").rglob("*.py"))
 RESULTS = sorted(
     path
@@ -55,7 +55,7 @@ _NAMED = re.compile(
 # Files and folders that readers make or bring themselves.
 _THEIRS = re.compile(
     r"(mine|more|tickets|chat|humaneval|gsm8k|spec_bench)\.jsonl(\.gz)?|run\.(json|png)|(report|gpu-proof)\.md|card\.json"
-    r"|(config|tokenizer)\.json|hrad/scores\.json|keys/(clients/)?|.*[A-Z]{3,}\.(md|toml|json)"
+    r"|(config|tokenizer)\.json|hrad/scores\.json|build/sbom\.json|keys/(clients/)?|.*[A-Z]{3,}\.(md|toml|json)"
 )
 _UNCLEAN = "benchmarks.md#result-files-without-a-clean-commit"
 _OLD_RESULTS = "4739ee1"  # the commit where docs/log.md finds files that were deleted since

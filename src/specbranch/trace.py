@@ -9,6 +9,7 @@ make up one answer. So a file that is recorded while a service runs is whole aft
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace file, or raise `TraceError` with the line that is wrong."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     lines = data.splitlines()
     if not lines:
@@ -209,5 +210,5 @@ def _distribution(path: Path, number: int, top: _TopK | None, entropy: float) ->
 def _decode(path: Path, number: int, line: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(line, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}:{number}: {error}") from error

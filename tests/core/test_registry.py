@@ -37,6 +37,12 @@ def test_a_registered_planner_is_made_by_its_name() -> None:
     assert planner_names()[-1] == "idle"
 
 
+@pytest.mark.parametrize("name", ["idel", 7, None, ["pearl"]])
+def test_what_is_no_name_of_a_planner_is_refused(name: Any) -> None:
+    with pytest.raises(SettingError, match="no planner is called"):
+        make_planner(name, {}, SOME)
+
+
 def test_the_same_planner_may_be_registered_twice_but_no_name_has_two_planners() -> None:
     register_planner("idle")(Idle)
     register_planner("idle")(Idle)

@@ -298,7 +298,7 @@ def test_who_answers_is_not_blamed_for_who_does_not(tmp_path: Path) -> None:
 
 def drain(*words: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["drain", *words])
-    return done.exit_code, done.stdout
+    return done.exit_code, done.stdout or done.stderr
 
 
 def test_a_drained_service_finishes_its_texts_and_gets_no_new_ones(tmp_path: Path) -> None:
@@ -406,6 +406,7 @@ def test_rows_that_find_no_room_in_a_draft_step_are_counted() -> None:
     bench.compute.work()
     assert bench.dispatch.figures.by_name()["waiting_rows"] == 2
     bench.work(100)
+    bench.now_s += 2  # figures are read anew
     assert bench.dispatch.figures.by_name()["waiting_rows"] == 0
 
 
@@ -423,6 +424,22 @@ def test_keys_open_all_services_of_a_pool(tmp_path: Path) -> None:
         assert drain(addresses[0])[0] == 2, "TCP needs keys"
     with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
         DraftPool(ClientOptions(addresses))
+
+
+def test_over_tcp_only_the_key_that_came_with_the_services_own_may_drain(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        make_keys(tmp_path / name)
+    (tmp_path / "ours" / "clients" / "theirs.key").write_bytes((tmp_path / "theirs" / "client.key").read_bytes())
+    (tmp_path / "theirs" / "service.key").write_bytes((tmp_path / "ours" / "service.key").read_bytes())
+    keys = ServiceKeys(tmp_path / "ours" / "service.key_secret", tmp_path / "ours" / "clients")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with serving([address], keys) as (server,):
+        code, text = drain(address, "--keys", str(tmp_path / "theirs"))
+        assert code != 0
+        assert "only the key that was made with the service's own" in " ".join(text.replace("│", " ").split())
+        assert not server.store.is_draining
+        assert drain(address, "--keys", str(tmp_path / "ours"))[0] == 0
+        assert server.store.is_draining
 
 
 def test_one_address_needs_no_pool(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def _decompressed(path: Path) -> bytes:
     try:
         with gzip.open(path) as file:
             return file.read(_BEGIN_LEN)
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return b""
 
 
@@ -45,6 +46,6 @@ def _format(begin: bytes) -> Any:
     """The format that the first line names, if it is JSON."""
     try:
         first = json.loads(begin.partition(b"\n")[0])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return first.get("format") if isinstance(first, dict) else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from specbranch.bench.prompts import TASKS
 from specbranch.core.planners import SettingError, planner_names, suggest
@@ -16,9 +17,14 @@ from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.process import DraftOptions
+from specbranch.service.wire import MAX_WAIT_MS
 
 BARE = "bare"
 _RENAMED = {"--trace": "--timeline"}  # options of `specbranch draft`, by the names that older files have
+
+_Natural = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
+_Rate = Annotated[float, Meta(gt=0, lt=1e9)]
 
 
 class ScenarioError(SpecBranchError, ValueError):
@@ -34,9 +40,9 @@ class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     task: str
     file: str
-    count: int
+    count: _Positive
     field: str | None = None
-    skip: int = 0
+    skip: _Natural = 0
 
 
 class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +54,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     planner: str | None = None
     speculative_config: dict[str, Any] | None = None
-    cores: list[int] | None = None
+    cores: list[_Natural] | None = None
     settings: dict[str, Any] = {}
     predictor: str = "confidence"
     is_gated: bool = True
@@ -71,9 +77,9 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Load on a server: requests arrive at random times, at `rates` per second, whether or not others are answered."""
 
-    rates: list[float]
-    requests: int = 32
-    max_num_seqs: int = 64
+    rates: list[_Rate]
+    requests: _Positive = 32
+    max_num_seqs: _Positive = 64
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,22 +100,22 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompts: list[PromptSet]
     methods: list[BenchMethod]
     dtype: str = "bfloat16"
-    target_cores: list[int] = msgspec.field(default_factory=lambda: [0])
-    draft_cores: list[int] = msgspec.field(default_factory=lambda: [1])
+    target_cores: list[_Natural] = msgspec.field(default_factory=lambda: [0])
+    draft_cores: list[_Natural] = msgspec.field(default_factory=lambda: [1])
     draft_arguments: list[str] = []
     arguments: dict[str, Any] = {}
-    max_tokens: int = 128
-    max_model_len: int = 1024
-    temperature: float = 0.0
-    top_p: float = 1.0
-    gamma: int = 8
-    deadline_ms: float = 1000.0
-    groups: int | None = None
-    concurrency: list[int] = msgspec.field(default_factory=lambda: [1])
-    repeats: int = 1
+    max_tokens: _Positive = 128
+    max_model_len: _Positive = 1024
+    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    gamma: _Positive = 8
+    deadline_ms: Annotated[float, Meta(ge=0, le=MAX_WAIT_MS)] = 1000.0
+    groups: _Positive | None = None
+    concurrency: list[_Positive] = msgspec.field(default_factory=lambda: [1])
+    repeats: _Positive = 1
     seed: int = 0
-    block: int = 1
-    engines_at_once: int | None = None
+    block: _Positive = 1
+    engines_at_once: _Positive | None = None
     served: Served | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -180,7 +186,7 @@ def read_scenario(path: Path) -> Scenario:
         scenario = _with_new_names(msgspec.toml.decode(path.read_bytes(), type=Scenario))
     except OSError as error:
         raise ScenarioError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ScenarioError(f"{path} is not a scenario: {error}") from error
     for prompts in scenario.prompts:
         if prompts.field is None and prompts.task not in TASKS:

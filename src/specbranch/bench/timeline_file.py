@@ -15,6 +15,8 @@ from typing import Any
 from specbranch.bench.file_kind import kind_of
 from specbranch.errors import SpecBranchError
 
+_MOST = 10**15  # microseconds, which are some thirty years, or things that were counted
+
 
 class TimelineError(SpecBranchError, ValueError):
     """A file that is not a timeline, or a time range in which nothing happened."""
@@ -137,7 +139,7 @@ def read_timeline(path: Path) -> Timeline:
         about = document.get("otherData", {})
         timeline = _timeline_of(document["traceEvents"])
         return replace(timeline, is_cut=bool(about.get("is_cut")), draft=about.get("draft"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TimelineError(
             f"{path} is not a timeline: it is {_found(path)}; `serve`, `generate` and `draft` write one with --timeline"
         ) from error
@@ -195,7 +197,7 @@ def _timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
             if event["name"] == "thread_name":
                 names[event["tid"]] = event["args"]["name"]
         elif event["cat"] == "draft":
-            drafts.append(_span(event))
+            drafts.append(_span(event, "rows"))
         else:
             name = names[event["tid"]].replace("wait", "target")
             _take(lanes.setdefault(name, TargetLane(name)), event)
@@ -206,20 +208,46 @@ def _timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
 def _take(lane: TargetLane, event: dict[str, Any]) -> None:
     kind, args = event["cat"], event["args"]
     if kind == "step":
-        lane.steps.append(_span(event))
+        lane.steps.append(_span(event, "rows", "submitted", "accepted", "committed"))
     elif kind == "wait":
         lane.waits.append(_span(event))
     elif kind in ("hit", "miss"):
-        lane.marks.append(Mark(event["ts"] / 1e6, args["rows"], kind == "hit"))
+        lane.marks.append(Mark(_seconds(event["ts"]), _count(args["rows"]), kind == "hit"))
     elif kind == "verdict":
-        lane.verdicts.append(Verdict(event["ts"] / 1e6, **args))
-    elif kind == "open" and args["planner"] not in lane.planners:
-        lane.planners.append(args["planner"])
+        lane.verdicts.append(_verdict(_seconds(event["ts"]), **args))
+    elif kind == "open" and str(args["planner"]) not in lane.planners:
+        lane.planners.append(str(args["planner"]))
 
 
-def _span(event: dict[str, Any]) -> Span:
-    start_s = event["ts"] / 1e6
-    return Span(start_s, start_s + event["dur"] / 1e6, event["args"])
+def _verdict(
+    at_s: float, session: Any, tokens: Any, submitted: Any, is_hit: Any, tree: dict[str, list[Any]]
+) -> Verdict:
+    if is_hit not in (True, False, None) or set(tree) != {"parents", "tokens", "percents", "marks"}:
+        raise ValueError("this is no verdict")
+    nodes = {name: [_count(value) for value in values] for name, values in tree.items()}
+    if len({len(values) for values in nodes.values()}) > 1 or any(
+        parent > number for number, parent in enumerate(nodes["parents"])
+    ):
+        raise ValueError("this is no tree")
+    return Verdict(at_s, _count(session), [_count(token) for token in tokens], _count(submitted), is_hit, nodes)
+
+
+def _span(event: dict[str, Any], *counts: str) -> Span:
+    """Something that took time; its stats have at least these counts."""
+    start_s, args = _seconds(event["ts"]), event["args"]
+    return Span(start_s, start_s + _seconds(event["dur"]), {**args, **{name: _count(args[name]) for name in counts}})
+
+
+def _seconds(microseconds: Any) -> float:
+    if not isinstance(microseconds, int | float) or not 0 <= microseconds < _MOST:
+        raise ValueError(f"{microseconds!r} is no time")
+    return microseconds / 1e6
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < _MOST:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 def _clip(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:

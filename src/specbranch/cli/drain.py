@@ -75,7 +75,9 @@ def _ask(connection: Connection, request: Drain) -> Draining | None:
     if connection.send(request):
         for reply in connection.replies(time.monotonic() + _ANSWER_S):
             if isinstance(reply, Refused):
-                raise UsageError("the draft service is of an older version, which cannot be drained; stop it instead")
+                raise UsageError(
+                    f"the draft service refuses: {reply.reason} (one that is of an older version cannot be drained)"
+                )
             if isinstance(reply, Draining) and reply.round == request.round:
                 return reply
     return None

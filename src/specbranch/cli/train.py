@@ -18,6 +18,7 @@ from specbranch.cli.options import AsJson, Command, Device, example
 from specbranch.cli.progress import Progress
 from specbranch.engines.heads import HeadsCard, HeadsError, write_heads
 from specbranch.engines.options import found_model
+from specbranch.engines.pretrained import load_model, load_tokenizer
 from specbranch.predictor.hrad import HradError
 from specbranch.trace import TraceError, read_trace
 from specbranch.train.collect import CollectOptions
@@ -195,7 +196,6 @@ def heads(
     """
     with friendly_errors(UsageError, PromptError, ExamplesError, HeadsError, TraceError, ImportError, OSError):
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         states = StatesOptions(
             draft,
@@ -210,8 +210,8 @@ def heads(
             progress.show("loading the draft")
             dtype = torch.float32 if device == "cpu" else torch.bfloat16
             path = found_model(draft)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = load_model(path, dtype=dtype).to(device).eval()
+            tokenizer = load_tokenizer(path)
             texts = collect_states(states, model, tokenizer, out / "states", partial(progress.show, "reading texts"))
             progress.show("reading test texts")
             judged = read_over(model, [(task_of(one), answer) for one in unseen for answer in one.answers], device)

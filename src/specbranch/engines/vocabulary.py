@@ -12,10 +12,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from specbranch.engines import gguf
 from specbranch.engines.options import local_model
@@ -168,14 +169,17 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Added] | None = None
 
 
+_Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
 class _TextConfig(msgspec.Struct):
-    vocab_size: int | None = None
+    vocab_size: _Size | None = None
 
 
 class _Config(msgspec.Struct):
     """The part of a `config.json` that has the size; models with images keep it one level deeper."""
 
-    vocab_size: int | None = None
+    vocab_size: _Size | None = None
     text_config: _TextConfig | None = None
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.engines.options import local_model
@@ -12,6 +14,7 @@ from specbranch.extensions import load_planners
 from specbranch.predictor.fixed import CONSTANTS
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
+from specbranch.service.wire import MAX_WAIT_MS
 
 _STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
 
@@ -30,7 +33,7 @@ class DraftSettings:
     planner: str = DEFAULT_PLANNER
     settings: dict[str, Any] = field(default_factory=dict)
     predictor: str = "confidence"
-    deadline_ms: float = 100.0
+    deadline_ms: Annotated[float, Meta(ge=0, le=MAX_WAIT_MS)] = 100.0
     namespace: str | None = None
     keys: str | None = None
     is_gated: bool = True
@@ -61,7 +64,7 @@ class DraftSettings:
             predictor="hrad" if trained else self.predictor,
             deadline_s=self.deadline_ms / 1000,
             step_share=None if planner.lets_wait else _STEP_SHARE,
-            namespace=self.namespace.encode() if self.namespace else None,
+            namespace=self.namespace.encode(errors="surrogatepass") if self.namespace else None,
             keys=client_keys(self.keys),
             vocab_len=vocab_len,
             vocab_sample=vocab_sample,

@@ -112,7 +112,7 @@ def read_hrad(directory: Path) -> Hrad:
         card = msgspec.json.decode((directory / CARD).read_bytes(), type=Card)
     except OSError as error:
         raise HradError(f"{error.filename}: {error.strerror}; give the directory of a trained predictor") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HradError(f"{directory / CARD} is no card of a predictor ({error}); train it again") from error
     if (card.format, card.version) != (FORMAT, VERSION):
         raise HradError(

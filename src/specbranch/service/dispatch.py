@@ -64,8 +64,12 @@ class Dispatch:
         clock: Callable[[], float] = time.monotonic,
         settings: Mapping[str, str | int] | None = None,
         longest_wait_s: float = _LONGEST_WAIT_S,
+        owner: bytes | None = b"",
     ) -> None:
-        """`settings`: how the service was started, for those who ask. None is held back beyond `longest_wait_s`."""
+        """`settings`: how the service was started, for those who ask. None is held back beyond `longest_wait_s`.
+
+        `owner`: the key of the one who may drain the service; empty where no keys are used.
+        """
         self._info = engine.info
         self._settings = dict(settings or {})
         self._store = store
@@ -73,6 +77,7 @@ class Dispatch:
         self._observer = observer or Observer()
         self._clock = clock
         self._longest_wait_s = longest_wait_s
+        self._owner = owner
         self._warn = Seldom(log, clock)
         self._grown: dict[DraftSession, None] = {}  # since they were last looked at for those who wait
         self._untold: dict[DraftSession, None] = {}  # since they were last told of ahead
@@ -133,7 +138,7 @@ class Dispatch:
         if len(frames) != 1:
             raise FrameError(f"a message has one frame, this one has {len(frames)}")
         request = decode_request(frames[0])
-        user = _short(user)
+        key, user = user, _short(user)
         if user and isinstance(request, Step | Open | StatsRequest):
             request = msgspec.structs.replace(request, namespace=user + request.namespace)
         if isinstance(request, Step | Open):
@@ -147,6 +152,8 @@ class Dispatch:
         if isinstance(request, OverviewRequest):
             return [(client, Overview(request.round, self._settings, self.figures.by_name()))]
         if isinstance(request, Drain):
+            if key != self._owner:
+                raise FrameError("only the key that was made with the service's own (client.key) may drain it")
             return self._serve_drain(client, request)
         assert isinstance(request, Open)
         return [] if self.lookup.open(client, request, user) else [(client, self._draining())]

@@ -34,6 +34,12 @@ class ServiceKeys:
     secret: Path
     clients: Path
 
+    def owner(self) -> bytes | None:
+        """The public key that was made with the service's own; None if it is no longer among those of the clients."""
+        with contextlib.suppress(OSError, ValueError):
+            return zmq.auth.load_certificate(self.clients / "client.key")[0]
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:

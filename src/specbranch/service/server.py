@@ -99,7 +99,14 @@ class Server:
         self.compute = Compute(engine, self.store, self._wake, clock, self._observer, piece_len)
         settings = _settings(engine.info, options, piece_len)
         self.dispatch = Dispatch(
-            engine, self.store, self.compute, self._observer, clock, settings, longest_wait_s=options.max_wait_s
+            engine,
+            self.store,
+            self.compute,
+            self._observer,
+            clock,
+            settings,
+            options.max_wait_s,
+            options.keys.owner() if options.keys else b"",
         )
         self._turns = Turns(clock)
         self._checked_s = clock()

@@ -26,6 +26,7 @@ MAX_ROWS = 1024
 MAX_SEQUENCE = 260_000  # tokens; a message that opens the longest one fits into a frame
 MAX_NEW = 4096  # tokens committed in one step
 MAX_OUTCOMES = 16  # verdicts that are answered ahead, for one sequence
+MAX_WAIT_MS = 60_000
 MAX_AHEAD = 64  # sequences in one message of such answers
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -127,7 +128,7 @@ class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fiel
 
     round: Round
     namespace: Namespace
-    wait_ms: Annotated[float, Meta(ge=0, le=60_000)]
+    wait_ms: Annotated[float, Meta(ge=0, le=MAX_WAIT_MS)]
     rows: Annotated[list[StepRow], Meta(min_length=1, max_length=MAX_ROWS)]
     step_us: Annotated[int, Meta(ge=0, le=MAX_STEP_US)] = 0
     beside: Beside | None = None

@@ -15,6 +15,7 @@ import numpy as np
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.options import found_model
+from specbranch.engines.pretrained import load_model, load_tokenizer
 from specbranch.provenance import provenance
 from specbranch.trace import Answer, Header, Trace, write_trace
 from specbranch.train.examples import Card, name_of, part_path, positions, trace_path, write_card, write_part
@@ -61,18 +62,15 @@ class _Said:
 def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out: Path, tell: Tell) -> None:
     """Write examples and traces of all messages by task; `tell` hears how many parts of how many are there."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out.mkdir(parents=True, exist_ok=True)
     paths = [found_model(options.target), found_model(options.draft)]
-    tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    tokenizer = load_tokenizer(paths[0])
     groups = groups_of(tokenizer, messages, options.batch)
     missing = [number for number in range(len(groups)) if not part_path(out, number).exists()]
     if missing:
         dtype = _dtype(options.device)
-        target, draft = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(options.device).eval() for path in paths
-        )
+        target, draft = (load_model(path, dtype=dtype).to(options.device).eval() for path in paths)
         share_keys(target)
         names = (Path(paths[0]).name, Path(paths[1]).name)
         hidden_len = int(target.config.hidden_size)

@@ -88,6 +88,6 @@ def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -
 
 
 def _found(name: str) -> type[Planner[Any]]:
-    if name not in _PLANNERS:
-        raise SettingError(f"no planner is called {name!r}; {suggest(name, planner_names())}")
+    if not isinstance(name, str) or name not in _PLANNERS:
+        raise SettingError(f"no planner is called {name!r}; {suggest(str(name), planner_names())}")
     return _PLANNERS[name]

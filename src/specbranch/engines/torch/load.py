@@ -10,6 +10,7 @@ from typing import Any
 from specbranch.engines.extras import extra
 from specbranch.engines.heads import read_heads
 from specbranch.engines.options import DTYPES, EngineOptions, local_model
+from specbranch.engines.pretrained import load_model
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.torch.attention import PlainModel
 from specbranch.engines.torch.dtype import PLAIN, fastest_dtype
@@ -20,7 +21,7 @@ from specbranch.engines.torch.joined import JoinedLinear
 from specbranch.engines.torch.support import first_line, require_full_attention, text_config
 
 with extra("torch"):
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import GgufConfig
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def load(options: EngineOptions) -> Loaded:
     is_here = local_model(options.model) is not None
     options.tell("loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache")
     try:
-        given = AutoModelForCausalLM.from_pretrained(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
+        given = load_model(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
         require_full_attention(given, options.max_tokens)
         name, config = type(given).__name__, text_config(given)
         given = given.to(options.device).eval()
@@ -106,7 +107,7 @@ def _require_dtype(options: EngineOptions) -> None:
 
 
 def _source(model: str) -> tuple[str, dict[str, Any]]:
-    """What to call `from_pretrained` with."""
+    """What to call `load_model` with."""
     path = local_model(model)
     if path is None:
         return model, {}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
+
 from specbranch.core.planners import SettingError, suggest
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.settings import DraftSettings
@@ -52,7 +54,12 @@ def read_settings(section: Any) -> ProposerSettings:
     for key in section:
         if key not in known:
             raise SettingError(f"additional_config['specbranch'] has no setting {key!r}; {suggest(key, known)}")
-    return ProposerSettings(**section)
+    try:
+        return msgspec.convert(section, ProposerSettings)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: a text that is not Unicode
+        if isinstance(error.__cause__, SettingError):
+            raise error.__cause__ from error
+        raise SettingError(f"additional_config['specbranch'] has a wrong value: {error}") from error
 
 
 def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:

@@ -1,0 +1,144 @@
+"""Write the whole files of the corpus anew, as this version writes and reads them: `python -m tests.fuzz.seeds`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from specbranch.core.distribution import Distribution
+from specbranch.core.planners import PLANNERS, longest_submission
+from specbranch.engines.heads import Heads, HeadsCard, write_heads
+from specbranch.predictor.hrad import write_hrad
+from specbranch.service import wire
+from specbranch.service.digest import DIGEST_LEN
+from specbranch.service.draft_probs import pack_probs
+from specbranch.service.snapshot import Snapshot
+from specbranch.service.timeline import RowVerdict, TimelineRecorder, VerdictTree
+from specbranch.trace import Header, Record, encode_line
+from tests.engines.test_gguf import BEFORE, gguf_file, token_pair
+from tests.fuzz.targets import SEPARATOR, TARGETS
+from tests.predictor.test_hrad import CARD, small_tensors
+
+CORPUS = Path(__file__).parent / "corpus"
+_NAME = bytes(range(DIGEST_LEN))
+_SURE = Distribution((7, 8), (0.75, 0.25), 0.56)
+
+
+def _request() -> Iterator[bytes]:
+    sampling = wire.WireSampling(0.8, 0.95, 40, 12345)
+    row = wire.StepRow(_NAME, [1, 2, 3], _NAME, 2, wire.WireOutlook(1), [4, 5], sampling, 3)
+    yield wire.encode(wire.Hello(wire.VERSION, 1))
+    yield wire.encode(wire.Step(2, b"me", 20.0, [row, wire.StepRow(_NAME, [9], _NAME, 0)], 5000, wire.Beside(2, 5, 3)))
+    yield wire.encode(wire.Open(b"me", "budget", {"gamma": 8, "prices": True}, "confidence", [wire.pack([1, 2, 3])]))
+    yield wire.encode(wire.StatsRequest(3, b"me"))
+    yield wire.encode(wire.OverviewRequest(4))
+    yield wire.encode(wire.Drain(5))
+
+
+def _reply() -> Iterator[bytes]:
+    probs = pack_probs([_SURE, None])
+    ahead = wire.AheadRow(_NAME, [wire.Outcome([1, 2], [7, 8], probs)])
+    counts = dict.fromkeys(wire.StatsReply.__struct_fields__, 5)
+    yield wire.encode(wire.Welcome(wire.VERSION, 1, "small", 1000, bytes(range(8))))
+    yield wire.encode(wire.Proposals(2, [[7, 8], None], [probs, b""]))
+    yield wire.encode(wire.Ahead([ahead]))
+    yield wire.encode(wire.Refused("no planner is called x"))
+    yield wire.encode(wire.StatsReply(**counts))
+    yield wire.encode(wire.Draining(5, True, 3))
+    yield wire.encode(wire.Overview(4, {"draft": "small", "row_limit": 64}, {"steps": 7.0}))
+
+
+def _trace() -> Iterator[bytes]:
+    header = encode_line(Header(target="large", draft="small", task="chat"))
+    whole = Record([7, 8], [([7, 8], [0.75, 0.25]), None], [0.56, 0.0], prompt=[1, 2], foreseen=[0, 2])
+    parts = [
+        Record([7], [([7], [1.0])], [0.0], session=1, at_s=float(time), submitted=2, is_hit=True) for time in range(2)
+    ]
+    yield header + encode_line(whole)
+    yield header + b"".join(map(encode_line, parts))
+    yield gzip.compress(header + encode_line(whole), mtime=0)
+
+
+def _timeline() -> Iterator[bytes]:
+    recorder, lane = TimelineRecorder(), (b"me", b"ours")
+    recorder.open(lane, 10.0, "budget", 1, 5)
+    recorder.answer(lane, 10.0, 10.0, num_held=0)
+    for start_s in (10.0, 11.0, 12.0):
+        recorder.draft(start_s, start_s + 0.4, rows=2, tokens=2, is_prefill=start_s == 10.0, sessions={1})
+        tree = VerdictTree(1, (7, 8, 9), _tree())
+        recorder.arrive(lane, start_s + 0.5, [RowVerdict(4, 3, True, is_hit=start_s != 11.0, tree=tree)])
+        recorder.answer(lane, start_s + 0.5, start_s + 0.7, num_held=1)
+    with tempfile.TemporaryDirectory() as place:
+        recorder.write(Path(place) / "timeline.json")
+        yield (Path(place) / "timeline.json").read_bytes()
+
+
+def _tree() -> Snapshot:
+    return Snapshot(array("H", [0, 1, 0]), array("i", [7, 8, 5]), array("B", [75, 56, 25]), array("B", [3, 3, 0]))
+
+
+def _hrad() -> Iterator[bytes]:
+    yield _two_files(lambda place: write_hrad(place, small_tensors(), CARD), "card.json", "hrad.safetensors")
+
+
+def _heads() -> Iterator[bytes]:
+    card = HeadsCard(draft="tiny", hidden_len=4, vocab_len=16)
+    block = (np.ones(shape, np.float16) for shape in ((2, 8), (2,), (4, 2)))
+    found = Heads(card, np.arange(5, dtype=np.int32), *block)
+    yield _two_files(lambda place: write_heads(place, found), "card.json", "heads.safetensors")
+
+
+def _two_files(write: Callable[[Path], None], first: str, second: str) -> bytes:
+    with tempfile.TemporaryDirectory() as place:
+        write(Path(place))
+        return (Path(place) / first).read_bytes() + SEPARATOR + (Path(place) / second).read_bytes()
+
+
+def _planner() -> Iterator[bytes]:
+    for name in PLANNERS:
+        settings = {} if name == "none" else {"gamma": min(4, longest_submission(name))}
+        yield json.dumps({"planner": name, "settings": settings, "deadline_ms": 20.5, "namespace": "mine"}).encode()
+    more = {"gamma": 3, "num_guesses": 6, "acceptance": 0.7, "decay": 1.2, "fallback": "fast"}
+    yield json.dumps({"planner": "ssd", "settings": more, "rule": "match", "pad": "on"}).encode()
+    more = {"gamma": 5, "max_rows": 4, "prices": False, "least_chance": 0.1}
+    yield json.dumps({"planner": "budget", "settings": more, "is_gated": False, "runner": "v2"}).encode()
+
+
+def _scenario() -> Iterator[bytes]:
+    for name in ("small", "served-flagship"):
+        yield (CORPUS.parents[2] / "benchmarks" / f"{name}.toml").read_bytes()
+
+
+def _gguf() -> Iterator[bytes]:
+    with tempfile.TemporaryDirectory() as place:
+        yield gguf_file(Path(place) / "x.gguf", *BEFORE, token_pair(["<s>", "the", "ü"])).read_bytes()
+
+
+def _tokenizer() -> Iterator[bytes]:
+    config = b'{"vocab_size": 300}'
+    added = [{"id": 2, "content": "<s>"}]
+    yield json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": added}).encode() + SEPARATOR + config
+    yield json.dumps({"model": {"vocab": [["a", -0.5], ["[PAD1]", 0]]}}).encode() + SEPARATOR + config
+    yield b"{}" + SEPARATOR + b'{"text_config": {"vocab_size": 64}, "scale": Infinity}'
+
+
+SEEDS = {name: globals()[f"_{name}"] for name in TARGETS}
+
+
+def main() -> None:
+    for name, seeds in SEEDS.items():
+        for path in (CORPUS / name).glob("whole-[0-9]*"):
+            path.unlink()
+        (CORPUS / name).mkdir(parents=True, exist_ok=True)
+        for number, data in enumerate(seeds()):
+            (CORPUS / name / f"whole-{number}").write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()
