@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a tenant that means harm costs another one: python -m benchmarks.attacks, in the root of a checkout.
+"""What a tenant that means harm costs another one: python benchmarks/attacks.py, in a checkout.
 
 A draft service in a process of its own (scripted, steps of 2 ms; with --model a real one, on llama.cpp), a good client
 with one sequence and about 50 steps a second, and an attacker in a third process. Every attack has a service of its
@@ -30,7 +30,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from tests.service.harness import VOCAB, Walk
 
 from specbranch.child import Child
 from specbranch.provenance import provenance
@@ -39,8 +38,11 @@ from specbranch.service.digest import Digest
 from specbranch.service.endpoint import connected
 from specbranch.service.wire import MAX_FRAME, VERSION, Hello, Open, Setting, Step, StepRow, encode, pack
 
-RESULT = Path(__file__).parent / "attacks.json"
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.service.harness import VOCAB, Walk  # noqa: E402
+
+RESULT = Path(__file__).parent / "attacks.json"
 ATTACK_S = 5.0
 PAUSE_S = 0.02  # between the steps of the good client
 CACHE_TOKENS = 16_384

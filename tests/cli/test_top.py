@@ -136,7 +136,7 @@ def test_the_screen_in_the_docs_is_that_of_the_command() -> None:
     )
     quoted = [line.removeprefix("    ") for line in block.splitlines()]
 
-    assert len(quoted) == 10 and set(quoted) <= set(SCREEN.splitlines())
+    assert len(quoted) == 11 and set(quoted) <= set(SCREEN.splitlines())
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -73,6 +73,7 @@ def rounds_of(found: dict[tuple[str, ...], float]) -> dict[str, float]:
     return {
         engines: found["specbranch_hits_total", engines] + found["specbranch_misses_total", engines]
         for engines in ("0", "1,2")
+        if ("specbranch_hits_total", engines) in found
     }
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -164,3 +164,10 @@ class Walk:
         self.num_accepted += verdict.accepted
         self._num_new = len(committed)
         self.tokens += committed
+
+
+def wait_for(is_so: Callable[[], bool], why: object = "") -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end_s, why
+        time.sleep(0.01)

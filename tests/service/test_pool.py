@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
-from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, free_port, scripted_service
+from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, free_port, scripted_service, wait_for
 from tests.service.rogue import rogue
 from tests.service.test_faults import walk_until_accepted
 from tests.service.test_lookup import Bench
@@ -91,13 +91,6 @@ def prompts_for(addresses: Sequence[str], service: int, count: int = 1) -> list[
 def texts_at(server: Server) -> set[tuple[int, ...]]:
     """The prompts that a service knows."""
     return {tuple(session.core.tokens[:3]) for session in server.store.snapshot()}
-
-
-def wait_for(is_so: Callable[[], bool], why: object = "") -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end_s, why
-        time.sleep(0.01)
 
 
 def test_equal_prompts_of_several_targets_meet_at_one_service_and_all_services_are_used(tmp_path: Path) -> None:

@@ -138,6 +138,12 @@ class DraftSession:
         """Committed tokens that the draft has yet to prefill."""
         return self.binding.num_unread(self.core.tree)
 
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether so much has yet to be prefilled that no target should wait for it: others needed its cache."""
+        with self.lock:
+            return self.num_unread > _FAR_BEHIND
+
     def turn(self, state: State) -> bool:
         """Change the state; False if it cannot: a forgotten or undraftable session can only be forgotten."""
         with self._state_lock:

@@ -84,9 +84,9 @@ class Waiting:
         return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
     def ready(self, grown: Collection[DraftSession]) -> list[Pending]:
-        """Steps all of whose rows have their proposals, now that these sessions have grown."""
+        """Steps all of whose rows have their proposals, or need not wait, now that these sessions have grown."""
         touched: dict[bytes, None] = {}
-        for session in [one for one in self._rows if one in grown or one.is_forgotten]:
+        for session in [one for one in self._rows if one in grown or one.is_forgotten or one.is_far_behind]:
             proposal = None if session.is_forgotten else self._faults.contain(session, session.propose)
             if proposal is None and not session.is_forgotten:
                 continue
