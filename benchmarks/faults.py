@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import resource
@@ -30,8 +31,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import json
 
 from asking import ask, client_for
 from progress import Line, Progress
@@ -52,7 +51,17 @@ NUM_PROMPTS, NUM_BURST, BURST_TOKENS = 24, 8, 64
 RESUME_S = 20.0  # drafts must be back by then
 TIMEOUTS, PREEMPTIONS = "specbranch_timeouts_total", "vllm:num_preemptions_total"
 # So few blocks that the steady traffic fits and a burst does not.
-FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32", "--block-size", "32"]
+FLAGS = [
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    "256",
+    "--max-num-seqs",
+    "32",
+    "--block-size",
+    "32",
+]
 FLAGS += ["--num-gpu-blocks-override", "28", "--no-gate"]
 DISK = "4m"
 NOTES = {
@@ -421,7 +430,15 @@ async def over_unix(
         with service_at(Service(options, address, directory / "draft.log")) as service:
             words = ["--draft-address", address]
             await go_through(
-                args, directory, progress, pending, end_s, words, service, disk=directory / "disk", is_mounted=is_mounted
+                args,
+                directory,
+                progress,
+                pending,
+                end_s,
+                words,
+                service,
+                disk=directory / "disk",
+                is_mounted=is_mounted,
             )
 
 

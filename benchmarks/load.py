@@ -41,11 +41,20 @@ WARM_UP = 0.25  # of the requests of a run; caches fill meanwhile
 _SAMPLE_S = 5.0
 _TELL_S = 15.0
 _IDLE_S = 60.0  # for the server to be done with requests that were left
-FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64", "--block-size", "32"]
+FLAGS = [
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    "2048",
+    "--max-num-seqs",
+    "64",
+    "--block-size",
+    "32",
+]
 FLAGS += ["--max-num-batched-tokens", "512", "--structured-outputs-config.backend", "xgrammar"]
 # So small a model would fill an object with line breaks for ever.
 FLAGS += ["--structured-outputs-config.disable_any_whitespace", "true"]
-
 
 
 def main() -> None:
@@ -134,7 +143,13 @@ class Load:
             for task in watching:
                 task.cancel()
             counted = await asyncio.to_thread(served.metrics)
-            kept = (ACCEPTED, SUBMITTED, "vllm:num_preemptions_total", "specbranch_faults_total", "specbranch_timeouts_total")
+            kept = (
+                ACCEPTED,
+                SUBMITTED,
+                "vllm:num_preemptions_total",
+                "specbranch_faults_total",
+                "specbranch_timeouts_total",
+            )
             self._progress.add(
                 {"what": "end", "server": server, "run": self._run, "left_running": idle}
                 | {"metrics": {name: counted.get(name, 0.0) for name in kept}}
@@ -236,7 +251,9 @@ def line_of(server: str, request: Request, answer: Answer, total_s: float) -> Li
 
 def parting(one: str, other: str) -> int:
     """How many characters two texts begin with in common."""
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def gap_at(tokens: Sequence[str], tops: Sequence[dict[str, float]], place: int) -> float | None:
@@ -253,7 +270,9 @@ def gap_at(tokens: Sequence[str], tops: Sequence[dict[str, float]], place: int) 
 def differing(progress: Progress) -> list[tuple[int, str, str]]:
     """Greedy requests whose texts are not equal on both servers, with both."""
     texts: dict[str, dict[int, str]] = {
-        server: {line["id"]: line["text"] for line in progress.of("request", server=server) if line.get("text") is not None}
+        server: {
+            line["id"]: line["text"] for line in progress.of("request", server=server) if line.get("text") is not None
+        }
         for server in (OURS, BARE)
     }
     both = sorted(texts[OURS].keys() & texts[BARE].keys())
@@ -310,7 +329,9 @@ def memory_findings(samples: Sequence[Line]) -> dict[str, Any]:
     """Megabytes per 1,000 requests, by part and in total, of the longest run without a restart, after its warm-up."""
     if not samples:
         return {}
-    runs = Counter({run: max(one["done"] for one in samples if one["run"] == run) for run in {one["run"] for one in samples}})
+    runs = Counter(
+        {run: max(one["done"] for one in samples if one["run"] == run) for run in {one["run"] for one in samples}}
+    )
     longest, num_done = runs.most_common(1)[0]
     of_run = [one for one in samples if one["run"] == longest]
     used = [one for one in of_run if one["done"] >= WARM_UP * num_done]

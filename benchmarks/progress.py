@@ -16,7 +16,9 @@ class Progress:
         self.lines: list[Line] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         header = {"what": "header", **json.loads(json.dumps(header))}
         if self.lines and self.lines[0] != header:
-            raise SystemExit(f"{path} is of another run (commit, seed, models or sizes); delete it, or name another --out")
+            raise SystemExit(
+                f"{path} is of another run (commit, seed, models or sizes); delete it, or name another --out"
+            )
         self._path = path
         if not self.lines:
             self.add(header)

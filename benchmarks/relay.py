@@ -58,7 +58,9 @@ class Relay:
             self._held.discard(task)
             await _close(writer)
 
-    async def _pass_both(self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass_both(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
         ways = [
             asyncio.create_task(self._pass(task, reader, far_writer)),

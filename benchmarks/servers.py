@@ -51,7 +51,17 @@ def free_port() -> int:
 def serving(words: Sequence[str], log_file: Path, cache_gb: int = 1) -> Iterator[Served]:
     """`specbranch serve` with these words, once it answers; stopped with all that it has started."""
     endpoint = Endpoint("127.0.0.1", free_port())
-    command = [sys.executable, "-m", "specbranch", "serve", *words, "--host", endpoint.host, "--port", str(endpoint.port)]
+    command = [
+        sys.executable,
+        "-m",
+        "specbranch",
+        "serve",
+        *words,
+        "--host",
+        endpoint.host,
+        "--port",
+        str(endpoint.port),
+    ]
     child = Child(command, environment={"VLLM_CPU_KVCACHE_SPACE": str(cache_gb)}, log_file=log_file)
     try:
         if not child.wait_until(lambda: endpoint.is_healthy() or None, _START_S, 0.5):

@@ -73,18 +73,19 @@ def test_a_straight_line_has_its_slope_and_no_error(script: Any) -> None:
 
 
 def test_the_error_of_a_slope_covers_noise_whose_neighbours_are_alike(script: Any) -> None:
-    """Without a trend, 95 % of slopes lie within two and a bit standard errors; of 200, fewer than 180 has chance 1e-4."""
+    """Without a trend, about 95 % of 200 slopes lie within 2.1 errors; fewer do where each sample counts alone."""
     trend, chance = script("trend"), random.Random(5)
-    num_covered = 0
+    covered = {trend.SPANS: 0, 400: 0}
     for _ in range(200):
         level, y = 0.0, []
         for _ in range(400):
             level = 0.5 * level + chance.gauss(0, 1)
             y.append(level)
-        found = trend.slope(range(400), y)
-        num_covered += abs(found.value) < 2.1 * found.error
+        for num_spans in covered:
+            found = trend.slope(range(400), y, num_spans)
+            covered[num_spans] += abs(found.value) < 2.1 * found.error
 
-    assert num_covered >= 180
+    assert covered[trend.SPANS] >= 180 > covered[400]
 
 
 def test_a_slope_needs_three_points_that_differ(script: Any) -> None:
@@ -110,7 +111,10 @@ def test_memory_is_that_of_the_longest_run_after_its_warm_up(script: Any) -> Non
 
 def test_the_lead_of_a_token_is_read_where_two_texts_part(script: Any) -> None:
     load = script("load")
-    tokens, tops = ["the", " cat", " sat"], [{"the": -0.1, "a": -3}, {" cat": -0.7, " dog": -0.7005}, {" sat": 0, ".": -9}]
+    tokens, tops = (
+        ["the", " cat", " sat"],
+        [{"the": -0.1, "a": -3}, {" cat": -0.7, " dog": -0.7005}, {" sat": 0, ".": -9}],
+    )
 
     assert load.parting("the cat sat", "the dog sat") == 4
     assert load.gap_at(tokens, tops, 4) == pytest.approx(0.0005)
@@ -128,7 +132,8 @@ def test_progress_goes_on_and_refuses_that_of_another_run(script: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_well"), [('{"animal":"cat","legs":4}', True), ('{"animal":"cow","legs":4}', False), ('{"animal":', False)]
+    ("text", "is_well"),
+    [('{"animal":"cat","legs":4}', True), ('{"animal":"cow","legs":4}', False), ('{"animal":', False)],
 )
 def test_an_object_must_fit_the_schema(script: Any, text: str, is_well: bool) -> None:
     traffic, asking = script("traffic"), script("asking")
@@ -144,7 +149,7 @@ def test_faults_are_of_all_kinds_and_those_over_tcp_come_last(script: Any) -> No
 
     assert Counter(planned) == dict.fromkeys(kinds, 20)
     assert planned == faults.plan(1, 200, kinds) != faults.plan(2, 200, kinds)
-    assert {kind for kind in planned[140:]} == set(faults.OVER_TCP)
+    assert set(planned[140:]) == set(faults.OVER_TCP)
 
 
 def test_the_table_of_faults_counts_what_went_wrong(script: Any) -> None:
