@@ -21,6 +21,8 @@ from specbranch.service.directory import DirectoryError, holds_sockets, own_dire
 from specbranch.service.wire import MAX_REPLY
 
 LINGER_MS = 0
+# A network that goes away closes nothing: a connection over which nobody answers for so long is made anew.
+_BEAT_MS, _DEAD_MS = 1000, 4000
 
 
 class EndpointError(SpecBranchError, RuntimeError):
@@ -116,6 +118,8 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     if socket_path(address) is None:
         dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
     reach(dealer, address)
     return dealer
 

@@ -1,0 +1,99 @@
+"""A connection over TCP that nobody closes and nothing comes through any more, as after a network that went away."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.endpoint import ClientKeys, ServiceKeys, make_keys
+from tests.service.harness import PATIENCE_S, Walk, tcp_service
+
+
+class Relay:
+    """Passes connections on; those that it holds stay open, and nothing comes through them."""
+
+    def __init__(self, to_port: int) -> None:
+        self._to_port = to_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lines: list[tuple[socket.socket, socket.socket]] = []
+        self._held: set[socket.socket] = set()
+        self.port = int(self._listener.getsockname()[1])
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def hold(self) -> None:
+        """Let nothing through the connections that there are."""
+        self._held |= {end for line in self._lines for end in line}
+
+    def close(self) -> None:
+        for one in (self._listener, *(end for line in self._lines for end in line)):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        for one in (self._listener, *(end for line in self._lines for end in line)):
+            one.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._to_port))
+                except ConnectionRefusedError:  # the service is not up yet; the client comes again
+                    near.close()
+                    continue
+                self._lines.append((near, far))
+                for one, other in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass, args=(one, other)))
+                    self._threads[-1].start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if source not in self._held:
+                    sink.sendall(data)
+            if source not in self._held:
+                sink.shutdown(socket.SHUT_WR)
+
+
+@contextlib.contextmanager
+def relaying(address: str) -> Iterator[Relay]:
+    relay = Relay(urlsplit(address).port or 0)
+    try:
+        yield relay
+    finally:
+        relay.close()
+
+
+def test_a_connection_that_has_died_without_a_word_is_made_anew(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    service = ServiceKeys(tmp_path / "service.key_secret", tmp_path / "clients")
+    keys = ClientKeys(tmp_path / "client.key_secret", tmp_path / "service.key")
+    with tcp_service(service) as address, relaying(address) as relay:
+        options = ClientOptions(f"tcp://127.0.0.1:{relay.port}", keys=keys, deadline_s=0.05)
+        with contextlib.closing(DraftClient(options)) as client:
+            assert client.hello(PATIENCE_S) is not None
+            before = accepted_within(client, [1, 2], PATIENCE_S)
+            relay.hold()
+            during = accepted_within(client, [3, 4], 1.0)
+            after = accepted_within(client, [5, 6], PATIENCE_S)
+
+    assert before and after
+    assert not during
+
+
+def accepted_within(client: DraftClient, prompt: list[int], seconds: float) -> int:
+    """Draft tokens that a new text has accepted as soon as there are some, or when the time is up."""
+    end_s = time.monotonic() + seconds
+    walk = Walk(client, prompt)
+    while not walk.num_accepted and time.monotonic() < end_s:
+        walk.step()
+        time.sleep(0.01)
+    return walk.num_accepted
