@@ -47,7 +47,7 @@ RESULT = Path(__file__).parent / "faults.json"
 OVER_UNIX = ("killed", "stopped", "restarted", "socket deleted", "disk full", "second service", "preempted")
 OVER_TCP = ("slow network", "half-open", "strangers")
 AT_ONCE, TOKENS = 8, 16
-NUM_PROMPTS, NUM_BURST, BURST_TOKENS = 24, 8, 64
+NUM_PROMPTS, NUM_BURST, BURST_TOKENS = 24, 8, 96
 RESUME_S = 20.0  # drafts must be back by then
 TIMEOUTS, PREEMPTIONS = "specbranch_timeouts_total", "vllm:num_preemptions_total"
 # So few blocks that the steady traffic fits and a burst does not.
@@ -62,7 +62,7 @@ FLAGS = [
     "--block-size",
     "32",
 ]
-FLAGS += ["--num-gpu-blocks-override", "28", "--no-gate"]
+FLAGS += ["--num-gpu-blocks-override", "20", "--no-gate"]
 DISK = "4m"
 NOTES = {
     "slow network": "a TCP relay of the script delays both directions; no netem",
@@ -330,27 +330,24 @@ class Bench:
         else:
             size = trace.stat().st_size
             resource.prlimit(self.service.child.pid, resource.RLIMIT_FSIZE, (size, size))
-        since_s, count = time.monotonic(), await self.accepted()
         is_told = await eventually(lambda: self._num_warnings() > warnings)
-        return Effect(since_s, count, has_grown and is_told, {"is_mounted": self.is_mounted})
+        return Effect(time.monotonic(), await self.accepted(), has_grown and is_told, {"is_mounted": self.is_mounted})
 
     def _num_warnings(self) -> int:
         return self.service.log_file.read_text(errors="replace").count("ends here")
 
     async def _start_second(self) -> Effect:
-        since_s, count = time.monotonic(), await self.accepted()
         second = self.service.another()
         await asyncio.to_thread(second.wait, 60.0)
         code = second.returncode
         second.kill()
-        return Effect(since_s, count, code not in (None, 0), {"code": code})
+        return Effect(time.monotonic(), await self.accepted(), code not in (None, 0), {"code": code})
 
     async def _preempt(self) -> Effect:
         before = await self.accepted(PREEMPTIONS)
-        since_s, count = time.monotonic(), await self.accepted()
         await asyncio.gather(*(self.talk.complete(prompt, BURST_TOKENS) for prompt in self.burst))
         preempted = await self.accepted(PREEMPTIONS) - before
-        return Effect(since_s, count, preempted > 0, {"preemptions": preempted})
+        return Effect(time.monotonic(), await self.accepted(), preempted > 0, {"preemptions": preempted})
 
     async def _slow_down(self) -> Effect:
         assert self.relay is not None, "over TCP only"
@@ -372,7 +369,6 @@ class Bench:
 
     async def _meet_strangers(self) -> Effect:
         assert self.keys is not None, "over TCP only"
-        since_s, count = time.monotonic(), await self.accepted()
         with tempfile.TemporaryDirectory(prefix="specbranch-") as name:
             make_keys(Path(name))
             keys = ClientKeys(Path(name) / "client.key_secret", self.keys / "service.key")
@@ -382,7 +378,8 @@ class Bench:
         port = int(self.service.address.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), 5.0) as wild:
             wild.sendall(self.chance.randbytes(4096))
-        return Effect(since_s, count, not any(let_in), {"strangers": len(let_in), "let_in": sum(let_in)})
+        seen = {"strangers": len(let_in), "let_in": sum(let_in)}
+        return Effect(time.monotonic(), await self.accepted(), not any(let_in), seen)
 
 
 def knock(options: ClientOptions) -> bool:
