@@ -48,7 +48,6 @@ OVER_UNIX = ("killed", "stopped", "restarted", "socket deleted", "disk full", "s
 OVER_TCP = ("slow network", "half-open", "strangers")
 AT_ONCE, TOKENS = 8, 16
 NUM_PROMPTS, NUM_BURST, BURST_TOKENS = 24, 8, 96
-RESUME_S = 20.0  # drafts must be back by then
 TIMEOUTS, PREEMPTIONS = "specbranch_timeouts_total", "vllm:num_preemptions_total"
 # So few blocks that the steady traffic fits and a burst does not.
 FLAGS = [
@@ -80,6 +79,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--kinds", help="comma between; default: all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume-s", type=float, default=20.0, help="drafts must be back by then; default: 20")
     parser.add_argument("--minutes", type=float, default=45.0, help="no fault is begun later")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "planned": planned,
         "at_once": AT_ONCE,
+        "resume_s": args.resume_s,
         "flags": FLAGS,
         "notes": NOTES,
     }
@@ -239,6 +240,7 @@ class Bench:
     talk: Talk
     chance: random.Random
     burst: Sequence[str]
+    resume_s: float  # drafts must be back by then
     disk: Path | None = None  # of the trace
     is_mounted: bool = False
     relay: Relay | None = None
@@ -311,7 +313,8 @@ class Bench:
         Path(self.service.address.removeprefix("ipc://")).unlink()
         goes_on = await self.until_more(await self.accepted(), 5.0)
         effect = await self._restart()
-        return Effect(effect.since_s, effect.accepted, effect.is_real, {"drafts_without_file": goes_on})
+        seen = {"drafts_without_file": goes_on, **effect.seen}
+        return Effect(effect.since_s, effect.accepted, effect.is_real and goes_on, seen)
 
     async def _fill_disk(self) -> Effect:
         """A fresh trace, then no room for it. The disk stays full, so that later starts meet a full one."""
@@ -321,7 +324,7 @@ class Bench:
             path.unlink()
         count = await self.accepted()
         self.service.start()
-        await self.until_more(count, RESUME_S)
+        await self.until_more(count, self.resume_s)
         warnings = self._num_warnings()
         trace = next(self.disk.iterdir())
         has_grown = await eventually(lambda: trace.stat().st_size > 0)
@@ -492,9 +495,9 @@ async def go_through(
                 progress.add({"what": "expected", **await expected_texts(talk, prompts, burst)})
             talk.expected = progress.of("expected")[0]["texts"]
             steady = [prompt for prompt in prompts if prompt in talk.expected]
-            bench = Bench(served, service, talk, random.Random(args.seed), burst, **more)
+            bench = Bench(served, service, talk, random.Random(args.seed), burst, args.resume_s, **more)
             async with talk.going_on(steady, args.seed):
-                await bench.until_more(await bench.accepted(), RESUME_S)
+                await bench.until_more(await bench.accepted(), bench.resume_s)
                 for number, kind in pending:
                     if time.monotonic() > end_s:
                         return
@@ -535,7 +538,7 @@ async def one_fault(bench: Bench, number: int, kind: str) -> Line:
     talk = bench.talk
     num_before, talk.failed, talk.changed = talk.num_done, [], []
     effect = await bench.inject(kind)
-    is_back = await bench.until_more(effect.accepted, RESUME_S - (time.monotonic() - effect.since_s))
+    is_back = await bench.until_more(effect.accepted, bench.resume_s - (time.monotonic() - effect.since_s))
     resumed_s = time.monotonic() - effect.since_s if is_back else None
     await talk.settle()
     if not is_back:  # the next fault begins with a service that is well
@@ -543,7 +546,7 @@ async def one_fault(bench: Bench, number: int, kind: str) -> Line:
         bench.service.start()
         if bench.relay:
             bench.relay.release()
-        await bench.until_more(await bench.accepted(), RESUME_S)
+        await bench.until_more(await bench.accepted(), bench.resume_s)
     return {
         "what": "fault",
         "number": number,

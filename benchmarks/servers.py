@@ -100,7 +100,7 @@ class Service:
 
     def stop(self) -> None:
         """Ask it to end, and wait."""
-        self.child.stop(10.0)
+        self.child.stop(_STOP_S)
 
 
 def family(pid: int) -> list[int]:
