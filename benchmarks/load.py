@@ -2,7 +2,7 @@
 """Ten thousand mixed requests against a real `specbranch serve`: does any fail, differ from bare vLLM, or leak memory?
 
 benchmarks/load.py --data DATA [--out benchmarks/load.json] reads gsm8k.jsonl, humaneval.jsonl and spec_bench.jsonl in
-DATA. Target and draft get a core each. A window of the same requests goes to bare vLLM with the same flags; greedy texts
+DATA. Target and draft get a core each, and the gate is off, so that there are drafts at every load. A window of the same requests goes to bare vLLM with the same flags; greedy texts
 must be equal there, or differ where bare vLLM's two likeliest tokens are nearly equally likely. What is done stands in a
 JSONL file beside the result, and started again it goes on. Exit code 1: something failed or differed; 2: time was up.
 """
@@ -36,6 +36,7 @@ from specbranch.provenance import provenance
 
 RESULT = Path(__file__).parent / "load.json"
 OURS, BARE = "specbranch", "bare"
+LEAST_DRAFTED = 0.01  # of the tokens; a server that hardly drafts shows nothing
 NEAR_TIE = 1e-3  # of log-probabilities
 WARM_UP = 0.25  # of the requests of a run; caches fill meanwhile
 _SAMPLE_S = 5.0
@@ -64,7 +65,9 @@ def main() -> None:
     parser.add_argument("--draft", default="smollm2-135m", help="the same")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--compared", type=int, default=1000, help="greedy requests that bare vLLM gets too")
-    parser.add_argument("--no-gate", action="store_true", help="always draft, also where it does not pay")
+    parser.add_argument(
+        "--gate", action="store_true", help="no drafts where they do not pay, as `serve` has it by default"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=55.0, help="no request is begun later")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -91,7 +94,7 @@ class Load:
             "requests": args.requests,
             "compared": len(self._compared),
             "window": [self._window[0].number, self._window[-1].number],
-            "is_gated": not args.no_gate,
+            "is_gated": args.gate,
             "flags": FLAGS,
             "mix": mix(self._requests),
         }
@@ -117,7 +120,7 @@ class Load:
         target_core, draft_core = own_cores()
         words = [self._args.target, "--draft", self._args.draft, "--draft-arg", "cache-tokens=32768"]
         words += ["--target-cores", str(target_core), "--draft-cores", str(draft_core)]
-        return [*words, *(["--no-gate"] if self._args.no_gate else []), *FLAGS]
+        return [*words, *([] if self._args.gate else ["--no-gate"]), *FLAGS]
 
     def _bare_words(self) -> list[str]:
         return [self._args.target, "--bare", "--target-cores", str(own_cores()[0]), *FLAGS]
@@ -293,9 +296,11 @@ def findings(progress: Progress) -> dict[str, Any]:
     in_window = {line["id"] for line in bare}
     ends = progress.of("end")
     num_left = sum(line["left_running"] for line in ends)
+    num_tokens = sum(line["tokens"] for line in ours)
+    drafted = sum(line["metrics"][ACCEPTED] for line in progress.of("end", server=OURS)) / max(num_tokens, 1)
     num_compared = len({line["id"] for line in bare if line.get("text") is not None})
     return {
-        "is_well": not failed and not far and not num_left,
+        "is_well": not failed and not far and not num_left and drafted >= LEAST_DRAFTED,
         "failed": [{key: line[key] for key in ("server", "id", "kind", "error")} for line in failed],
         "aborted": sum(line["kind"] == traffic.ABORTED for line in ours),
         "texts": {
@@ -304,7 +309,8 @@ def findings(progress: Progress) -> dict[str, Any]:
             "near_ties": len(differ) - len(far),
             "differ": differ,
         },
-        "tokens": sum(line["tokens"] for line in ours),
+        "tokens": num_tokens,
+        "drafted_share": round(drafted, 3),
         "ends": ends,
         "memory": memory_findings(progress.of("memory")),
         "times": {
@@ -354,6 +360,7 @@ def report(document: dict[str, Any]) -> str:
     texts = document["texts"]
     lines = [
         f"{document['requests']} requests ({document['aborted']} aborted by the client), {len(document['failed'])} failed",
+        f"{document['tokens']} tokens, {document['drafted_share']:.0%} of them accepted drafts",
         f"{texts['equal']} of {texts['compared']} greedy texts are bare vLLM's; {texts['near_ties']} part at a near tie, "
         f"{len(texts['differ']) - texts['near_ties']} elsewhere",
         "",
