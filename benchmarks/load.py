@@ -2,9 +2,10 @@
 """Ten thousand mixed requests against a real `specbranch serve`: does any fail, differ from bare vLLM, or leak memory?
 
 benchmarks/load.py --data DATA [--out benchmarks/load.json] reads gsm8k.jsonl, humaneval.jsonl and spec_bench.jsonl in
-DATA. Target and draft get a core each, and the gate is off, so that there are drafts at every load. A window of the same requests goes to bare vLLM with the same flags; greedy texts
-must be equal there, or differ where bare vLLM's two likeliest tokens are nearly equally likely. What is done stands in a
-JSONL file beside the result, and started again it goes on. Exit code 1: something failed or differed; 2: time was up.
+DATA. Target and draft get a core each, and the gate is off, so that there are drafts at every load. A window of the same
+requests goes to bare vLLM with the same flags; greedy texts must be equal there, or part where bare vLLM's two likeliest
+tokens are nearly equally likely. What is done stands in a JSONL file beside the result, and started again it goes on.
+Exit code 1: something failed or differed, or there were hardly any drafts; 2: time was up.
 """
 
 from __future__ import annotations
