@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import shlex
 import signal
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--gate", action="store_true", help="no drafts where they do not pay, as `serve` has it by default"
     )
+    parser.add_argument("--words", default="", help="more words for our server, such as '--planner pearl'")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=55.0, help="no request is begun later")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -96,6 +98,7 @@ class Load:
             "compared": len(self._compared),
             "window": [self._window[0].number, self._window[-1].number],
             "is_gated": args.gate,
+            "words": args.words,
             "flags": FLAGS,
             "mix": mix(self._requests),
         }
@@ -121,7 +124,7 @@ class Load:
         target_core, draft_core = own_cores()
         words = [self._args.target, "--draft", self._args.draft, "--draft-arg", "cache-tokens=32768"]
         words += ["--target-cores", str(target_core), "--draft-cores", str(draft_core)]
-        return [*words, *([] if self._args.gate else ["--no-gate"]), *FLAGS]
+        return [*words, *([] if self._args.gate else ["--no-gate"]), *shlex.split(self._args.words), *FLAGS]
 
     def _bare_words(self) -> list[str]:
         return [self._args.target, "--bare", "--target-cores", str(own_cores()[0]), *FLAGS]
