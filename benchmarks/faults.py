@@ -32,11 +32,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from asking import ask, client_for
-from progress import Line, Progress
-from relay import Relay
-from servers import ACCEPTED, Served, Service, free_port, own_cores, serving
-from traffic import STREAM, WHOLE, Request, read_prompts
+from under_load.asking import ask, client_for
+from under_load.progress import Line, Progress
+from under_load.relay import Relay
+from under_load.servers import ACCEPTED, Served, Service, free_port, own_cores, serving
+from under_load.traffic import STREAM, WHOLE, Request, read_prompts
 
 from specbranch.provenance import provenance
 from specbranch.service.client import ClientOptions, DraftClient

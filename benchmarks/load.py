@@ -27,12 +27,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import traffic
-from asking import Answer, ask, client_for
-from progress import Line, Progress
-from servers import ACCEPTED, SUBMITTED, Served, memory_of, own_cores, serving
-from traffic import Request, draw, read_prompts, window
-from trend import percentiles, slope
+from under_load import traffic
+from under_load.asking import Answer, ask, client_for
+from under_load.progress import Line, Progress
+from under_load.servers import ACCEPTED, SUBMITTED, Served, memory_of, own_cores, serving
+from under_load.traffic import Request, draw, read_prompts, window
+from under_load.trend import percentiles, slope
 
 from specbranch.provenance import provenance
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("traffic", "trend", "progress", "asking", "relay", "load", "faults")
 PROMPTS = {length: [f"{length} {number}" for number in range(20)] for length in ("short", "middle", "long")}
 
 
@@ -23,8 +22,8 @@ def script() -> Any:
     sys.path.insert(0, str(BENCHMARKS))
     yield importlib.import_module
     sys.path.remove(str(BENCHMARKS))
-    for name in (*NAMES, "servers"):
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("under_load", "load", "faults")]:
+        del sys.modules[name]
 
 
 def fault(kind: str, resumed_s: float | None, **more: Any) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def fault(kind: str, resumed_s: float | None, **more: Any) -> dict[str, Any]:
 
 
 def test_requests_depend_on_the_seed_alone(script: Any) -> None:
-    traffic = script("traffic")
+    traffic = script("under_load.traffic")
     requests = traffic.draw(3, 400, PROMPTS)
 
     assert requests == traffic.draw(3, 400, PROMPTS)
@@ -41,7 +40,7 @@ def test_requests_depend_on_the_seed_alone(script: Any) -> None:
 
 
 def test_requests_are_of_all_kinds_and_within_their_bounds(script: Any) -> None:
-    traffic = script("traffic")
+    traffic = script("under_load.traffic")
     requests = traffic.draw(1, 5000, PROMPTS)
     kinds = Counter(request.kind for request in requests)
     by_kind = {kind: [one for one in requests if one.kind == kind] for kind in kinds}
@@ -55,7 +54,7 @@ def test_requests_are_of_all_kinds_and_within_their_bounds(script: Any) -> None:
 
 
 def test_the_window_has_as_many_greedy_requests_as_were_asked_for(script: Any) -> None:
-    traffic = script("traffic")
+    traffic = script("under_load.traffic")
     requests = traffic.draw(1, 1000, PROMPTS)
     found = traffic.window(requests, 100)
 
@@ -66,7 +65,7 @@ def test_the_window_has_as_many_greedy_requests_as_were_asked_for(script: Any) -
 
 def test_a_straight_line_has_its_slope_and_no_error(script: Any) -> None:
     x = [0.1 * number for number in range(100)]
-    found = script("trend").slope(x, [7 + 3 * value for value in x])
+    found = script("under_load.trend").slope(x, [7 + 3 * value for value in x])
 
     assert found.value == pytest.approx(3)
     assert found.error == pytest.approx(0, abs=1e-9)
@@ -74,7 +73,7 @@ def test_a_straight_line_has_its_slope_and_no_error(script: Any) -> None:
 
 def test_the_error_of_a_slope_covers_noise_whose_neighbours_are_alike(script: Any) -> None:
     """Without a trend, about 95 % of 200 slopes lie within 2.1 errors; fewer do where each sample counts alone."""
-    trend, chance = script("trend"), random.Random(5)
+    trend, chance = script("under_load.trend"), random.Random(5)
     covered = {trend.SPANS: 0, 400: 0}
     for _ in range(200):
         level, y = 0.0, []
@@ -89,7 +88,7 @@ def test_the_error_of_a_slope_covers_noise_whose_neighbours_are_alike(script: An
 
 
 def test_a_slope_needs_three_points_that_differ(script: Any) -> None:
-    slope = script("trend").slope
+    slope = script("under_load.trend").slope
 
     assert slope([1, 2], [1, 2]) is None
     assert slope([1, 1, 1], [1, 2, 3]) is None
@@ -122,7 +121,7 @@ def test_the_lead_of_a_token_is_read_where_two_texts_part(script: Any) -> None:
 
 
 def test_progress_goes_on_and_refuses_that_of_another_run(script: Any, tmp_path: Path) -> None:
-    kind = script("progress").Progress
+    kind = script("under_load.progress").Progress
     kind(tmp_path / "a.jsonl", {"seed": 1}).add({"what": "request", "id": 7})
     again = kind(tmp_path / "a.jsonl", {"seed": 1})
 
@@ -136,7 +135,7 @@ def test_progress_goes_on_and_refuses_that_of_another_run(script: Any, tmp_path:
     [('{"animal":"cat","legs":4}', True), ('{"animal":"cow","legs":4}', False), ('{"animal":', False)],
 )
 def test_an_object_must_fit_the_schema(script: Any, text: str, is_well: bool) -> None:
-    traffic, asking = script("traffic"), script("asking")
+    traffic, asking = script("under_load.traffic"), script("under_load.asking")
     answer = asking.Answer([text], ["stop"], num_tokens=12)
 
     assert (asking.fault_of(traffic.Request(0, traffic.SCHEMA, "", 24, 1), answer) is None) == is_well
@@ -166,7 +165,7 @@ def test_the_table_of_faults_counts_what_went_wrong(script: Any) -> None:
 
 
 def test_a_relay_keeps_the_order_when_it_gets_faster_and_holds_without_closing(script: Any) -> None:
-    relay_kind = script("relay").Relay
+    relay_kind = script("under_load.relay").Relay
 
     async def talk() -> tuple[bytes, bool, bytes]:
         ended: list[asyncio.Event] = []
@@ -182,7 +181,7 @@ def test_a_relay_keeps_the_order_when_it_gets_faster_and_holds_without_closing(s
 
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
         relay = relay_kind(server.sockets[0].getsockname()[1])
-        port = script("servers").free_port()
+        port = script("under_load.servers").free_port()
         async with relay.listening(port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             relay.delay_s = 0.2

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from traffic import ANIMAL, SCHEMA, WHOLE, Request
+from under_load.traffic import ANIMAL, SCHEMA, WHOLE, Request
 
 TIMEOUT_S = 300.0
 
