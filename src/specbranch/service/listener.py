@@ -28,6 +28,7 @@ _RECEIVED = 16  # messages of one client that wait in the socket: at most so man
 _SENT = 128  # answers to one client that it has not taken yet; more are dropped
 _HANDSHAKE_MS = 3000  # who has not said by then that it speaks ZeroMQ is dropped
 _BACKLOG = 32
+_BEAT_MS, _DEAD_MS = 10_000, 30_000  # over TCP: who does not answer for so long is gone, and its descriptor is free
 _LOOK_MS = 100
 
 
@@ -49,6 +50,8 @@ class Listener:
         with contextlib.ExitStack() as bound:
             bound.callback(self.socket.close)
             if self._path is None:
+                self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+                self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
                 bound.callback(_bind_tcp(context, self.socket, address, keys).stop)
             else:
                 self._file = _bind_unix(self.socket, address, self._path)
