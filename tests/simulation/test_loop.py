@@ -87,6 +87,13 @@ def test_the_deadline_ends_a_wait_and_the_round_goes_without_a_draft() -> None:
     assert [step.submitted for step in steps if isinstance(step, TargetStep)] == [(0,), (0,)]
 
 
+def test_a_deadline_that_rounding_moves_does_not_stop_the_clock() -> None:
+    group, _, elapsed_s = play("sps", AGREES, c=0.7, limit=40, gamma=3, deadline_s=0.1)
+
+    assert group[0].output == [1] * 40
+    assert elapsed_s == pytest.approx(40 * 0.8)
+
+
 def test_a_planner_that_can_draft_nothing_more_does_not_hang_the_target() -> None:
     silent = TextScript(3, lambda text: Distribution((), (), 0.0))
 

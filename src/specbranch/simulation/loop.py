@@ -122,7 +122,7 @@ class Loop:
         wait_s = self.now_s - self._idle_since_s
         ready = [session.propose() is not None for session in active]
         if not all(ready):
-            if wait_s < self._deadline_s:
+            if self.now_s < self._idle_since_s + self._deadline_s:
                 return
             self._stand_aside(active)
         end_s = self.now_s + self._target.step_s(active)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,12 +131,13 @@ def simulate(
     batch: int = 1,
     observe: Callable[[Step], None] = lambda step: None,
     costs: Costs | None = None,
+    deadline_s: float = math.inf,
 ) -> Outcome:
     """Decode every answer of a trace in virtual time, `batch` at once, and say how much faster than plain decoding.
 
     `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step over that of a
     draft step of one row, `row_cost` what each further row takes; a `Layout` says more. `costs` holds what is learned
-    on the way.
+    on the way. The target waits for drafts up to `deadline_s`.
     """
     load_planners()
     method = Method(planner) if isinstance(planner, str) else planner
@@ -156,7 +158,7 @@ def simulate(
             own = make_planner(method.planner, method.settings, _predictor(method, answer, chance))
             ending = Ending(max_new_tokens=len(answer.tokens))
             sessions.append(Session(prompt_of(trace, index), own, TopDraw(), costs, ending))
-        elapsed_s += Loop(sessions, target, draft, costs, observe=observe).run()
+        elapsed_s += Loop(sessions, target, draft, costs, deadline_s, observe).run()
         plain_s += _plain_s(group, layout)
         for session in sessions:
             stats.add(session.stats)
