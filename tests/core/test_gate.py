@@ -112,3 +112,46 @@ def test_the_first_steps_after_others_do_not_count(is_interrupted: bool) -> None
         gate.observe(1, 0, 50.0)
 
     assert gate.is_open(1) == is_interrupted
+
+
+def steps_until_open(gate: Gate, rows: int = 1, limit: int = 10_000) -> int:
+    """Drafts give twice the tokens from now on: steps until that is decided."""
+    for step in range(limit):
+        drive(gate, 1, speedup=2.0, rows=rows, warm_up=0)
+        decision = gate.decisions.get(1 << (rows - 1).bit_length())
+        if decision is not None and decision.is_open:
+            return step
+    return limit
+
+
+@pytest.mark.parametrize(
+    ("has_drafts", "speed", "is_soon"), [(False, 1.0, True), (False, 0.9, False), (True, 1.0, False)]
+)
+def test_a_draft_that_was_away_for_long_is_found_soon(has_drafts: bool, speed: float, is_soon: bool) -> None:
+    """Trials without any draft do not make the next one rarer; those that lose time or had drafts do."""
+    gate = Gate()
+    for _ in range(20_000):
+        is_open = gate.is_open(1)
+        gate.observe(1, round(1000 * (speed if is_open else 1.0)), 1.0, has_drafts and is_open)
+
+    assert gate.decisions[1].num_steps == (256 if is_soon else 8192)
+    assert (steps_until_open(gate) < 400) == is_soon
+
+
+def test_where_drafts_pay_again_the_other_loads_try_them_soon() -> None:
+    gate = Gate()
+    for rows in (1, 8):
+        drive(gate, 20_000, speedup=0.9, rows=rows)
+    assert steps_until_open(gate, rows=8) > 400
+    assert steps_until_open(gate, rows=1) < 400
+
+
+def test_a_load_that_opens_and_closes_in_turns_hurries_no_other() -> None:
+    gate = Gate()
+    drive(gate, 20_000, speedup=0.9, rows=8)
+    pause = gate.decisions[8].num_steps
+    for speedup in (2.0, 0.9, 2.0):
+        drive(gate, 600, speedup, rows=1)
+    assert gate.decisions[1].is_open
+
+    assert steps_until_open(gate, rows=8) > pause // 4

@@ -2,7 +2,8 @@
 
 For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
 them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, so a
-pair that does not pay costs next to nothing. Both ways are those of one engine: one that can speculate may be slower
+pair that does not pay costs next to nothing. A draft that is away loses nothing, and is looked for as often as at first;
+where drafts pay again after a long time, the other loads try them soon. Both ways are those of one engine: one that can speculate may be slower
 than one that cannot, also without drafts, and the gate does not see that.
 """
 
@@ -148,14 +149,23 @@ class Gate:
         settings = self._settings
         drafted, plain = load.drafted.value, load.plain.value
         is_open = self._pays(load, settings.margin)
+        was_free = load.is_open and not self._has_seen_drafts and self._pays(load, 1 / settings.margin)
         self._turn(load, is_open=is_open, is_measuring=False)
         if is_open:
+            if load.pause > 2 * settings.closed_steps:
+                self._hurry()
             load.pause = settings.closed_steps
         else:
             load.drafted = _Rate()
-            load.pause = min(2 * load.pause, settings.longest_closed_steps)
+            # A trial in which no draft came and no time was lost, as while the service is away, may soon be repeated.
+            load.pause = settings.closed_steps if was_free else min(2 * load.pause, settings.longest_closed_steps)
         num_steps = settings.open_steps if is_open else load.pause
         self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
+
+    def _hurry(self) -> None:
+        """Drafts pay again at a load where they had not for long: the others find out soon whether they do there."""
+        for load in self._loads.values():
+            load.pause = min(load.pause, self._settings.closed_steps)
 
     def _pays(self, load: _Load, margin: float) -> bool:
         return load.drafted.value >= margin * load.plain.value
