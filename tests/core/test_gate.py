@@ -155,3 +155,15 @@ def test_a_load_that_opens_and_closes_in_turns_hurries_no_other() -> None:
     assert gate.decisions[1].is_open
 
     assert steps_until_open(gate, rows=8) > pause // 4
+
+
+@pytest.mark.parametrize(("speed", "is_early"), [(0.4, True), (0.95, False)])
+def test_waiting_for_drafts_that_never_come_ends_early_where_it_costs_time(speed: float, is_early: bool) -> None:
+    gate, num_open = Gate(), 0
+    for _ in range(150):
+        is_open = gate.is_open(1)
+        num_open += is_open
+        gate.observe(1, round(1000 * (speed if is_open else 1.0)), 1.0, has_drafts=False)
+
+    assert not gate.was_open
+    assert (num_open < 25) == is_early

@@ -2,9 +2,11 @@
 
 For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
 them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, so a
-pair that does not pay costs next to nothing. A draft that is away loses nothing, and is looked for as often as at first;
-where drafts pay again after a long time, the other loads try them soon. Both ways are those of one engine: one that can speculate may be slower
-than one that cannot, also without drafts, and the gate does not see that.
+pair that does not pay costs next to nothing. A draft that is away costs nothing, and is looked for as often as at
+first. Where drafts pay again after a long time, the other loads try them soon.
+
+Both ways are those of one engine: one that can speculate may be slower than one that cannot, also without drafts, and
+the gate does not see that.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ class GateSettings:
 
     After opening, a trial begins when the first drafts have come, at the latest after `longest_settle_steps`: a draft
     has to prefill the sequence first, and that is not what is to be judged. Drafts must give `margin` times the tokens
-    per second of plain decoding; a trial that gives less than `hopeless` times ends early.
+    per second of plain decoding; a trial that gives less than `hopeless` times ends early, and so does the wait for its
+    first drafts.
     """
 
     plain_steps: int = 8
@@ -91,6 +94,7 @@ class Gate:
         self._was_open = False
         self._since_change = 0
         self._has_seen_drafts = False
+        self._awaiting = _Rate()  # steps that were to have drafts, until the first came
 
     @property
     def was_open(self) -> bool:
@@ -101,6 +105,7 @@ class Gate:
         """Steps ran that it was not asked about: the next ones still show those, as after a change."""
         self._since_change = 0
         self._has_seen_drafts = False
+        self._awaiting = _Rate()
 
     def is_open(self, num_rows: int) -> bool:
         """Whether the next step should go with drafts."""
@@ -116,7 +121,7 @@ class Gate:
         self._since_change += 1
         # The first steps after a change still show the other way: sequences in prefill, drafts on their way.
         is_settled = self._since_change > self._settings.settle_steps and (
-            not load.is_open or self._has_seen_drafts or self._since_change > self._settings.longest_settle_steps
+            not load.is_open or self._has_seen_drafts or self._has_waited(load, num_tokens, step_s)
         )
         self._has_seen_drafts |= has_drafts
         if load.is_open != self._was_open or not is_settled:
@@ -124,6 +129,15 @@ class Gate:
         (load.drafted if load.is_open else load.plain).observe(num_tokens, step_s)
         load.steps += 1
         self._decide(load)
+
+    def _has_waited(self, load: _Load, num_tokens: int, step_s: float) -> bool:
+        """Whether the first drafts need not be waited for any longer: it took too long, or costs too much itself."""
+        self._awaiting.observe(num_tokens, step_s)
+        settings = self._settings
+        is_dear = self._awaiting.value < settings.hopeless * load.plain.value
+        return self._since_change > settings.longest_settle_steps or (
+            is_dear and self._awaiting.steps >= settings.trial_steps // 2
+        )
 
     def _decide(self, load: _Load) -> None:
         settings = self._settings
