@@ -243,11 +243,12 @@ class Server:
     def run(self) -> Run:
         seconds = len(self._users)
         run = Run([0] * (seconds // 60), [0] * seconds, [0] * seconds)
-        rows, num_ended, now_s, last = 0, 0, 0.0, self._during[0]
+        rows, now_s, last = 0, 0.0, self._during[0]
         while now_s < seconds:
             second = int(now_s)
             came = max(self._users[second] - rows, 0)
-            rows += came
+            is_same = rows == self._users[second]
+            rows = self._users[second]
             if not rows:
                 now_s = second + 1.0
                 continue
@@ -269,10 +270,10 @@ class Server:
             if not 1 - CLEAR < gain < 1 + CLEAR:
                 run.clear[second] += 1
                 run.wrong[second] += is_open != (gain > 1)
-            if self._gate and not came and not num_ended:
+            if self._gate and is_same:
                 self._gate.observe(rows, num_tokens, step_s, has_drafts)
-            num_ended = int(self._rng.random() < num_tokens / ANSWER_LEN)
-            rows -= num_ended
+            if self._rng.random() < num_tokens / ANSWER_LEN:
+                rows -= 1  # another takes its place
         return run
 
     def _ask(self, rows: int, now_s: float) -> bool:

@@ -120,6 +120,7 @@ def measure_all(args: argparse.Namespace) -> None:
     target_core, draft_core = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, {draft_core})
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # the decisions of the gate
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-")))
         targets = {
