@@ -292,11 +292,11 @@ def decisions(lines: Sequence[str], at_s: float) -> list[Seen]:
 
 
 def first_settled(cell: Cell, blocks: Sequence[Block]) -> int:
-    """The first block that begins after the gate has decided, or after the draft has died."""
+    """The first block that begins after the gate has closed, or after the draft has died."""
     if cell.pair == "dies":
         return KILLED_IN + 1
-    decided = (index for index, block in enumerate(blocks) if block.decisions)
-    return next(decided, len(blocks) - 1) + 1
+    closed = (index for index, block in enumerate(blocks) if any(not one["is_open"] for one in block.decisions))
+    return next(closed, len(blocks) - 1) + 1
 
 
 def num_settled(cell: Cell, blocks: Sequence[Block]) -> int:
@@ -313,15 +313,15 @@ def ratio_of(blocks: Sequence[Block]) -> dict[str, float] | None:
 
 
 def decided(cell: Cell, blocks: Sequence[Block]) -> dict[str, Any] | None:
-    """When the gate first decided, or first closed for good: steps and seconds of decoding with the engine."""
+    """When the gate first closed, for a draft that dies since the block of its death: steps and seconds of decoding."""
     steps, seconds = 0, 0.0
-    wanted = [(index, one) for index, block in enumerate(blocks) for one in block.decisions]
-    if cell.pair == "dies":
-        wanted = [(index, one) for index, one in wanted if index >= KILLED_IN and not one["is_open"]]
+    first = KILLED_IN if cell.pair == "dies" else 0
+    seen = [(index, one) for index, block in enumerate(blocks) for one in block.decisions]
+    wanted = [(index, one) for index, one in seen if index >= first and not one["is_open"]]
     if not wanted:
         return None
     index, one = wanted[0]
-    for block in blocks[KILLED_IN if cell.pair == "dies" else 0 : index]:
+    for block in blocks[first:index]:
         steps += LOADS[cell.load]
         seconds += cell.load * LOADS[cell.load] / block.drafted
     return {**one, "step": steps + one["step"], "at_s": round(seconds + one["at_s"], 2)}
