@@ -426,3 +426,17 @@ def test_figures_are_collected_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     bench.dispatch.figures.by_name()
 
     assert len(calls) == 2
+
+
+def test_texts_of_a_client_that_has_gone_quiet_have_few_turns_beside_others() -> None:
+    bench = Bench()
+    bench.open([1, 2], namespace=b"gone")
+    bench.now_s += 2
+    bench.client = b"other"
+    bench.open([3, 4], namespace=b"here")
+
+    bench.compute._take_news()
+    turns = [{session.namespace for session in bench.compute._in_turn()} for _ in range(8)]
+    assert turns.count({b"here"}) == 6 and turns.count({b"here", b"gone"}) == 2
+    bench.now_s += 2
+    assert {session.namespace for session in bench.compute._in_turn()} == {b"here", b"gone"}, "all are quiet"

@@ -30,6 +30,7 @@ _READ_HALF_LIFE_S = 10.0
 _PACE = 0.1  # of following the times of prefill and of planning
 _LEAST_PLANNED = 4  # sessions, however long planning takes
 _ANNOUNCED = 4  # beside sessions that are decoded, those that were only announced get one in so many places
+_SILENT_S = 1.0  # of a client: its sessions then have one in as many turns, while others are there
 _MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
 
 
@@ -72,6 +73,7 @@ class Compute:
         self._read = Usage(_READ_HALF_LIFE_S)  # tokens, by tenant
         self._read_s = 0.0  # of one token in prefill, smoothed
         self._plan_s = 0.0  # of all but the engine, for one session or one row in a step, smoothed
+        self._num_turns = 0  # with several tenants
         self._num_failures = 0  # turns since the engine last worked
         self.faults = Faults(store)
         self.cost = StepEstimate()
@@ -192,7 +194,10 @@ class Compute:
         """
         sessions, cost = list(self._busy), self.cost.cost
         tenants = {session.tenant for session in sessions}
-        if len(tenants) < 2 or cost is None or self._plan_s <= 0:
+        if len(tenants) < 2:
+            return sessions
+        sessions = self._heard(sessions)
+        if cost is None or self._plan_s <= 0:
             return sessions
         most = max(_LEAST_PLANNED, int(cost.first_s / (self._plan_s + cost.more_s)))
         if len(sessions) <= most:
@@ -205,6 +210,13 @@ class Compute:
         for session in chosen:
             self._busy[session] = self._busy.pop(session)
         return chosen
+
+    def _heard(self, sessions: list[DraftSession]) -> list[DraftSession]:
+        """Most of the time without those whose clients have said nothing for long, and may be gone: others go first."""
+        self._num_turns += 1
+        since_s = self._clock() - _SILENT_S
+        heard = [session for session in sessions if session.is_awaited or session.step_counter.heard_s > since_s]
+        return heard if heard and self._num_turns % _ANNOUNCED else sessions
 
     def _plan(self, sessions: Sequence[DraftSession]) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
