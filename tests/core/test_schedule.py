@@ -90,6 +90,16 @@ def test_equal_tenants_have_all_their_rows_and_one_alone_too() -> None:
     assert [len(one.granted) for one in schedule(alone, 64, 32, cost).wishes] == [8] * 4
 
 
+def test_a_tenant_alone_for_now_leaves_steps_short_for_those_who_will_be_back() -> None:
+    cost = StepCost(0.010, 0.002, read_s=0.001)
+
+    (alone,) = schedule([wish("a", *[0.5] * 20)], 64, 32, cost, is_shared=True).wishes
+    assert len(alone.granted) == 6, "one row, and five in the time that it takes"
+    (alone,) = schedule([wish("a", *[0.5] * 20)], 64, 32, None, is_shared=True).wishes
+    assert len(alone.granted) == 20, "what a step costs is not known"
+    assert schedule([wish("a", 0.5, num_unread=100)], 64, 32, cost, is_shared=True).piece_len == 10
+
+
 def test_who_is_waited_for_goes_first_within_what_a_tenant_has() -> None:
     wishes = [
         of("a", wish("a", 0.9, 0.9)),

@@ -428,15 +428,23 @@ def test_figures_are_collected_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == 2
 
 
-def test_texts_of_a_client_that_has_gone_quiet_have_few_turns_beside_others() -> None:
-    bench = Bench()
-    bench.open([1, 2], namespace=b"gone")
+def test_texts_of_a_tenant_that_is_gone_have_few_turns_while_others_are_there() -> None:
+    bench = Bench(max_sessions=64)
+    bench.client = b"gone"
+    for number in range(40):
+        bench.open([4, number], namespace=b"gone")
+        bench.step([4, number], likely([4, number]), namespace=b"gone")
+    bench.compute._take_news()
+    bench.compute.cost.observe(1, 0.002)
+    bench.compute._plan_s = 0.0002
+    assert len(bench.compute._in_turn()) == 40, "nobody else is there"
     bench.now_s += 2
     bench.client = b"other"
-    bench.open([3, 4], namespace=b"here")
-
+    bench.open([1, 2, 3], namespace=b"here")
     bench.compute._take_news()
-    turns = [{session.namespace for session in bench.compute._in_turn()} for _ in range(8)]
-    assert turns.count({b"here"}) == 6 and turns.count({b"here", b"gone"}) == 2
+    assert [len(bench.compute._in_turn()) for _ in range(5)] == [3] * 5
+    (session,) = [one for one in bench.compute._busy if one.namespace == b"here"]
+    del bench.compute._busy[session]
+    assert [len(bench.compute._in_turn()) for _ in range(5)] == [2] * 5, "the other one will be back soon"
     bench.now_s += 2
-    assert {session.namespace for session in bench.compute._in_turn()} == {b"here", b"gone"}, "all are quiet"
+    assert len(bench.compute._in_turn()) == 40, "it is gone as well"

@@ -75,18 +75,26 @@ def wish_for(
     )
 
 
-def schedule(wishes: Sequence[Wish[K]], row_limit: int, piece_len: int, cost: StepCost | None = None) -> Schedule[K]:
+def schedule(
+    wishes: Sequence[Wish[K]],
+    row_limit: int,
+    piece_len: int,
+    cost: StepCost | None = None,
+    is_shared: bool = False,
+) -> Schedule[K]:
     """Grant at most `row_limit` rows, the most valuable first, and at most one piece of prefill.
 
-    Where several tenants wish for rows and their `cost` is known, what each gets is bounded by that.
+    Where several tenants wish for rows and their `cost` is known, what each gets is bounded by that. `is_shared`: there
+    are several, though some may wish for nothing right now; they will, before a long step is over.
     """
     ranked = sorted(
         ((worth, number, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
         key=lambda item: (-item[0], item[1]),
     )
     tenants = [wishes[number].tenant for _, number, _ in ranked]
-    equal, more = _shares(tenants, row_limit)
-    spare_s = cost.at(len(equal)) if cost is not None and len(set(tenants)) > 1 else None
+    is_alone = len(set(tenants)) < 2
+    equal, more = _shares(tenants, row_limit, most=1 if is_shared and is_alone else row_limit)
+    spare_s = cost.at(len(equal)) if cost is not None and (is_shared or not is_alone) else None
     num_more = row_limit - len(equal)
     if spare_s is not None and cost is not None and cost.more_s:
         num_more = min(num_more, int(spare_s / cost.more_s))
@@ -105,10 +113,10 @@ def schedule(wishes: Sequence[Wish[K]], row_limit: int, piece_len: int, cost: St
     return Schedule(_within_a_piece(granted, piece_len), piece_len)
 
 
-def _shares(tenants: Sequence[Hashable], row_limit: int) -> tuple[list[int], list[int]]:
-    """Of rows with these tenants, most valuable first, those within equal shares, and the others."""
+def _shares(tenants: Sequence[Hashable], row_limit: int, most: int) -> tuple[list[int], list[int]]:
+    """Of rows with these tenants, most valuable first, those within equal shares of `most` at most, and the others."""
     totals = Counter(tenants)
-    share = min(min(totals.values(), default=0), max(1, row_limit // max(len(totals), 1)))
+    share = min(min(totals.values(), default=0), max(1, row_limit // max(len(totals), 1)), most)
     seen: Counter[Hashable] = Counter()
     shares: tuple[list[int], list[int]] = [], []
     for index, tenant in enumerate(tenants):

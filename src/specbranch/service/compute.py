@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,7 @@ _READ_HALF_LIFE_S = 10.0
 _PACE = 0.1  # of following the times of prefill and of planning
 _LEAST_PLANNED = 4  # sessions, however long planning takes
 _ANNOUNCED = 4  # beside sessions that are decoded, those that were only announced get one in so many places
-_SILENT_S = 1.0  # of a client: its sessions then have one in as many turns, while others are there
+_SILENT_S = 1.0  # a tenant of which nothing is heard for so long may be gone
 _MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
 
 
@@ -73,7 +73,8 @@ class Compute:
         self._read = Usage(_READ_HALF_LIFE_S)  # tokens, by tenant
         self._read_s = 0.0  # of one token in prefill, smoothed
         self._plan_s = 0.0  # of all but the engine, for one session or one row in a step, smoothed
-        self._num_turns = 0  # with several tenants
+        self._heard_s: OrderedDict[bytes, float] = OrderedDict()  # by tenant, the last one last
+        self._is_shared = False  # by several tenants
         self._num_failures = 0  # turns since the engine last worked
         self.faults = Faults(store)
         self.cost = StepEstimate()
@@ -149,15 +150,24 @@ class Compute:
     def _wait_for_news(self) -> None:
         # The end is looked at again: the turn before may have taken the last news, with which `stop` wakes this thread.
         if not self._busy and not self._is_stopping:
-            session = self._news.get()
-            if session is not None:
-                self._busy[session] = None
+            self._hear(self._news.get())
 
     def _take_news(self) -> None:
         while not self._news.empty():
-            session = self._news.get()
-            if session is not None:
-                self._busy[session] = None
+            self._hear(self._news.get())
+
+    def _hear(self, session: DraftSession | None) -> None:
+        if session is not None:
+            self._busy[session] = None
+            self._heard_s[session.tenant] = self._clock()
+            self._heard_s.move_to_end(session.tenant)
+
+    def _present(self) -> set[bytes]:
+        """The tenants that were heard of lately, whether there is something to draft for them now or not."""
+        since_s = self._clock() - _SILENT_S
+        while self._heard_s and next(iter(self._heard_s.values())) <= since_s:
+            self._heard_s.popitem(last=False)
+        return set(self._heard_s)
 
     def _close_forgotten(self) -> None:
         for session in self._store.take_forgotten():
@@ -190,38 +200,31 @@ class Compute:
         """The sessions to plan for. Where there are several tenants, as many as at most double the time of a step.
 
         Those that targets wait for go first, then those that they decode; a first session of every tenant before a
-        second one of any. Texts that were only announced have few places beside them. The others come in later steps.
+        second one of any. Texts that were only announced, and those of tenants that were not heard of lately, have few
+        places beside them. The others come in later steps.
         """
-        sessions, cost = list(self._busy), self.cost.cost
-        tenants = {session.tenant for session in sessions}
-        if len(tenants) < 2:
-            return sessions
-        sessions = self._heard(sessions)
-        if cost is None or self._plan_s <= 0:
+        sessions, cost, present = list(self._busy), self.cost.cost, self._present()
+        self._is_shared = len(present | {session.tenant for session in sessions}) > 1
+        if not self._is_shared or cost is None or self._plan_s <= 0:
             return sessions
         most = max(_LEAST_PLANNED, int(cost.first_s / (self._plan_s + cost.more_s)))
         if len(sessions) <= most:
             return sessions
-        needed = [session for session in sessions if session.is_awaited or session.has_verdict]
-        announced = [session for session in sessions if not (session.is_awaited or session.has_verdict)]
+        needed, others = [], []
+        for session in sessions:
+            is_decoded = session.has_verdict and session.tenant in present
+            (needed if session.is_awaited or is_decoded else others).append(session)
         needed.sort(key=lambda session: not session.is_awaited)
         chosen = _alternating(needed)[:most]
-        chosen += _alternating(announced)[: most - len(chosen) if not needed else max(1, most // _ANNOUNCED)]
+        chosen += _alternating(others)[: max(1, most // _ANNOUNCED)]
         for session in chosen:
             self._busy[session] = self._busy.pop(session)
         return chosen
 
-    def _heard(self, sessions: list[DraftSession]) -> list[DraftSession]:
-        """Most of the time without those whose clients have said nothing for long, and may be gone: others go first."""
-        self._num_turns += 1
-        since_s = self._clock() - _SILENT_S
-        heard = [session for session in sessions if session.is_awaited or session.step_counter.heard_s > since_s]
-        return heard if heard and self._num_turns % _ANNOUNCED else sessions
-
     def _plan(self, sessions: Sequence[DraftSession]) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
         wishes = [wish for session in sessions if (wish := contain(session, self._wish, session))]
-        plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost())
+        plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
         self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.wishes)
         for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
             self._borrow(wish.session)
