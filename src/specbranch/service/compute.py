@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from specbranch.core.node import Node
 from specbranch.core.schedule import Wish, schedule, wish_for
 from specbranch.engines.binding import Feed
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
+from specbranch.service.busy import Busy
 from specbranch.service.faults import Faults
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore, State
@@ -66,7 +67,7 @@ class Compute:
         self._notify = notify
         self._clock = clock
         self._news: queue.SimpleQueue[DraftSession | None] = queue.SimpleQueue()
-        self._busy: dict[DraftSession, None] = {}
+        self._busy = Busy()
         self._grown: queue.SimpleQueue[DraftSession] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -158,7 +159,7 @@ class Compute:
 
     def _hear(self, session: DraftSession | None) -> None:
         if session is not None:
-            self._busy[session] = None
+            self._busy.add(session)
             self._heard_s[session.tenant] = self._clock()
             self._heard_s.move_to_end(session.tenant)
 
@@ -171,7 +172,7 @@ class Compute:
 
     def _close_forgotten(self) -> None:
         for session in self._store.take_forgotten():
-            self._busy.pop(session, None)
+            self._busy.discard(session)
             self.faults.contain(session, self._close, session)
             self._notify()  # a target may wait for it
 
@@ -203,23 +204,14 @@ class Compute:
         second one of any. Texts that were only announced, and those of tenants that were not heard of lately, have few
         places beside them. The others come in later steps.
         """
-        sessions, cost, present = list(self._busy), self.cost.cost, self._present()
-        self._is_shared = len(present | {session.tenant for session in sessions}) > 1
+        cost, present = self.cost.cost, self._present()
+        self._is_shared = len(present | self._busy.tenants) > 1
         if not self._is_shared or cost is None or self._plan_s <= 0:
-            return sessions
+            return list(self._busy)
         most = max(_LEAST_PLANNED, int(cost.first_s / (self._plan_s + cost.more_s)))
-        if len(sessions) <= most:
-            return sessions
-        needed, others = [], []
-        for session in sessions:
-            is_decoded = session.has_verdict and session.tenant in present
-            (needed if session.is_awaited or is_decoded else others).append(session)
-        needed.sort(key=lambda session: not session.is_awaited)
-        chosen = _alternating(needed)[:most]
-        chosen += _alternating(others)[: max(1, most // _ANNOUNCED)]
-        for session in chosen:
-            self._busy[session] = self._busy.pop(session)
-        return chosen
+        if len(self._busy) <= most:
+            return list(self._busy)
+        return self._busy.take(most, max(1, most // _ANNOUNCED), present)
 
     def _plan(self, sessions: Sequence[DraftSession]) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
@@ -243,7 +235,7 @@ class Compute:
                 nodes = (core.tree.root,)  # its planner drafts only while a target waits, and none will until then
             is_left_out = session.is_at_rest or (session.is_paused and not session.is_awaited)
             if not nodes or session.is_forgotten or is_left_out:
-                del self._busy[session]
+                self._busy.discard(session)
                 return None
             if self._is_about_to_borrow(session):
                 return None
@@ -379,16 +371,6 @@ class Compute:
     def _forget_all(self) -> None:
         for session in self._store.snapshot():
             self._store.forget(session)
-
-
-def _alternating(sessions: Sequence[DraftSession]) -> list[DraftSession]:
-    """The first session of every tenant, then the second one of each, and so on."""
-    seen: Counter[bytes] = Counter()
-    ranked: list[tuple[int, DraftSession]] = []
-    for session in sessions:
-        ranked.append((seen[session.tenant], session))
-        seen[session.tenant] += 1
-    return [session for _, session in sorted(ranked, key=lambda one: one[0])]
 
 
 def _common_len(one: Sequence[int], other: Sequence[int], known: int) -> int:
