@@ -234,7 +234,7 @@ ATTACKS: dict[str, tuple[int, Callable[[Attacker], None]]] = {  # with the findi
     "flood-8M": (5, flood(8 << 20)),
     "flood-1M": (5, flood(MAX_FRAME)),
     "deep-pearl": (6, deep("pearl", {"gamma": 64})),
-    "deep-ssd": (6, deep("ssd", {"gamma": 64, "num_guesses": 64})),
+    "deep-ssd": (6, deep("ssd", {"gamma": 24, "num_guesses": 64})),
     "sessions": (7, sessions),
     "tenants": (7, tenants),
     "bad-settings": (7, bad_settings),

@@ -120,3 +120,9 @@ def test_what_is_refused_is_named_with_its_value_and_what_is_allowed() -> None:
     with pytest.raises(SettingError) as refusal:
         make_planner("ssd", {"fallback": "wait\n" * 100}, ConstantPredictor(Signal.SOME))
     assert len(str(refusal.value)) < 100 and "\n" not in str(refusal.value)
+
+
+def test_guesses_are_bounded_by_what_is_drafted_for_all_of_them() -> None:
+    make_planner("ssd", {"gamma": 24, "num_guesses": 64}, ConstantPredictor(Signal.SOME))
+    with pytest.raises(SettingError, match=r"gamma times num_guesses is 1600.*give 1536 at most"):
+        make_planner("ssd", {"gamma": 40, "num_guesses": 40}, ConstantPredictor(Signal.SOME))

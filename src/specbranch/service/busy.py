@@ -1,4 +1,4 @@
-"""Sessions that may have something to draft, by tenant, each tenant's in turn: what a step costs is not their number."""
+"""Sessions that may have something to draft, by tenant, each tenant's in turn: a step costs what it plans."""
 
 from __future__ import annotations
 

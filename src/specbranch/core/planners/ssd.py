@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 
 from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner
-from specbranch.core.planners.settings import Bounds, Rows, Settings, Window
+from specbranch.core.planners.settings import Bounds, Rows, SettingError, Settings, Window
 from specbranch.core.round import Round
 
 Fallback = Literal["jit", "fast"]
+MAX_NODES = 1536  # drafted tokens of all guesses of a round: planning takes time for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,15 @@ class SsdSettings(Settings):
     acceptance: Annotated[float, Bounds(0, 1, is_open=True)] = 0.8
     decay: Annotated[float, Bounds(0, 100)] = 1.34
     fallback: Fallback = "jit"
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        num_nodes = self.gamma * self.num_guesses
+        if num_nodes > MAX_NODES:
+            raise SettingError(
+                f"SsdSettings.gamma times num_guesses is {num_nodes}, as each guess is drafted so far; "
+                f"give {MAX_NODES} at most"
+            )
 
 
 @lru_cache(maxsize=256)
