@@ -42,7 +42,6 @@ class Request:
     max_tokens: int
     level: int
     temperature: float = 0.0
-    seed: int | None = None
     n: int = 1
     leaves_after: int | None = None
 
@@ -69,15 +68,16 @@ def draw(seed: int, count: int, prompts: Mapping[str, Sequence[str]]) -> list[Re
 def _details(chance: random.Random, kind: str) -> dict[str, Any]:
     """What only this kind of request has."""
     max_tokens = min(1 + int(chance.expovariate(1 / MEAN_TOKENS)), MOST_TOKENS)
-    seed, temperature = chance.randrange(1 << 30), round(chance.uniform(0.3, 1.2), 2)
+    # None has a seed of its own: vLLM 0.32 on a CPU ends where such a prompt is prefilled in pieces.
+    number, temperature = chance.randrange(12), round(chance.uniform(0.3, 1.2), 2)
     if kind == SCHEMA:
         return {"max_tokens": SCHEMA_TOKENS}
     if kind == ABORTED:
-        return {"max_tokens": ENDLESS, "leaves_after": 1 + seed % 4}
+        return {"max_tokens": ENDLESS, "leaves_after": 1 + number % 4}
     if kind == SEVERAL:
-        return {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "n": 2 + seed % 3}
+        return {"max_tokens": max_tokens, "temperature": temperature, "n": 2 + number % 3}
     if kind == SAMPLED:
-        return {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        return {"max_tokens": max_tokens, "temperature": temperature}
     return {"max_tokens": max_tokens}
 
 
