@@ -88,8 +88,7 @@ def _misfit(text: str) -> str | None:
 
 
 def _arguments(model: str, request: Request) -> dict[str, Any]:
-    arguments = {"model": model, "max_tokens": request.max_tokens, "temperature": request.temperature}
-    return arguments
+    return {"model": model, "max_tokens": request.max_tokens, "temperature": request.temperature}
 
 
 async def _whole(client: Any, model: str, request: Request, answer: Answer) -> None:
