@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specbranch.core.costs import StepCost
 from specbranch.core.node import Node
-from specbranch.core.schedule import Wish, schedule
+from specbranch.core.schedule import LEAST_PIECE, Wish, schedule
 
 
 def wish(name: str, *worths: float, is_awaited: bool = False, num_unread: int = 0) -> Wish[str]:
@@ -119,8 +119,8 @@ def test_more_tenants_than_rows_share_by_worth() -> None:
 def test_text_of_another_tenant_is_read_in_the_time_that_drafting_takes() -> None:
     wishes = [of("good", wish("good", 0.5)), of("bad", wish("bad", 1.0, num_unread=10_000))]
 
-    assert schedule(wishes, 64, 32, StepCost(0.010, 0.005, read_s=0.003)).piece_len == 5, "15 ms for two rows"
-    assert schedule(wishes, 64, 32, StepCost(0.010, 0.005, read_s=1.0)).piece_len == 1
+    assert schedule(wishes, 64, 64, StepCost(0.010, 0.005, read_s=0.001)).piece_len == 15, "15 ms for two rows"
+    assert schedule(wishes, 64, 64, StepCost(0.010, 0.005, read_s=1.0)).piece_len == LEAST_PIECE
     assert schedule(wishes, 64, 32, StepCost(0.010, 0.005)).piece_len == 8
 
 
@@ -131,3 +131,13 @@ def test_the_tenant_for_whom_least_was_read_reads_first() -> None:
     ]
 
     assert [one.session for one in schedule(wishes, 64, 32).wishes] == ["good"]
+
+
+def test_rows_of_others_leave_half_of_the_time_to_text() -> None:
+    cost = StepCost(0.010, 0.001, read_s=0.0001)
+    rows, text = of("a", wish("a", *[0.5] * 50)), of("b", wish("b", 1.0, num_unread=2000))
+
+    plan = schedule([rows, text], 64, 512, cost)
+
+    assert len(rows.granted) == 1 + 5, "its share, and half of the time of two rows"
+    assert plan.piece_len in (59, 60), "the other half"

@@ -391,7 +391,7 @@ def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
     bench.open([1, 2])
     bench.work(2)
     session = bench.store.snapshot()[0]
-    wish = bench.compute._wish(session)
+    wish = bench.compute._wish(session, bench.now_s)
     assert wish is not None
     wish.granted = list(wish.nodes)
     bench.step([1, 2], 49)

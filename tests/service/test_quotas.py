@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.core.stats import Stats
 from specbranch.engines.protocol import EngineFull, Row
 from specbranch.engines.scripted import ScriptedEngine
+from specbranch.service.busy import Heard
 from specbranch.service.compute import _MOST_FAILURES
 from specbranch.service.digest import Digest
 from specbranch.service.logs import Seldom
@@ -448,3 +451,60 @@ def test_texts_of_a_tenant_that_is_gone_have_few_turns_while_others_are_there() 
     assert [len(bench.compute._in_turn()) for _ in range(5)] == [2] * 5, "the other one will be back soon"
     bench.now_s += 2
     assert len(bench.compute._in_turn()) == 40, "it is gone as well"
+
+
+def test_a_tenant_with_slow_steps_counts_as_present_for_two_of_them() -> None:
+    heard = Heard()
+    for now_s in (0.0, 5.0, 5.001, 10.0, 10.001):
+        heard.note(now_s)
+
+    assert heard.is_present(19.9) and not heard.is_present(20.1)
+    quick = Heard()
+    for number in range(100):
+        quick.note(0.01 * number)
+    assert quick.is_present(1.9) and not quick.is_present(2.1)
+
+
+def test_what_was_only_announced_and_what_is_of_the_gone_take_turns() -> None:
+    bench = Bench(max_sessions=64)
+    for number in range(20):
+        bench.client = b"gone"
+        bench.open([4, number], namespace=b"gone")
+        bench.step([4, number], likely([4, number]), namespace=b"gone")
+    bench.compute._take_news()
+    bench.now_s += 30
+    bench.client = b"new"
+    for number in range(20):
+        bench.open([5, number], namespace=b"new")
+    bench.compute._take_news()
+    turns = [bench.compute._busy.take(4, 1, {b"new"})[0].namespace for _ in range(10)]
+
+    assert turns.count(b"gone") == turns.count(b"new") == 5
+
+
+def test_prompts_of_one_tenant_are_read_in_the_order_in_which_they_came() -> None:
+    read: list[int] = []
+
+    class Engine(ScriptedEngine):
+        def run(self, rows: Sequence[Row]) -> list[Distribution]:
+            read.extend(row.tokens[0] for row in rows if len(row.tokens) > 1)
+            return super().run(rows)
+
+    bench = Bench(Engine(DRAFT), max_sessions=64)
+    ticks = itertools.count()
+    bench.compute._clock = lambda: 100.0 + 0.001 * next(ticks)
+    for number in range(6):
+        bench.open([number + 1] * 9)
+    while bench.compute.work():
+        pass
+
+    assert len(read) > 6 and read == sorted(read)
+
+
+def test_texts_that_cannot_be_drafted_for_leave_nothing_behind() -> None:
+    bench = Bench(max_sessions=2)
+    for number in range(10):
+        bench.open([1, VOCAB + number])
+
+    assert len(bench.store) == 2
+    assert not bench.store.take_forgotten(), "nobody would come for them"

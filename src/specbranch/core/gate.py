@@ -64,6 +64,7 @@ class _Load:
     is_measuring: bool = True
     plain: _Rate = field(default_factory=_Rate)
     drafted: _Rate = field(default_factory=_Rate)
+    awaiting: _Rate = field(default_factory=_Rate)  # steps that were to have drafts, until the first came
     steps: int = 0  # since the last decision
 
 
@@ -94,7 +95,6 @@ class Gate:
         self._was_open = False
         self._since_change = 0
         self._has_seen_drafts = False
-        self._awaiting = _Rate()  # steps that were to have drafts, until the first came
 
     @property
     def was_open(self) -> bool:
@@ -105,7 +105,8 @@ class Gate:
         """Steps ran that it was not asked about: the next ones still show those, as after a change."""
         self._since_change = 0
         self._has_seen_drafts = False
-        self._awaiting = _Rate()
+        for load in self._loads.values():
+            load.awaiting = _Rate()
 
     def is_open(self, num_rows: int) -> bool:
         """Whether the next step should go with drafts."""
@@ -132,11 +133,11 @@ class Gate:
 
     def _has_waited(self, load: _Load, num_tokens: int, step_s: float) -> bool:
         """Whether the first drafts need not be waited for any longer: it took too long, or costs too much itself."""
-        self._awaiting.observe(num_tokens, step_s)
+        load.awaiting.observe(num_tokens, step_s)
         settings = self._settings
-        is_dear = self._awaiting.value < settings.hopeless * load.plain.value
+        is_dear = load.awaiting.value < settings.hopeless * load.plain.value
         return self._since_change > settings.longest_settle_steps or (
-            is_dear and self._awaiting.steps >= settings.trial_steps // 2
+            is_dear and load.awaiting.steps >= settings.trial_steps // 2
         )
 
     def _decide(self, load: _Load) -> None:

@@ -20,6 +20,7 @@ from specbranch.core.node import Node
 from specbranch.core.round import Round
 
 K = TypeVar("K")
+LEAST_PIECE = 8  # tokens to prefill: fewer take as long
 _BESIDE_DRAFTING = 4  # prefill beside sessions that draft gets this part of a piece: one in so many
 
 
@@ -97,7 +98,8 @@ def schedule(
     spare_s = cost.at(len(equal)) if cost is not None and (is_shared or not is_alone) else None
     num_more = row_limit - len(equal)
     if spare_s is not None and cost is not None and cost.more_s:
-        num_more = min(num_more, int(spare_s / cost.more_s))
+        has_text = any(wish.is_in_prefill for wish in wishes)
+        num_more = min(num_more, int(spare_s / cost.more_s / (2 if has_text else 1)))
         spare_s -= cost.more_s * min(num_more, len(more))
     for index in sorted([*equal, *more[:num_more]]):
         _, number, node = ranked[index]
@@ -109,7 +111,7 @@ def schedule(
     if len(in_prefill) < len(granted) and not any(wish.is_awaited for wish in in_prefill):
         piece_len = max(1, piece_len // _BESIDE_DRAFTING)
     if spare_s is not None and cost is not None and cost.read_s:
-        piece_len = max(1, min(piece_len, int(spare_s / cost.read_s)))
+        piece_len = min(piece_len, max(LEAST_PIECE, int(spare_s / cost.read_s)))
     return Schedule(_within_a_piece(granted, piece_len), piece_len)
 
 

@@ -29,8 +29,8 @@ def tell_ahead(sessions: Iterable[DraftSession], faults: Faults) -> Iterator[tup
             rows.setdefault(counter.client, []).append(AheadRow(session.key[1], outcomes))
             counters[counter.client] = counter
     for client, told in rows.items():
-        counters[client].num_ahead += 1
         for part in _parts(told):
+            counters[client].num_ahead += 1
             yield client, Ahead(part)
 
 

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from specbranch.service.sessions import DraftSession
 
+_SILENT_S, _MOST_SILENT_S = 1.0, 20.0  # a tenant of which nothing is heard for so long may be gone
+_PAUSE_S = 0.05  # between two messages of a tenant, not within one
 _Queues = OrderedDict[bytes, OrderedDict[DraftSession, None]]  # by tenant
+
+
+@dataclass(slots=True)
+class Heard:
+    """When there was news of a tenant. One with slow steps may be silent for longer: for two of its pauses."""
+
+    last_s: float = -math.inf
+    pause_s: float = 0.0
+
+    def note(self, now_s: float) -> None:
+        """There is news."""
+        pause_s = now_s - self.last_s
+        if _PAUSE_S < pause_s < math.inf:
+            self.pause_s = max(pause_s, self.pause_s / 2)
+        self.last_s = now_s
+
+    def is_present(self, now_s: float) -> bool:
+        """Whether it is still there, as far as is known."""
+        return now_s - self.last_s < min(max(_SILENT_S, 2 * self.pause_s), _MOST_SILENT_S)
 
 
 class Busy:
@@ -17,6 +40,7 @@ class Busy:
     def __init__(self) -> None:
         self._awaited, self._decoded, self._announced = self._kinds = _Queues(), _Queues(), _Queues()
         self._kind_of: dict[DraftSession, _Queues] = {}
+        self._num_taken = 0
 
     def __len__(self) -> int:
         return len(self._kind_of)
@@ -67,6 +91,9 @@ class Busy:
             else:
                 others.append(list(islice(queue, most_others)))
         others += [list(islice(queue, most_others)) for queue in self._announced.values()]
+        self._num_taken += 1
+        first = self._num_taken % max(len(others), 1)  # another one each time: neither kind waits for the other
+        others = others[first:] + others[:first]
         chosen = [*islice(_alternating([*needed.values()]), most), *islice(_alternating(others), most_others)]
         for session in chosen:
             kind = self._kind_of[session]

@@ -11,17 +11,16 @@ import contextlib
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.costs import StepCost, StepEstimate
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
-from specbranch.core.schedule import Wish, schedule, wish_for
+from specbranch.core.schedule import LEAST_PIECE, Wish, schedule, wish_for
 from specbranch.engines.binding import Feed
 from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
-from specbranch.service.busy import Busy
+from specbranch.service.busy import Busy, Heard
 from specbranch.service.faults import Faults
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore, State
@@ -31,7 +30,6 @@ _READ_HALF_LIFE_S = 10.0
 _PACE = 0.1  # of following the times of prefill and of planning
 _LEAST_PLANNED = 4  # sessions, however long planning takes
 _ANNOUNCED = 4  # beside sessions that are decoded, those that were only announced get one in so many places
-_SILENT_S = 1.0  # a tenant of which nothing is heard for so long may be gone
 _MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
 
 
@@ -74,7 +72,7 @@ class Compute:
         self._read = Usage(_READ_HALF_LIFE_S)  # tokens, by tenant
         self._read_s = 0.0  # of one token in prefill, smoothed
         self._plan_s = 0.0  # of all but the engine, for one session or one row in a step, smoothed
-        self._heard_s: OrderedDict[bytes, float] = OrderedDict()  # by tenant, the last one last
+        self._heard: dict[bytes, Heard] = {}  # by tenant
         self._is_shared = False  # by several tenants
         self._num_failures = 0  # turns since the engine last worked
         self.faults = Faults(store)
@@ -132,7 +130,10 @@ class Compute:
         if not feeds:
             return False
         self._num_failures += 1  # unless it works
+        num_failed = self.counts.failed_steps
         self._step(feeds)
+        if self.counts.failed_steps > num_failed:
+            return True
         overhead_s = self._clock() - start_s - (self.counts.step_s - engine_s)
         plan_s = overhead_s / (len(sessions) + sum(len(feed.nodes) for _, feed in feeds))
         self._plan_s += _PACE * (plan_s - self._plan_s)
@@ -160,15 +161,15 @@ class Compute:
     def _hear(self, session: DraftSession | None) -> None:
         if session is not None:
             self._busy.add(session)
-            self._heard_s[session.tenant] = self._clock()
-            self._heard_s.move_to_end(session.tenant)
+            self._heard.setdefault(session.tenant, Heard()).note(self._clock())
 
     def _present(self) -> set[bytes]:
         """The tenants that were heard of lately, whether there is something to draft for them now or not."""
-        since_s = self._clock() - _SILENT_S
-        while self._heard_s and next(iter(self._heard_s.values())) <= since_s:
-            self._heard_s.popitem(last=False)
-        return set(self._heard_s)
+        now_s = self._clock()
+        gone = [tenant for tenant, heard in self._heard.items() if not heard.is_present(now_s)]
+        for tenant in gone:
+            del self._heard[tenant]
+        return set(self._heard)
 
     def _close_forgotten(self) -> None:
         for session in self._store.take_forgotten():
@@ -215,7 +216,8 @@ class Compute:
 
     def _plan(self, sessions: Sequence[DraftSession]) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
-        wishes = [wish for session in sessions if (wish := contain(session, self._wish, session))]
+        now_s = self._clock()  # once: of a tenant's sessions none has read less than another
+        wishes = [wish for session in sessions if (wish := contain(session, self._wish, session, now_s))]
         plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
         self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.wishes)
         for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
@@ -227,7 +229,7 @@ class Compute:
             self._make_room(without_room)
         return feeds
 
-    def _wish(self, session: DraftSession) -> Wish[DraftSession] | None:
+    def _wish(self, session: DraftSession, now_s: float) -> Wish[DraftSession] | None:
         with session.lock:
             core, num_unread = session.core, session.num_unread
             nodes = () if session.is_forgotten else core.rows()
@@ -237,9 +239,10 @@ class Compute:
             if not nodes or session.is_forgotten or is_left_out:
                 self._busy.discard(session)
                 return None
+            self._busy.add(session)  # a target that has waited for it may have gone on
             if self._is_about_to_borrow(session):
                 return None
-            num_read = self._read.of(session.tenant, self._clock())
+            num_read = self._read.of(session.tenant, now_s)
             return wish_for(session, core.round, nodes, session.is_awaited, num_unread, session.tenant, num_read)
 
     def _step_cost(self) -> StepCost | None:
@@ -263,7 +266,10 @@ class Compute:
         if found is None or session.binding.num_handles:
             return False
         donor, _ = found
-        return donor in self._busy and not donor.is_forgotten and donor.num_unread > 1
+        if donor not in self._busy or donor.is_forgotten or donor.is_at_rest:
+            return False
+        # One that is decoded does not wait for one that was only announced, and has few turns.
+        return donor.num_unread > 1 and (donor.has_verdict or not session.has_verdict)
 
     def _borrow(self, session: DraftSession) -> None:
         """Begin with what another session's cache holds of the same sequence."""
@@ -347,8 +353,9 @@ class Compute:
             self.cost.observe(num_rows, step_s)
             return
         cost = self.cost.cost
-        read_s = max(step_s - cost.at(num_rows), 0.0) / num_read if cost else 0.0
-        self._read_s += _PACE * (read_s - self._read_s) if self._read_s else read_s
+        if cost is not None and num_read >= LEAST_PIECE:  # of fewer the time says little
+            read_s = max(step_s - cost.at(num_rows), 0.0) / num_read
+            self._read_s += _PACE * (read_s - self._read_s) if self._read_s else read_s
         now_s = self._clock()
         for session, feed in feeds:
             self._read.add(session.tenant, len(feed.row.tokens) - feed.row.num_outputs, now_s)

@@ -145,7 +145,9 @@ class Server:
 
     def turn(self, router: Router) -> None:
         """One turn of the lookup thread: take in what has come, and answer. What can wait comes last."""
-        is_woken, self._is_woken = self._is_woken, False  # before the drafts are looked at: none is overlooked
+        is_woken = self._is_woken
+        if is_woken:
+            self._is_woken = False  # before the drafts are looked at: none is overlooked
         self._receive(router)
         self._take_turns(router)
         if is_woken:

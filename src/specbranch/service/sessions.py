@@ -390,7 +390,8 @@ class SessionStore:
             del self._holdings[session.tenant].sessions[session]
             if not self._holdings[session.tenant].sessions:
                 del self._holdings[session.tenant]
-            self._forgotten.append(session)
+            if session.is_draftable:  # the engine has nothing of the others
+                self._forgotten.append(session)
             self._retire(session)
 
     def _retire(self, session: DraftSession) -> None:

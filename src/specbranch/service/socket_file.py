@@ -59,7 +59,11 @@ class SocketFile:
         if not self._is_there():
             return False
         with contextlib.suppress(OSError):
-            source.rename(target)
+            if self._is_hidden:
+                os.link(source, target)  # fails, unlike a rename, if somebody else has put one there meanwhile
+                source.unlink()
+            else:
+                source.rename(target)
             self._is_hidden = not self._is_hidden
             return True
         return False

@@ -97,6 +97,8 @@ class Waiting:
                 else:
                     self._pending[client].settle(index, proposal)
                     self._release(self._pending[client], index)
+            if session.is_far_behind and session.turn(State.BEHIND):
+                self._tell(session)  # it goes on with its prefill
         return [self._pending[client] for client in touched if not self._pending[client].waiting]
 
     def give_up(self, pending: Pending) -> None:
