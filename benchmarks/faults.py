@@ -32,6 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from under_load.arguments import parser_for
 from under_load.asking import ask, client_for
 from under_load.progress import Line, Progress
 from under_load.relay import Relay
@@ -72,10 +73,7 @@ NOTES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory of the prompts")
-    parser.add_argument("--target", default="smollm2-135m-dense", help="a path, or a name below $SPECBRANCH_MODELS")
-    parser.add_argument("--draft", default="smollm2-135m", help="the same")
+    parser = parser_for(__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--kinds", help="comma between; default: all")
     parser.add_argument("--seed", type=int, default=1)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from under_load import traffic
+from under_load.arguments import parser_for
 from under_load.asking import Answer, ask, client_for
 from under_load.progress import Line, Progress
 from under_load.servers import ACCEPTED, SUBMITTED, Served, memory_of, own_cores, serving
@@ -61,10 +62,7 @@ FLAGS += ["--structured-outputs-config.disable_any_whitespace", "true"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory of the prompts")
-    parser.add_argument("--target", default="smollm2-135m-dense", help="a path, or a name below $SPECBRANCH_MODELS")
-    parser.add_argument("--draft", default="smollm2-135m", help="the same")
+    parser = parser_for(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--compared", type=int, default=1000, help="greedy requests that bare vLLM gets too")
     parser.add_argument(

@@ -130,9 +130,7 @@ class Compute:
         if not feeds:
             return False
         self._num_failures += 1  # unless it works
-        num_failed = self.counts.failed_steps
-        self._step(feeds)
-        if self.counts.failed_steps > num_failed:
+        if not self._step(feeds):
             return True
         overhead_s = self._clock() - start_s - (self.counts.step_s - engine_s)
         plan_s = overhead_s / (len(sessions) + sum(len(feed.nodes) for _, feed in feeds))
@@ -292,7 +290,8 @@ class Compute:
             return None if handle is None else (handle, length)
         return None
 
-    def _step(self, feeds: list[tuple[DraftSession, Feed]]) -> None:
+    def _step(self, feeds: list[tuple[DraftSession, Feed]]) -> bool:
+        """Run one step; False if the engine could not."""
         start_s = self._clock()
         try:
             distributions = self._engine.run([feed.row for _, feed in feeds])
@@ -303,11 +302,11 @@ class Compute:
             self.counts.failed_steps += 1
             self._num_failures = 0
             self._recover(list(dict.fromkeys(session for session, _ in feeds)))
-            return
+            return False
         except Exception as error:
             self.counts.failed_steps += 1
             self._find_fault(feeds, error)
-            return
+            return False
         self._num_failures = 0
         step_s = self._clock() - start_s
         self._observer.drafted(feeds, start_s, start_s + step_s)
@@ -316,6 +315,7 @@ class Compute:
         for session in dict.fromkeys(session for session, feed in feeds if any(feed.nodes)):
             self._grown.put(session)
         self._notify()
+        return True
 
     def _place(self, feeds: list[tuple[DraftSession, Feed]], distributions: list[Distribution]) -> None:
         asked = [(session, node) for session, feed in feeds for node in feed.nodes]

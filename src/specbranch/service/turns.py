@@ -18,8 +18,6 @@ _MOST_MESSAGES = 1 << 14
 _OVERHEAD = 256  # bytes that a message takes beside its own
 _HALF_LIFE_S = 1.0
 _NEWCOMER_S = 0.25  # of the thread's time: more than a target takes lately that decodes a few sequences
-
-
 _STALE_S = 1.0  # of the thread's time on others: who waited for an answer waits no more
 
 
