@@ -41,6 +41,16 @@ def test_a_step_never_gets_cheaper_by_more_rows() -> None:
     assert cost is not None and cost.more_s == 0.0
 
 
+def test_a_slow_step_with_many_rows_does_not_make_the_first_row_free() -> None:
+    estimate = StepEstimate()
+    for rows, step_s in ((1, 2.0), (2, 2.2), (3, 2.4), (4, 40.0)):
+        estimate.observe(rows, step_s)
+
+    cost = estimate.cost
+    assert cost is not None
+    assert cost.first_s == cost.more_s == pytest.approx((2.0 + 4.4 + 7.2 + 160.0) / (1 + 4 + 9 + 16), rel=0.02)
+
+
 def test_the_estimate_follows_a_change_and_forgets_the_past() -> None:
     estimate, rng = StepEstimate(half_life=8), random.Random(0)
     for cost in (StepCost(1.0, 0.1), StepCost(3.0, 0.5)):

@@ -66,7 +66,29 @@ def test_loads_are_judged_apart() -> None:
     won, lost = gate.decisions.values()
     assert (won.rows, lost.rows) == ("1", "5-8")
     assert won.drafted == pytest.approx(2 * won.plain) and lost.drafted == pytest.approx(lost.plain / 2)
-    assert (won.num_steps, lost.num_steps) == (512, 256)
+    assert (won.num_steps, lost.num_steps) == (128, 256)
+
+
+def test_a_wrong_measurement_opens_it_for_a_short_time_only() -> None:
+    """Plain steps that others slowed down make slow drafts look good, once."""
+    gate = Gate()
+    for _ in range(12):
+        gate.is_open(1)
+        gate.observe(1, 1000, 3.0)
+    _, num_open = drive(gate, 512, speedup=0.6)
+
+    assert 64 < num_open < 110
+
+
+def test_it_opens_for_longer_each_time_that_drafts_win_again() -> None:
+    gate, stretches = Gate(), []
+    for _ in range(2000):
+        drive(gate, 1, speedup=2.0, warm_up=0)
+        decision = gate.decisions.get(1)
+        if decision is not None and decision.num_steps not in stretches:
+            stretches.append(decision.num_steps)
+
+    assert stretches == [64, 128, 256, 512]
 
 
 def test_plain_decoding_is_measured_again_now_and_then() -> None:
@@ -104,7 +126,7 @@ def test_a_trial_waits_until_the_draft_has_read_the_text() -> None:
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_the_first_steps_after_others_do_not_count(is_interrupted: bool) -> None:
     gate = Gate()
-    drive(gate, 100, speedup=2.0)
+    drive(gate, 60, speedup=2.0)
     if is_interrupted:
         gate.interrupt()
     for _ in range(4):

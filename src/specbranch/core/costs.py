@@ -60,7 +60,11 @@ class StepEstimate:
 
     @property
     def cost(self) -> StepCost | None:
-        """The fitted line, never falling in rows; None before the first sample."""
+        """The fitted line; None before the first sample.
+
+        It never falls in rows, and a further row costs at most what the first one does: a step in which others had the
+        processor must not make the first row free.
+        """
         if not self._n:
             return None
         mean_x, mean_y = self._x / self._n, self._y / self._n
@@ -68,7 +72,11 @@ class StepEstimate:
         # Samples of one size say nothing of the slope; below this spread a fit would be noise.
         slope = (self._xy / self._n - mean_x * mean_y) / spread if spread > 0.01 else 0.0
         slope = max(slope, 0.0)
-        return StepCost(max(mean_y - slope * mean_x, 0.0), slope)
+        first = mean_y - slope * mean_x
+        if slope > first:
+            # The best line on which every row costs the same: time over rows, by least squares.
+            first = slope = (self._y + self._xy) / (self._n + 2 * self._x + self._xx)
+        return StepCost(first, slope)
 
 
 class TargetEstimate:

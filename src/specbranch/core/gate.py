@@ -21,13 +21,15 @@ class GateSettings:
     After opening, a trial begins when the first drafts have come, at the latest after `longest_settle_steps`: a draft
     has to prefill the sequence first, and that is not what is to be judged. Drafts must give `margin` times the tokens
     per second of plain decoding; a trial that gives less than `hopeless` times ends early, and so does the wait for its
-    first drafts.
+    first drafts. One measurement may be wrong, so the gate first opens for `first_open_steps`, and for twice as many
+    each time that plain decoding loses again, up to `open_steps`.
     """
 
     plain_steps: int = 8
     trial_steps: int = 16
     settle_steps: int = 4
     longest_settle_steps: int = 64
+    first_open_steps: int = 64
     open_steps: int = 512
     closed_steps: int = 256
     longest_closed_steps: int = 8192
@@ -62,6 +64,7 @@ class _Load:
     pause: int
     is_open: bool = False
     is_measuring: bool = True
+    stretch: int = 0  # steps that the gate is open for; 0 while it is closed
     plain: _Rate = field(default_factory=_Rate)
     drafted: _Rate = field(default_factory=_Rate)
     awaiting: _Rate = field(default_factory=_Rate)  # steps that were to have drafts, until the first came
@@ -154,7 +157,7 @@ class Gate:
                 else:
                     self._turn(load, is_open=True, is_measuring=True)
         elif load.is_open:
-            if load.steps >= settings.open_steps or not self._pays(load, settings.margin):
+            if load.steps >= load.stretch or not self._pays(load, settings.margin):
                 load.plain = _Rate()
                 self._turn(load, is_open=False, is_measuring=True)
         elif load.steps >= load.pause:
@@ -170,11 +173,13 @@ class Gate:
             if load.pause > 2 * settings.closed_steps:
                 self._hurry()
             load.pause = settings.closed_steps
+            load.stretch = min(max(2 * load.stretch, settings.first_open_steps), settings.open_steps)
         else:
+            load.stretch = 0
             load.drafted = _Rate()
             # A trial in which no draft came and no time was lost, as while the service is away, may soon be repeated.
             load.pause = settings.closed_steps if was_free else min(2 * load.pause, settings.longest_closed_steps)
-        num_steps = settings.open_steps if is_open else load.pause
+        num_steps = load.stretch if is_open else load.pause
         self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
 
     def _hurry(self) -> None:
