@@ -142,11 +142,10 @@ class Load:
 
     async def _drive(self, server: str, served: Served, pending: Sequence[Request]) -> None:
         async with client_for(served.url) as client:
-            watching = [asyncio.create_task(self._watch_memory(served))] if server == OURS else []
+            watching = asyncio.create_task(self._watch_memory(server, served))
             await self._ask_all(server, client, pending)
             idle = await self._await_idle(served)
-            for task in watching:
-                task.cancel()
+            watching.cancel()
             counted = await asyncio.to_thread(served.metrics)
             kept = (
                 ACCEPTED,
@@ -194,13 +193,13 @@ class Load:
             line["text"] = answer.texts[0] if answer.texts else None
         self._progress.add(line)
 
-    async def _watch_memory(self, served: Served) -> None:
+    async def _watch_memory(self, server: str, served: Served) -> None:
         """Note the memory of all processes every few seconds."""
-        before = len(self._progress.of("request", server=OURS))
+        before = len(self._progress.of("request", server=server))
         while True:
             megabytes = await asyncio.to_thread(memory_of, served.child.pid)
-            done = len(self._progress.of("request", server=OURS)) - before
-            self._progress.add({"what": "memory", "run": self._run, "done": done, "mb": megabytes})
+            done = len(self._progress.of("request", server=server)) - before
+            self._progress.add({"what": "memory", "server": server, "run": self._run, "done": done, "mb": megabytes})
             await asyncio.sleep(_SAMPLE_S)
 
     async def _await_idle(self, served: Served) -> float:
@@ -314,7 +313,8 @@ def findings(progress: Progress) -> dict[str, Any]:
         "tokens": num_tokens,
         "drafted_share": round(drafted, 3),
         "ends": ends,
-        "memory": memory_findings(progress.of("memory")),
+        "memory": memory_findings(progress.of("memory", server=OURS)),
+        "bare_memory": memory_findings(progress.of("memory", server=BARE)),
         "times": {
             "specbranch, all": times(ours),
             "specbranch, window": times([line for line in ours if line["id"] in in_window]),
@@ -369,10 +369,11 @@ def report(document: dict[str, Any]) -> str:
         "| process | MB after warm-up | at the end | MB per 1,000 requests |",
         "|---|---|---|---|",
     ]
-    for part, found in document["memory"].get("parts", {}).items():
-        grown = found["mb_per_1000"]
-        words = f"{grown['value']:.2f} ± {grown['error']:.2f}" if grown else "too few samples"
-        lines.append(f"| {part} | {found['first_mb']:,.0f} | {found['last_mb']:,.0f} | {words} |")
+    for memory, name in ((document["memory"], "{}"), (document["bare_memory"], "{} of bare vLLM")):
+        for part, found in memory.get("parts", {}).items():
+            grown = found["mb_per_1000"]
+            words = f"{grown['value']:.2f} ± {grown['error']:.2f}" if grown else "too few samples"
+            lines.append(f"| {name.format(part)} | {found['first_mb']:,.0f} | {found['last_mb']:,.0f} | {words} |")
     lines += ["", "| | first token p50/p99 | token p50/p99 | request p50/p99 (ms) |", "|---|---|---|---|"]
     for name, found in document["times"].items():
         cells = [f"{one['p50']:.0f}/{one['p99']:.0f}" if one else "-" for one in found.values()]
