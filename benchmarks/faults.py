@@ -324,6 +324,7 @@ class Bench:
         self.service.start()
         await self.until_more(count, self.resume_s)
         warnings = self._num_warnings()
+        await eventually(lambda: any(self.disk.iterdir()))
         trace = next(self.disk.iterdir())
         has_grown = await eventually(lambda: trace.stat().st_size > 0)
         if self.is_mounted:

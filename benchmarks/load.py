@@ -219,7 +219,12 @@ class Load:
         if request.kind == traffic.SCHEMA:
             return line
         reply = await client.completions.create(
-            model=self._args.target, prompt=request.prompt, max_tokens=request.max_tokens, temperature=0, logprobs=5
+            model=self._args.target,
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            temperature=0,
+            logprobs=5,
+            extra_body={"ignore_eos": True},
         )
         given = reply.choices[0].logprobs
         return line | {"gap": gap_at(given.tokens, given.top_logprobs, place)}
@@ -308,6 +313,7 @@ def findings(progress: Progress) -> dict[str, Any]:
             "compared": num_compared,
             "equal": num_compared - len(differ),
             "near_ties": len(differ) - len(far),
+            "tokens": sum(line["tokens"] for line in bare if line.get("text") is not None),
             "differ": differ,
         },
         "tokens": num_tokens,
@@ -363,7 +369,7 @@ def report(document: dict[str, Any]) -> str:
     lines = [
         f"{document['requests']} requests ({document['aborted']} aborted by the client), {len(document['failed'])} failed",
         f"{document['tokens']} tokens, {document['drafted_share']:.0%} of them accepted drafts",
-        f"{texts['equal']} of {texts['compared']} greedy texts are bare vLLM's; {texts['near_ties']} part at a near tie, "
+        f"{texts['equal']} of {texts['compared']} greedy texts ({texts['tokens']} tokens) are bare vLLM's; {texts['near_ties']} part at a near tie, "
         f"{len(texts['differ']) - texts['near_ties']} elsewhere",
         "",
         "| process | MB after warm-up | at the end | MB per 1,000 requests |",

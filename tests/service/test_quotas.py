@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from specbranch.service.busy import Heard
 from specbranch.service.compute import _MOST_FAILURES
 from specbranch.service.digest import Digest
 from specbranch.service.logs import Seldom
+from specbranch.service.sessions import DraftSession
 from specbranch.service.turns import Message, Turns
 from specbranch.service.usage import Usage
 from specbranch.service.wire import (
@@ -52,6 +54,10 @@ def served(turns: Turns) -> list[bytes]:
 def row_of(text: list[int], *new: int) -> StepRow:
     before = Digest(text)
     return StepRow(before.name, list(new), before.extend(new).name, 0)
+
+
+def in_turn(bench: Bench) -> list[DraftSession]:
+    return list(chain(*bench.compute._in_turn()))
 
 
 def namespaces(bench: Bench) -> list[bytes]:
@@ -309,10 +315,10 @@ def test_where_planning_takes_long_each_tenant_has_a_turn_and_what_is_decoded_go
     for number in range(40):
         bench.open([4, number], namespace=b"bad")
     bench.compute._take_news()
-    assert len(bench.compute._in_turn()) == 41, "how long it takes is not known"
+    assert len(in_turn(bench)) == 41, "how long it takes is not known"
     bench.compute.cost.observe(1, 0.002)
     bench.compute._plan_s = 0.0002
-    turns = [bench.compute._in_turn() for _ in range(20)]
+    turns = [in_turn(bench) for _ in range(20)]
 
     assert [len(turn) for turn in turns] == [3] * 20, "one, and a quarter of the ten that there is time for"
     assert all(any(session.namespace == b"good" for session in turn) for turn in turns)
@@ -330,7 +336,7 @@ def test_texts_that_were_only_announced_have_their_turn_beside_many_that_are_dec
     bench.compute._take_news()
     bench.compute.cost.observe(1, 0.002)
     bench.compute._plan_s = 0.001
-    turns = [{session.namespace for session in bench.compute._in_turn()} for _ in range(12)]
+    turns = [{session.namespace for session in in_turn(bench)} for _ in range(12)]
 
     assert {len(turn) for turn in turns} == {5}
     assert all(b"new" in turn for turn in turns)
@@ -341,11 +347,11 @@ def test_planning_is_timed_without_the_engine() -> None:
     bench = Bench()
     plan = bench.compute._plan
 
-    def slow_plan(sessions: Any) -> Any:
+    def slow_plan(*sessions: Any) -> Any:
         bench.now_s += 0.5
-        return plan(sessions)
+        return plan(*sessions)
 
-    bench.compute._plan = slow_plan  # type: ignore[method-assign]
+    bench.compute._plan = slow_plan  # type: ignore[method-assign, assignment]
     bench.open([1, 2], [3, 4])
     bench.compute.work()
 
@@ -440,17 +446,47 @@ def test_texts_of_a_tenant_that_is_gone_have_few_turns_while_others_are_there() 
     bench.compute._take_news()
     bench.compute.cost.observe(1, 0.002)
     bench.compute._plan_s = 0.0002
-    assert len(bench.compute._in_turn()) == 40, "nobody else is there"
+    assert len(in_turn(bench)) == 40, "nobody else is there"
     bench.now_s += 2
     bench.client = b"other"
     bench.open([1, 2, 3], namespace=b"here")
     bench.compute._take_news()
-    assert [len(bench.compute._in_turn()) for _ in range(5)] == [2] * 5, "an announced one, and one that is waited for"
+    assert [len(in_turn(bench)) for _ in range(5)] == [2] * 5, "an announced one, and one that is waited for"
     (session,) = [one for one in bench.compute._busy if one.namespace == b"here"]
     bench.compute._busy.discard(session)
-    assert [len(bench.compute._in_turn()) for _ in range(5)] == [2] * 5, "the other one will be back soon"
+    assert [len(in_turn(bench)) for _ in range(5)] == [2] * 5, "the other one will be back soon"
     bench.now_s += 2
-    assert len(bench.compute._in_turn()) == 40, "it is gone as well"
+    assert len(in_turn(bench)) == 40, "it is gone as well"
+
+
+@pytest.mark.parametrize(("plan_s", "rest_s"), [(0.003, 0.048), (0.1, 0.25)])
+def test_texts_that_take_long_to_plan_for_and_that_nobody_decodes_have_little_time(
+    plan_s: float, rest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(max_sessions=64)
+    bench.client = b"gone"
+    for number in range(40):
+        bench.open([4, number], namespace=b"gone")
+    bench.client = b"good"
+    bench.open([1, 2, 3], namespace=b"good")
+    bench.step([1, 2, 3], likely([1, 2, 3]), namespace=b"good")
+    bench.compute._take_news()
+    bench.compute.cost.observe(1, 0.002)
+    bench.compute._plan_s = 0.001
+    wish = bench.compute._wish
+
+    def slow_wish(session: Any, now_s: float) -> Any:
+        bench.now_s += plan_s if session.namespace == b"gone" else 0
+        return wish(session, now_s)
+
+    monkeypatch.setattr(bench.compute, "_wish", slow_wish)
+    bench.compute._plan(*bench.compute._in_turn())
+    assert {session.namespace for session in in_turn(bench)} == {b"good"}
+    bench.now_s += 0.99 * rest_s
+    assert {session.namespace for session in in_turn(bench)} == {b"good"}
+    bench.compute._wait_for_news()  # comes back by itself: there is something to do after the rest
+    bench.now_s += 0.02 * rest_s
+    assert {session.namespace for session in in_turn(bench)} == {b"good", b"gone"}
 
 
 def test_a_tenant_with_slow_steps_counts_as_present_for_two_of_them() -> None:
@@ -477,7 +513,7 @@ def test_what_was_only_announced_and_what_is_of_the_gone_take_turns() -> None:
     for number in range(20):
         bench.open([5, number], namespace=b"new")
     bench.compute._take_news()
-    turns = [bench.compute._busy.take(4, 1, {b"new"})[0].namespace for _ in range(10)]
+    turns = [bench.compute._busy.take(4, 1, {b"new"})[1][0].namespace for _ in range(10)]
 
     assert turns.count(b"gone") == turns.count(b"new") == 5
 

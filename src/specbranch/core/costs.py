@@ -12,6 +12,7 @@ from specbranch.core.memory import AnswerMemory
 # Before the first step with drafts is seen, one is only sent where much of it will be accepted: its cost is unknown.
 _FEARED_PRICE, _FEARED_ENTRY = 0.5, 1.0
 _FEARFUL_STEPS = 8  # after so many half of that fear is gone
+_SURE_STEPS = 16  # with drafts: what fewer have shown may be chance, and fades the faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +85,27 @@ class TargetEstimate:
 
     The first draft token of a step may cost more than the next one: a product of one row reads weights another way
     than one of several. So the two kinds have a line each. What was learned of drafts, or feared of them before the
-    first, fades while none are submitted, so that they are tried again in the end.
+    first, fades while none are submitted, so that they are tried again in the end: soon where few steps have shown it.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
-        self._keep = 0.5 ** (1 / half_life)
+        self._half_life = half_life
         self._all, self._plain, self._drafted = StepEstimate(), StepEstimate(), StepEstimate()
         self._num_rows = 1
         self._belief = 0.0  # in what is known of steps with drafts
-        self._num_steps = 0
+        self._num_steps = self._num_drafted = 0
 
     def observe(self, num_rows: int, num_submitted: int, step_s: float) -> None:
         """Take in one step: its sequences, the draft tokens of all of them, its time."""
         tokens = num_rows + num_submitted
         self._num_rows = num_rows
         self._num_steps += 1
-        self._belief = 1.0 if num_submitted else self._belief * self._keep
+        if num_submitted:
+            self._belief = 1.0
+            self._num_drafted += 1
+        else:
+            sureness = min(max(self._num_drafted, 1), _SURE_STEPS) / _SURE_STEPS
+            self._belief *= 0.5 ** (1 / (self._half_life * sureness))
         self._all.observe(tokens, step_s)
         (self._drafted if num_submitted else self._plain).observe(tokens, step_s)
 

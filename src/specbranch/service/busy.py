@@ -76,10 +76,12 @@ class Busy:
             if not kind[session.tenant]:
                 del kind[session.tenant]
 
-    def take(self, most: int, most_others: int, present: Collection[bytes]) -> list[DraftSession]:
+    def take(
+        self, most: int, most_others: int, present: Collection[bytes]
+    ) -> tuple[list[DraftSession], list[DraftSession]]:
         """So many whose turn it is, the first of every tenant before a second one of any, awaited ones first.
 
-        Beside them at most `most_others` that were only announced, or whose tenants are not `present`.
+        And beside them at most `most_others` that were only announced, or whose tenants are not `present`.
         """
         needed: dict[bytes, list[DraftSession]] = {}
         others: list[list[DraftSession]] = []
@@ -94,12 +96,12 @@ class Busy:
         self._num_taken += 1
         first = self._num_taken % max(len(others), 1)  # another one each time: neither kind waits for the other
         others = others[first:] + others[:first]
-        chosen = [*islice(_alternating([*needed.values()]), most), *islice(_alternating(others), most_others)]
-        for session in chosen:
+        taken = list(islice(_alternating([*needed.values()]), most)), list(islice(_alternating(others), most_others))
+        for session in chain(*taken):
             kind = self._kind_of[session]
             kind[session.tenant].move_to_end(session)
             kind.move_to_end(session.tenant)
-        return chosen
+        return taken
 
 
 def _alternating(queues: Sequence[Sequence[DraftSession]]) -> Iterator[DraftSession]:

@@ -30,6 +30,7 @@ _READ_HALF_LIFE_S = 10.0
 _PACE = 0.1  # of following the times of prefill and of planning
 _LEAST_PLANNED = 4  # sessions, however long planning takes
 _ANNOUNCED = 4  # beside sessions that are decoded, those that were only announced get one in so many places
+_REST, _LONGEST_REST_S = 16, 0.25  # after planning for such, so many times as long is for the rest, but not for ever
 _MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
 
 
@@ -74,6 +75,7 @@ class Compute:
         self._plan_s = 0.0  # of all but the engine, for one session or one row in a step, smoothed
         self._heard: dict[bytes, Heard] = {}  # by tenant
         self._is_shared = False  # by several tenants
+        self._others_at_s = 0.0  # when there is time again for texts that nobody is known to decode
         self._num_failures = 0  # turns since the engine last worked
         self.faults = Faults(store)
         self.cost = StepEstimate()
@@ -125,15 +127,15 @@ class Compute:
         self._close_forgotten()
         self._clear_rests()
         start_s, engine_s = self._clock(), self.counts.step_s
-        sessions = self._in_turn()
-        feeds = self._plan(sessions)
+        sessions, others = self._in_turn()
+        feeds = self._plan(sessions, others)
         if not feeds:
             return False
         self._num_failures += 1  # unless it works
         if not self._step(feeds):
             return True
         overhead_s = self._clock() - start_s - (self.counts.step_s - engine_s)
-        plan_s = overhead_s / (len(sessions) + sum(len(feed.nodes) for _, feed in feeds))
+        plan_s = overhead_s / (len(sessions) + len(others) + sum(len(feed.nodes) for _, feed in feeds))
         self._plan_s += _PACE * (plan_s - self._plan_s)
         return True
 
@@ -149,8 +151,14 @@ class Compute:
 
     def _wait_for_news(self) -> None:
         # The end is looked at again: the turn before may have taken the last news, with which `stop` wakes this thread.
-        if not self._busy and not self._is_stopping:
-            self._hear(self._news.get())
+        if self._is_stopping:
+            return
+        rest_s = self._others_at_s - self._clock()
+        with contextlib.suppress(queue.Empty):
+            if not self._busy:
+                self._hear(self._news.get())
+            elif self._is_shared and rest_s > 0:
+                self._hear(self._news.get(timeout=rest_s))
 
     def _take_news(self) -> None:
         while not self._news.empty():
@@ -196,26 +204,32 @@ class Compute:
             self.faults.contain(session, self._close, session)
             self.counts.cleared += 1
 
-    def _in_turn(self) -> list[DraftSession]:
+    def _in_turn(self) -> tuple[list[DraftSession], list[DraftSession]]:
         """The sessions to plan for. Where there are several tenants, as many as at most double the time of a step.
 
         Those that targets wait for go first, then those that they decode; a first session of every tenant before a
-        second one of any. Texts that were only announced, and those of tenants that were not heard of lately, have few
-        places beside them. The others come in later steps.
+        second one of any. Beside them, the second list: texts that were only announced, and those of tenants that were
+        not heard of lately. They have few places, and little time. All others come in later steps.
         """
         cost, present = self.cost.cost, self._present()
         self._is_shared = len(present | self._busy.tenants) > 1
         if not self._is_shared or cost is None or self._plan_s <= 0:
-            return list(self._busy)
+            return list(self._busy), []
         most = max(_LEAST_PLANNED, int(cost.first_s / (self._plan_s + cost.more_s)))
-        if len(self._busy) <= most:
-            return list(self._busy)
-        return self._busy.take(most, max(1, most // _ANNOUNCED), present)
+        most_others = most if len(self._busy) <= most else max(1, most // _ANNOUNCED)
+        return self._busy.take(most, most_others if self._clock() >= self._others_at_s else 0, present)
 
-    def _plan(self, sessions: Sequence[DraftSession]) -> list[tuple[DraftSession, Feed]]:
+    def _plan(
+        self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
+    ) -> list[tuple[DraftSession, Feed]]:
         contain = self.faults.contain
         now_s = self._clock()  # once: of a tenant's sessions none has read less than another
         wishes = [wish for session in sessions if (wish := contain(session, self._wish, session, now_s))]
+        if others:
+            start_s = self._clock()
+            wishes += [wish for session in others if (wish := contain(session, self._wish, session, now_s))]
+            end_s = self._clock()
+            self._others_at_s = end_s + min(_REST * (end_s - start_s), _LONGEST_REST_S)
         plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
         self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.wishes)
         for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
