@@ -324,7 +324,8 @@ class Bench:
         self.service.start()
         await self.until_more(count, self.resume_s)
         warnings = self._num_warnings()
-        await eventually(lambda: any(self.disk.iterdir()))
+        if not await eventually(lambda: any(self.disk.iterdir())):
+            return Effect(time.monotonic(), count, is_real=False, seen="no trace")
         trace = next(self.disk.iterdir())
         has_grown = await eventually(lambda: trace.stat().st_size > 0)
         if self.is_mounted:

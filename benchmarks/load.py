@@ -224,7 +224,7 @@ class Load:
             max_tokens=request.max_tokens,
             temperature=0,
             logprobs=5,
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": request.is_to_the_last},
         )
         given = reply.choices[0].logprobs
         return line | {"gap": gap_at(given.tokens, given.top_logprobs, place)}
@@ -369,7 +369,7 @@ def report(document: dict[str, Any]) -> str:
     lines = [
         f"{document['requests']} requests ({document['aborted']} aborted by the client), {len(document['failed'])} failed",
         f"{document['tokens']} tokens, {document['drafted_share']:.0%} of them accepted drafts",
-        f"{texts['equal']} of {texts['compared']} greedy texts ({texts['tokens']} tokens) are bare vLLM's; {texts['near_ties']} part at a near tie, "
+        f"{texts['equal']} of {texts['compared']} greedy texts are bare vLLM's ({texts['tokens']} tokens in all); {texts['near_ties']} part at a near tie, "
         f"{len(texts['differ']) - texts['near_ties']} elsewhere",
         "",
         "| process | MB after warm-up | at the end | MB per 1,000 requests |",

@@ -72,10 +72,11 @@ def fault_of(request: Request, answer: Answer) -> str | None:
         return None
     if any(ending not in ("stop", "length") for ending in answer.endings):
         return f"ended by {answer.endings}"
+    most = request.n * request.max_tokens
+    if not (most if request.is_to_the_last else 1) <= answer.num_tokens <= most:
+        return f"{answer.num_tokens} tokens of {most}"
     if request.kind == SCHEMA:
         return _misfit(answer.texts[0])
-    if answer.num_tokens != request.n * request.max_tokens:
-        return f"{answer.num_tokens} tokens"
     return None
 
 
@@ -94,13 +95,12 @@ def _arguments(model: str, request: Request) -> dict[str, Any]:
     return {"model": model, "max_tokens": request.max_tokens, "temperature": request.temperature}
 
 
-# Half of the answers would end with their first token: a small model often has nothing to say.
-_TO_THE_LAST = {"ignore_eos": True}
-
-
 async def _whole(client: Any, model: str, request: Request, answer: Answer) -> None:
     reply = await client.completions.create(
-        **_arguments(model, request), prompt=request.prompt, n=request.n, extra_body=_TO_THE_LAST
+        **_arguments(model, request),
+        prompt=request.prompt,
+        n=request.n,
+        extra_body={"ignore_eos": request.is_to_the_last},
     )
     answer.texts = [choice.text for choice in reply.choices]
     answer.endings = [choice.finish_reason for choice in reply.choices]
@@ -127,7 +127,7 @@ async def _stream(client: Any, model: str, request: Request, answer: Answer) -> 
         prompt=request.prompt,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body=_TO_THE_LAST,
+        extra_body={"ignore_eos": request.is_to_the_last},
     )
     pieces: list[str] = []
     ending = None

@@ -34,7 +34,10 @@ ANIMAL = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request; `level` is how many may be under way with it, `leaves_after` the pieces read before an abort."""
+    """One request; `level` is how many may be under way with it, `leaves_after` the pieces read before an abort.
+
+    `is_to_the_last`: the answer has all of its tokens. So small a model would end half of the answers with the first.
+    """
 
     number: int
     kind: str
@@ -44,6 +47,7 @@ class Request:
     temperature: float = 0.0
     n: int = 1
     leaves_after: int | None = None
+    is_to_the_last: bool = True
 
     @property
     def is_greedy(self) -> bool:
@@ -61,7 +65,9 @@ def draw(seed: int, count: int, prompts: Mapping[str, Sequence[str]]) -> list[Re
             level = _choose(chance, LEVELS)
         kind, length = _choose(chance, SHARES), _choose(chance, LENGTHS)
         prompt = chance.choice(prompts[length])
-        found.append(Request(number, kind, prompt, level=level, **_details(chance, kind)))
+        is_to_the_last = kind != SCHEMA and (kind == ABORTED or number % 4 != 0)
+        details = _details(chance, kind)
+        found.append(Request(number, kind, prompt, level=level, is_to_the_last=is_to_the_last, **details))
     return found
 
 

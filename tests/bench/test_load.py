@@ -138,7 +138,9 @@ def test_an_object_must_fit_the_schema(script: Any, text: str, is_well: bool) ->
     traffic, asking = script("under_load.traffic"), script("under_load.asking")
     answer = asking.Answer([text], ["stop"], num_tokens=12)
 
-    assert (asking.fault_of(traffic.Request(0, traffic.SCHEMA, "", 24, 1), answer) is None) == is_well
+    assert (
+        asking.fault_of(traffic.Request(0, traffic.SCHEMA, "", 24, 1, is_to_the_last=False), answer) is None
+    ) == is_well
 
 
 def test_faults_are_of_all_kinds_and_those_over_tcp_come_last(script: Any) -> None:
@@ -208,3 +210,16 @@ def test_a_relay_keeps_the_order_when_it_gets_faster_and_holds_without_closing(s
         return heard, is_silent, after
 
     assert asyncio.run(talk()) == (b"one two", True, b"new")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "to_the_last", "at_will"), [(0, False, False), (3, False, True), (8, True, True)]
+)
+def test_an_answer_has_as_many_tokens_as_it_should(
+    script: Any, num_tokens: int, to_the_last: bool, at_will: bool
+) -> None:
+    traffic, asking = script("under_load.traffic"), script("under_load.asking")
+    answer = asking.Answer(["text"], ["length"], num_tokens=num_tokens)
+    for is_to_the_last, is_well in ((True, to_the_last), (False, at_will)):
+        request = traffic.Request(0, traffic.WHOLE, "", 8, 1, is_to_the_last=is_to_the_last)
+        assert (asking.fault_of(request, answer) is None) == is_well

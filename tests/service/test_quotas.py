@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -459,34 +460,74 @@ def test_texts_of_a_tenant_that_is_gone_have_few_turns_while_others_are_there() 
     assert len(in_turn(bench)) == 40, "it is gone as well"
 
 
-@pytest.mark.parametrize(("plan_s", "rest_s"), [(0.003, 0.048), (0.1, 0.25)])
-def test_texts_that_take_long_to_plan_for_and_that_nobody_decodes_have_little_time(
-    plan_s: float, rest_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class NoNews:
+    """Nothing comes; says how long it was waited for."""
+
+    def __init__(self) -> None:
+        self.waited_s: list[float | None] = []
+
+    def empty(self) -> bool:
+        return True
+
+    def get(self, timeout: float | None = None) -> Any:
+        self.waited_s.append(timeout)
+        raise queue.Empty
+
+
+def slow_to_plan(plan_s: float, num_gone: int, *, is_decoded: bool) -> Bench:
+    """A good tenant's text, and others whose tenant is gone and for which planning takes long."""
     bench = Bench(max_sessions=64)
     bench.client = b"gone"
-    for number in range(40):
+    for number in range(num_gone):
         bench.open([4, number], namespace=b"gone")
+        if is_decoded:
+            bench.step([4, number], likely([4, number]), wait_ms=0, namespace=b"gone")
+    bench.compute._take_news()
+    bench.now_s += 2
     bench.client = b"good"
     bench.open([1, 2, 3], namespace=b"good")
     bench.step([1, 2, 3], likely([1, 2, 3]), namespace=b"good")
     bench.compute._take_news()
+    bench.compute._news = NoNews()  # type: ignore[assignment]
     bench.compute.cost.observe(1, 0.002)
-    bench.compute._plan_s = 0.001
+    bench.compute._plan_s = 0.0005
     wish = bench.compute._wish
 
     def slow_wish(session: Any, now_s: float) -> Any:
         bench.now_s += plan_s if session.namespace == b"gone" else 0
         return wish(session, now_s)
 
-    monkeypatch.setattr(bench.compute, "_wish", slow_wish)
+    bench.compute._wish = slow_wish  # type: ignore[method-assign]
+    return bench
+
+
+@pytest.mark.parametrize("is_decoded", [False, True])
+@pytest.mark.parametrize(("plan_s", "pause_s"), [(0.003, 0.048), (0.1, 0.25)])
+def test_texts_that_take_long_to_plan_for_and_that_nobody_decodes_have_little_time(
+    plan_s: float, pause_s: float, is_decoded: bool
+) -> None:
+    bench = slow_to_plan(plan_s, 40, is_decoded=is_decoded)
     bench.compute._plan(*bench.compute._in_turn())
     assert {session.namespace for session in in_turn(bench)} == {b"good"}
-    bench.now_s += 0.99 * rest_s
+    bench.now_s += 0.9 * pause_s
     assert {session.namespace for session in in_turn(bench)} == {b"good"}
-    bench.compute._wait_for_news()  # comes back by itself: there is something to do after the rest
-    bench.now_s += 0.02 * rest_s
-    assert {session.namespace for session in in_turn(bench)} == {b"good", b"gone"}
+    bench.compute._wait_for_news()
+    assert bench.compute._news.waited_s == [], "the good one has something to do"  # type: ignore[attr-defined]
+    (good,) = [session for session in bench.compute._busy if session.namespace == b"good"]
+    bench.compute._busy.discard(good)
+    assert in_turn(bench) == []
+    bench.compute._wait_for_news()
+    assert bench.compute._news.waited_s == [pytest.approx(0.1 * pause_s)]  # type: ignore[attr-defined]
+    bench.now_s += 0.2 * pause_s
+    assert {session.namespace for session in in_turn(bench)} == {b"gone"}
+
+
+def test_planning_for_texts_that_nobody_decodes_ends_after_a_few_milliseconds() -> None:
+    bench = slow_to_plan(0.003, 3, is_decoded=False)
+    before_s = bench.now_s
+    bench.compute._plan(*bench.compute._in_turn())
+
+    assert bench.now_s - before_s == pytest.approx(0.006), "two of the three"
 
 
 def test_a_tenant_with_slow_steps_counts_as_present_for_two_of_them() -> None:
@@ -513,7 +554,10 @@ def test_what_was_only_announced_and_what_is_of_the_gone_take_turns() -> None:
     for number in range(20):
         bench.open([5, number], namespace=b"new")
     bench.compute._take_news()
-    turns = [bench.compute._busy.take(4, 1, {b"new"})[1][0].namespace for _ in range(10)]
+    turns = []
+    for _ in range(10):
+        bench.compute._busy.take(4, 0, {b"new"})  # there is no time for them
+        turns.append(bench.compute._busy.take(4, 1, {b"new"})[1][0].namespace)
 
     assert turns.count(b"gone") == turns.count(b"new") == 5
 

@@ -93,7 +93,7 @@ class Busy:
             else:
                 others.append(list(islice(queue, most_others)))
         others += [list(islice(queue, most_others)) for queue in self._announced.values()]
-        self._num_taken += 1
+        self._num_taken += most_others > 0
         first = self._num_taken % max(len(others), 1)  # another one each time: neither kind waits for the other
         others = others[first:] + others[:first]
         taken = list(islice(_alternating([*needed.values()]), most)), list(islice(_alternating(others), most_others))

@@ -30,7 +30,8 @@ _READ_HALF_LIFE_S = 10.0
 _PACE = 0.1  # of following the times of prefill and of planning
 _LEAST_PLANNED = 4  # sessions, however long planning takes
 _ANNOUNCED = 4  # beside sessions that are decoded, those that were only announced get one in so many places
-_REST, _LONGEST_REST_S = 16, 0.25  # after planning for such, so many times as long is for the rest, but not for ever
+_PLANNING_S = 0.004  # for such texts at a time
+_PAUSE, _LONGEST_PAUSE_S = 16, 0.25  # after which none are planned for so many times as long
 _MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
 
 
@@ -76,6 +77,7 @@ class Compute:
         self._heard: dict[bytes, Heard] = {}  # by tenant
         self._is_shared = False  # by several tenants
         self._others_at_s = 0.0  # when there is time again for texts that nobody is known to decode
+        self._may_pause = False  # nothing else is to be done until then
         self._num_failures = 0  # turns since the engine last worked
         self.faults = Faults(store)
         self.cost = StepEstimate()
@@ -153,12 +155,12 @@ class Compute:
         # The end is looked at again: the turn before may have taken the last news, with which `stop` wakes this thread.
         if self._is_stopping:
             return
-        rest_s = self._others_at_s - self._clock()
+        pause_s = self._others_at_s - self._clock()
         with contextlib.suppress(queue.Empty):
             if not self._busy:
                 self._hear(self._news.get())
-            elif self._is_shared and rest_s > 0:
-                self._hear(self._news.get(timeout=rest_s))
+            elif self._may_pause and pause_s > 0:
+                self._hear(self._news.get(timeout=pause_s))
 
     def _take_news(self) -> None:
         while not self._news.empty():
@@ -209,15 +211,20 @@ class Compute:
 
         Those that targets wait for go first, then those that they decode; a first session of every tenant before a
         second one of any. Beside them, the second list: texts that were only announced, and those of tenants that were
-        not heard of lately. They have few places, and little time. All others come in later steps.
+        not heard of lately. They have few places, and little time. Who is in neither list comes in a later step.
         """
         cost, present = self.cost.cost, self._present()
         self._is_shared = len(present | self._busy.tenants) > 1
+        self._may_pause = False
         if not self._is_shared or cost is None or self._plan_s <= 0:
             return list(self._busy), []
         most = max(_LEAST_PLANNED, int(cost.first_s / (self._plan_s + cost.more_s)))
-        most_others = most if len(self._busy) <= most else max(1, most // _ANNOUNCED)
-        return self._busy.take(most, most_others if self._clock() >= self._others_at_s else 0, present)
+        most_others = max(1, most // _ANNOUNCED)
+        if len(self._busy) <= most:
+            most = most_others = len(self._busy)
+        taken = self._busy.take(most, most_others if self._clock() >= self._others_at_s else 0, present)
+        self._may_pause = not any(taken)
+        return taken
 
     def _plan(
         self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
@@ -225,11 +232,13 @@ class Compute:
         contain = self.faults.contain
         now_s = self._clock()  # once: of a tenant's sessions none has read less than another
         wishes = [wish for session in sessions if (wish := contain(session, self._wish, session, now_s))]
-        if others:
-            start_s = self._clock()
-            wishes += [wish for session in others if (wish := contain(session, self._wish, session, now_s))]
+        start_s = end_s = self._clock()
+        for session in others:
+            if end_s - start_s < _PLANNING_S and (wish := contain(session, self._wish, session, now_s)):
+                wishes.append(wish)
             end_s = self._clock()
-            self._others_at_s = end_s + min(_REST * (end_s - start_s), _LONGEST_REST_S)
+        if others:
+            self._others_at_s = end_s + min(_PAUSE * (end_s - start_s), _LONGEST_PAUSE_S)
         plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
         self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.wishes)
         for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
@@ -280,8 +289,9 @@ class Compute:
         donor, _ = found
         if donor not in self._busy or donor.is_forgotten or donor.is_at_rest:
             return False
-        # One that is decoded does not wait for one that was only announced, and has few turns.
-        return donor.num_unread > 1 and (donor.has_verdict or not session.has_verdict)
+        # One that is decoded does not wait for one that has few turns: only announced, or of a tenant that is gone.
+        has_turns = donor.has_verdict and (not self._is_shared or donor.tenant in self._heard)
+        return donor.num_unread > 1 and (has_turns or not session.has_verdict)
 
     def _borrow(self, session: DraftSession) -> None:
         """Begin with what another session's cache holds of the same sequence."""
