@@ -113,6 +113,8 @@ def measure_all(args: argparse.Namespace) -> None:
     document: dict[str, Any] = {"cells": {}}
     if args.out.exists():
         document = json.loads(args.out.read_text())
+        for kept in document["cells"].values():
+            kept.setdefault("commit", document["provenance"]["commit"])
     missing = [cell for cell in cells() if cell.name not in document["cells"] and args.only in cell.name]
     if not missing:
         return
@@ -142,7 +144,7 @@ def measure_all(args: argparse.Namespace) -> None:
             with DraftProcess(drafts[cell.pair](), directory / "draft.log") as draft:
                 blocks = bench.measure(cell, draft, args.blocks)
             found = summary(cell, blocks)
-            document["cells"][cell.name] = found
+            document["cells"][cell.name] = found | {"commit": document["provenance"]["commit"]}
             args.out.write_text(json.dumps(document, indent=1) + "\n")
             print(cell.name, json.dumps({name: value for name, value in found.items() if name != "blocks"}), flush=True)
 

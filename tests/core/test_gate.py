@@ -69,6 +69,17 @@ def test_loads_are_judged_apart() -> None:
     assert (won.num_steps, lost.num_steps) == (128, 256)
 
 
+def test_waiting_for_drafts_that_slows_every_step_is_trial_enough() -> None:
+    gate, num_open = Gate(), 0
+    for _ in range(100):
+        is_open = gate.is_open(1)
+        num_open += is_open
+        gate.observe(1, 1000, 3.0 if is_open else 1.0, has_drafts=False)
+
+    assert num_open == 4 + 8 + 1, "to settle, to wait, and the one that decides"
+    assert gate.decisions[1].drafted == pytest.approx(gate.decisions[1].plain / 3)
+
+
 def test_a_wrong_measurement_opens_it_for_a_short_time_only() -> None:
     """Plain steps that others slowed down make slow drafts look good, once."""
     gate = Gate()

@@ -136,12 +136,12 @@ class Gate:
 
     def _has_waited(self, load: _Load, num_tokens: int, step_s: float) -> bool:
         """Whether the first drafts need not be waited for any longer: it took too long, or costs too much itself."""
-        load.awaiting.observe(num_tokens, step_s)
-        settings = self._settings
-        is_dear = load.awaiting.value < settings.hopeless * load.plain.value
-        return self._since_change > settings.longest_settle_steps or (
-            is_dear and load.awaiting.steps >= settings.trial_steps // 2
-        )
+        settings, waited = self._settings, load.awaiting
+        if waited.steps >= settings.trial_steps // 2 and waited.value < settings.hopeless * load.plain.value:
+            load.drafted, load.steps, load.awaiting = waited, waited.steps, _Rate()  # that was trial enough
+            return True
+        waited.observe(num_tokens, step_s)
+        return self._since_change > settings.longest_settle_steps
 
     def _decide(self, load: _Load) -> None:
         settings = self._settings
