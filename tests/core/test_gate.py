@@ -66,7 +66,7 @@ def test_loads_are_judged_apart() -> None:
     won, lost = gate.decisions.values()
     assert (won.rows, lost.rows) == ("1", "5-8")
     assert won.drafted == pytest.approx(2 * won.plain) and lost.drafted == pytest.approx(lost.plain / 2)
-    assert (won.num_steps, lost.num_steps) == (128, 256)
+    assert (won.num_steps, lost.num_steps) == (128, 600)
 
 
 def test_waiting_for_drafts_that_slows_every_step_is_trial_enough() -> None:
@@ -78,6 +78,18 @@ def test_waiting_for_drafts_that_slows_every_step_is_trial_enough() -> None:
 
     assert num_open == 4 + 8 + 1, "to settle, to wait, and the one that decides"
     assert gate.decisions[1].drafted == pytest.approx(gate.decisions[1].plain / 3)
+
+
+@pytest.mark.parametrize(("speedup", "pauses"), [(0.95, [256, 512]), (0.5, [600, 1200]), (0.01, [1024, 2048])])
+def test_the_more_a_trial_has_lost_the_later_is_the_next_one(speedup: float, pauses: list[int]) -> None:
+    gate, seen = Gate(), []
+    for _ in range(1500):
+        drive(gate, 1, speedup)
+        decision = gate.decisions.get(1)
+        if decision is not None and decision.num_steps not in seen:
+            seen.append(decision.num_steps)
+
+    assert seen[:2] == pauses
 
 
 def test_a_wrong_measurement_opens_it_for_a_short_time_only() -> None:

@@ -1,9 +1,9 @@
 """The gate: does speculation pay at this load? It compares what both ways of decoding really gave.
 
 For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
-them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, so a
-pair that does not pay costs next to nothing. A draft that is away costs nothing, and is looked for as often as at
-first. Where drafts pay again after a long time, the other loads try them soon.
+them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, and
+more rarely the more a trial costs, so a pair that does not pay costs next to nothing. A draft that is away costs nothing,
+and is looked for as often as at first. Where drafts pay again after a long time, the other loads try them soon.
 
 Both ways are those of one engine: one that can speculate may be slower than one that cannot, also without drafts, and
 the gate does not see that.
@@ -22,7 +22,8 @@ class GateSettings:
     has to prefill the sequence first, and that is not what is to be judged. Drafts must give `margin` times the tokens
     per second of plain decoding; a trial that gives less than `hopeless` times ends early, and so does the wait for its
     first drafts. One measurement may be wrong, so the gate first opens for `first_open_steps`, and for twice as many
-    each time that plain decoding loses again, up to `open_steps`.
+    each time that plain decoding loses again, up to `open_steps`. What a trial of drafts has lost may be `most_lost` of
+    the steps until the next one.
     """
 
     plain_steps: int = 8
@@ -35,6 +36,7 @@ class GateSettings:
     longest_closed_steps: int = 8192
     margin: float = 1.02
     hopeless: float = 0.8
+    most_lost: float = 0.02
 
 
 @dataclass(slots=True)
@@ -176,11 +178,19 @@ class Gate:
             load.stretch = min(max(2 * load.stretch, settings.first_open_steps), settings.open_steps)
         else:
             load.stretch = 0
-            load.drafted = _Rate()
             # A trial in which no draft came and no time was lost, as while the service is away, may soon be repeated.
-            load.pause = settings.closed_steps if was_free else min(2 * load.pause, settings.longest_closed_steps)
+            longer = min(max(2 * load.pause, self._steps_to_regain(load)), settings.longest_closed_steps)
+            load.pause = settings.closed_steps if was_free else longer
+            load.drafted = _Rate()
         num_steps = load.stretch if is_open else load.pause
         self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
+
+    def _steps_to_regain(self, load: _Load) -> int:
+        """So many plain steps make what a trial has lost a small part; not very many, for it may have been chance."""
+        settings = self._settings
+        num_steps = settings.settle_steps + min(load.drafted.steps, settings.trial_steps)
+        lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)
+        return int(min(lost / settings.most_lost, 4 * settings.closed_steps))
 
     def _hurry(self) -> None:
         """Drafts pay again at a load where they had not for long: the others find out soon whether they do there."""
