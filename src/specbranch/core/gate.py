@@ -3,7 +3,8 @@
 For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
 them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, and
 more rarely the more a trial costs, so a pair that does not pay costs next to nothing. A draft that is away costs
-nothing, and is looked for as often as at first. Where drafts pay again after a long time, the other loads try them soon.
+nothing, and is looked for as often as at first. Where drafts pay again after a long time, the other loads try them
+soon.
 
 Both ways are those of one engine: one that can speculate may be slower than one that cannot, also without drafts, and
 the gate does not see that.
