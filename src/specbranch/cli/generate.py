@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from specbranch.bench.timeline_file import read_timeline, shares
 from specbranch.cli.answer import Answer
 from specbranch.cli.chat import COMMANDS, Chat, Message
+from specbranch.cli.compare import answer_alone, compare_answers, comparison_line, shared_cores
 from specbranch.cli.console import UsageError, friendly_errors, print_json, warn
 from specbranch.cli.cores import place_draft
 from specbranch.cli.interrupt import Interrupt
@@ -85,7 +85,7 @@ def generate(
     deadline_ms: DeadlineMs = 1000.0,
     bare: Annotated[bool, typer.Option("--bare", help="Run without a draft: vLLM alone.")] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer without drafts first, then compare speed and tokens.")
+        bool, typer.Option("--compare", help="Also answer without drafts on the same cores; compare speed and tokens.")
     ] = False,
     timeline: TimelineFile = None,
     dtype: Dtype = "auto",
@@ -139,12 +139,22 @@ def generate(
         messages = [] if is_chat else _messages(system, sys.stdin.read() if prompt is None else prompt)
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         document: dict[str, Any] = {}
+        cores = shared_cores(options)
         with Pair(options) as pair:
             talk = _Talk(pair, sampling, max_model_len, raw, None if as_json else _screen())
             if is_chat:
                 _chat(talk, system)
             else:
-                document = _one_answer(talk, messages, compare)
+                encoded = talk.encode(messages)
+                plain = _without_drafts(talk, encoded) if compare and cores is None else None
+                answer = talk.answer(encoded)
+                _end_answer(talk, answer)
+                document = answer.as_json()
+        if compare:
+            # Only now: the pair has left the cores and the memory.
+            plain = plain or answer_alone(options, cores or (), encoded, sampling)
+            document |= {"plain": plain.as_json(), "plain_cores": cores, **compare_answers(answer, plain)}
+            _tell(comparison_line(answer, plain, cores, is_greedy=not temperature))
         if as_json:
             print_json({"target": target, "draft": options.draft, "planner": None if bare else planner, **document})
         if timeline and not as_json:
@@ -207,45 +217,14 @@ def _check(options: PairOptions, compare: bool) -> None:
     options.check()
 
 
-def _one_answer(talk: _Talk, messages: list[Message], compare: bool) -> dict[str, Any]:
-    prompt = talk.encode(messages)
-    if not compare:
-        answer = talk.answer(prompt)
-        _end_answer(talk, answer)
-        return answer.as_json()
-    pair = talk.pair
-    pair.use_planner("none")
-    quiet = _Talk(pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
+def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> Answer:
+    """Let the loaded target answer without drafts: nothing that the draft uses could be of use to it."""
+    talk.pair.use_planner("none")
+    quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
     quiet.answer(prompt, max_tokens=_WARM_TOKENS)
     plain = quiet.answer(prompt)
-    pair.use_own_planner()
-    answer = talk.answer(prompt)
-    _end_answer(talk, answer)
-    document = {**answer.as_json(), "plain": plain.as_json(), **_comparison(answer, plain)}
-    _tell(_comparison_line(answer, plain, is_greedy=not talk.sampling["temperature"]))
-    return document
-
-
-def _comparison(answer: Answer, plain: Answer) -> dict[str, Any]:
-    tokens = zip(answer.tokens, plain.tokens, strict=False)
-    return {
-        "speedup": answer.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None,
-        "is_equal": answer.tokens == plain.tokens,
-        "num_equal_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens)),
-    }
-
-
-def _comparison_line(answer: Answer, plain: Answer, is_greedy: bool) -> str:
-    found = _comparison(answer, plain)
-    line = f"without drafts {plain.tokens_per_s:.1f} tokens/s, with drafts {answer.tokens_per_s:.1f}"
-    if found["speedup"] is not None:
-        line += f": {found['speedup']:.2f}x"
-    if not is_greedy:
-        return f"{line}; sampled answers are not compared"
-    if found["is_equal"]:
-        return f"{line}; both answers are equal"
-    where = f"{line}; the answers differ after {found['num_equal_tokens']} equal tokens"
-    return f"{where} (in bfloat16 nearly equally likely tokens may swap; --dtype float32 avoids this)"
+    talk.pair.use_own_planner()
+    return plain
 
 
 def _chat(talk: _Talk, system: str | None) -> None:

@@ -14,13 +14,15 @@ from specbranch.plugins.vllm.settings import ProposerSettings
 class Ask(msgspec.Struct, frozen=True):
     """One prompt. `sampling` are vLLM's sampling parameters; `schema` asks for JSON of that shape.
 
-    A chat prompt is a user's message, put into the model's own template; any other is continued as it is.
+    A chat prompt is a user's message, put into the model's own template; any other is continued as it is. With
+    `tokens` these are continued instead.
     """
 
     prompt: str
     sampling: dict[str, Any]
     schema: dict[str, Any] | None = None
     is_chat: bool = False
+    tokens: list[int] | None = None
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -39,8 +41,9 @@ class Run(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, kw_only=True):
     """The output of one request; it grows while it is decoded.
 
-    `steps` are the engine steps that added to it: seconds since the start of the run, and how many tokens. `logprobs`
-    are those that vLLM reported, for each token; empty if none were asked for.
+    `steps` are the engine steps that added to it: seconds since the start of the run, and how many tokens; `texts`
+    is what each of them added to the text. `logprobs` are those that vLLM reported, for each token; empty if none were
+    asked for.
     """
 
     prompt: list[int] = []
@@ -49,6 +52,7 @@ class Answer(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     logprobs: list[dict[int, float]] = []
     steps: list[tuple[float, int]] = []
+    texts: list[str] = []
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,6 +65,7 @@ def _attempt(target: Target, requests: Sequence[Request], batch: int, is_first: 
             answer = answers[first + piece.index]
             answer.tokens += piece.tokens
             answer.text += piece.text
+            answer.texts.append(piece.text)
             answer.logprobs += piece.logprobs
             answer.steps.append((piece.at_s - start_s, len(piece.tokens)))
             answer.finish_reason = piece.finish_reason
@@ -82,10 +83,14 @@ def _attempt(target: Target, requests: Sequence[Request], batch: int, is_first: 
 
 
 def _request(target: Target, ask: Ask) -> Request:
-    message = {"role": "user", "content": ask.prompt}
-    prompt = target.encode_chat([message]) if ask.is_chat else target.encode(ask.prompt)
     schema = {} if ask.schema is None else {"structured_outputs": engine.json_shape(ask.schema)}
-    return Request(prompt, {**ask.sampling, **schema})
+    return Request(_encoded(target, ask), {**ask.sampling, **schema})
+
+
+def _encoded(target: Target, ask: Ask) -> list[int]:
+    if ask.tokens is not None:
+        return ask.tokens
+    return target.encode_chat([{"role": "user", "content": ask.prompt}]) if ask.is_chat else target.encode(ask.prompt)
 
 
 if __name__ == "__main__":

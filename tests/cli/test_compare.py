@@ -1,0 +1,79 @@
+"""Comparing an answer with one without drafts: on equal hardware, and in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.cli import compare
+from specbranch.cli.answer import Answer
+from specbranch.cli.compare import comparison_line, shared_cores
+from specbranch.cli.painter import Run
+from specbranch.cli.pair import PairOptions
+from specbranch.cli.placement import Cores
+from specbranch.plugins.vllm import messages
+from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm.target import Piece
+
+
+def answered(tokens: list[int], seconds: float) -> Answer:
+    """An answer whose tokens after the first took `seconds`."""
+    answer = Answer(asked_s=0.0)
+    for at_s, some in ((1.0, tokens[:1]), (1.0 + seconds, tokens[1:])):
+        answer.take(Piece(index=0, tokens=some, text="x", finish_reason=None, at_s=at_s), [Run("x", False)])
+    return answer
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> PairOptions:
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    return PairOptions(target="t", draft="d")
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared"),
+    [
+        (Cores((0,), (1,)), (0, 1)),
+        (Cores((2, 3), (1,)), (1, 2, 3)),
+        (Cores(None, (1,)), None),
+        (Cores((0,), None), None),
+    ],
+)
+def test_the_answer_without_drafts_gets_the_cores_of_both(
+    cores: Cores, shared: tuple[int, ...] | None, options: PairOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PairOptions, "cores", lambda options: cores)
+
+    assert shared_cores(options) == shared
+
+
+def test_a_draft_beside_a_gpu_takes_nothing_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(PairOptions, "cores", lambda options: Cores((0,), (1,)))
+
+    assert shared_cores(PairOptions(target="t", draft="d")) is None
+
+
+def test_the_line_names_the_cores_of_the_answer_without_drafts() -> None:
+    line = comparison_line(answered([1, 2, 3], 1.0), answered([1, 2, 3], 2.0), (0, 1), is_greedy=True)
+
+    assert line == ("without drafts on the same cores 0,1 1.0 tokens/s, with drafts 2.0: 2.00x; both answers are equal")
+
+
+def test_the_line_says_where_answers_part_and_that_sampled_ones_are_not_compared() -> None:
+    one, other = answered([1, 2, 3], 1.0), answered([1, 2, 4], 1.0)
+
+    assert "the answers differ after 2 equal tokens" in comparison_line(one, other, None, is_greedy=True)
+    assert comparison_line(one, other, None, is_greedy=False).endswith("sampled answers are not compared")
+    assert "cores" not in comparison_line(one, other, None, is_greedy=True)
+
+
+def test_what_a_process_reports_becomes_an_answer_step_by_step() -> None:
+    said = messages.Answer(
+        tokens=[1, 2, 3], text="abc", texts=["a", "bc"], steps=[(0.5, 1), (1.5, 2)], finish_reason="stop"
+    )
+
+    answer = compare._as_answer(said)
+
+    assert (answer.tokens, answer.text, answer.finish_reason) == ([1, 2, 3], "abc", "stop")
+    assert (answer.first_token_s, answer.decode_s) == (0.5, 1.0)
+    assert answer.as_json()["pieces"][1] == {"at_s": 1.5, "runs": [["bc", False]]}
