@@ -144,6 +144,7 @@ of two from hour to hour. Only ratios within one run count. All runs but one are
   for a range.
 - *budget over it*: the same ratio between our planner `budget` and the method of the row; below 1 we lose.
 - *per core*: the mean divided by the cores that a method keeps, the draft's core included.
+- *first token s*: mean time to first token, in seconds; with several requests at once, of the last of them.
 - *hits*: verdicts for which the draft was ready. *rejected*, *unused*: drafted tokens rolled back per emitted token.
 - *hook ms*: the time of the proposer's call in a step, waiting for drafts included.
 - *same*: answers equal to bare vLLM's, token by token. In bfloat16 a batch of another shape rounds differently, so
@@ -222,7 +223,7 @@ def _by_task(results: Results) -> str:
     tasks = [task for task, _ in by_cell]
     has_subject = all(SUBJECT in methods for methods in by_cell.values())
     heads = ["method", "cores", *tasks, *(["mean"] if len(tasks) > 1 else []), *([f"{SUBJECT} over it"] * has_subject)]
-    heads += ["per core", "hits", "rejected", "unused", "hook ms", "same"]
+    heads += ["per core", "first token s", "hits", "rejected", "unused", "hook ms", "same"]
     rows = []
     for name in next(iter(by_cell.values())):
         own = [line for line in lines if line.method == name]
@@ -244,14 +245,27 @@ def _by_load(results: Results) -> str:
     for line in summarize(results):
         first = [str(line.concurrency), line.method, str(line.cores), _speed(line.method, line.speed)]
         rows.append([*first, f"{line.speed_per_core:.2f}", *_means([line])])
-    heads = ("at once", "method", "cores", "over bare", "per core", "hits", "rejected", "unused", "hook ms", "same")
+    heads = (
+        "at once",
+        "method",
+        "cores",
+        "over bare",
+        "per core",
+        "first token s",
+        "hits",
+        "rejected",
+        "unused",
+        "hook ms",
+        "same",
+    )
     return _table(heads, rows)
 
 
 def _means(lines: Sequence[Line]) -> list[str]:
-    """Hits, rejected, unused, hook time and equal answers, each as the mean over the tasks that have it."""
+    """First token, hits, rejected, unused, hook time and equal answers, each as the mean over the tasks that have it."""
     lost = [line.rolled_back or {} for line in lines]
     return [
+        _mean([line.first_s for line in lines], ".1f"),
         _mean([line.hit_rate for line in lines], ".2f"),
         *(_mean([one.get(cause) for one in lost], ".2f") for cause in ("rejected", "unused")),
         _mean([line.hook_ms for line in lines], ".1f"),

@@ -65,7 +65,7 @@ def test_speed_is_tokens_over_time_against_bare() -> None:
     assert (ours.hit_rate, ours.rows_per_round) == (0.75, 3.0)
     assert ours.lost == pytest.approx(0.1)
     assert (ours.accepted_share, ours.joules_per_token) == (0.75, None)
-    assert ours.same_as_bare == 0.5
+    assert (ours.same_as_bare, ours.first_s) == (0.5, 1.0)
 
 
 def trials(count: int) -> Results:
@@ -87,6 +87,18 @@ def test_below_three_trials_there_is_no_range_anywhere(count: int) -> None:
     assert json.loads(json.dumps(ours.as_json()))["speed"] == {
         "value": pytest.approx(ours.speed.value), "low": None, "high": None, "num_trials": count
     }  # fmt: skip
+
+
+def test_repeats_of_a_prompt_do_not_make_a_range() -> None:
+    """They tell how the machine varies, not how prompts do."""
+    pairs = [
+        (record("bare", prompt, 100, 20.0, repeat=repeat), record("ours", prompt, 100, 10.0 + prompt, repeat=repeat))
+        for prompt in range(2)
+        for repeat in range(5)
+    ]
+    _, ours = summarize(results_of(*(one for pair in pairs for one in pair)))
+
+    assert (ours.trials, ours.speed.num_trials, ours.speed.range) == (10, 2, NO_RANGE)
 
 
 def test_from_three_trials_on_a_range_is_that_of_resampled_prompts() -> None:

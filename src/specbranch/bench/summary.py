@@ -7,6 +7,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from specbranch.bench.results import Record, Results
@@ -25,7 +26,7 @@ class Ratio:
     """Tokens per second of one method over another's on the same prompts.
 
     95 % of resamples of the prompts lie from `low` to `high`. Both are None where there is no range: below three
-    trials, and for a method over itself. `num_trials` are those of the task that has the fewest.
+    trials, and for a method over itself. `num_trials` are the prompts of the task that has the fewest.
     """
 
     value: float
@@ -66,6 +67,7 @@ class Line:
     rows_per_round: float | None
     joules_per_token: float | None
     same_as_bare: float  # share of answers equal to bare vLLM's, token by token
+    first_s: float  # mean time to first token
 
     @property
     def lost(self) -> float | None:
@@ -151,15 +153,17 @@ def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
 
 
 def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
-    """The geometric mean over tasks; prompts are resampled within each task."""
-    paired = [_paired(own, other) for own, other in tasks]
-    value, fewest = _geometric_mean([_ratio(pairs) for pairs in paired]), min(len(pairs) for pairs in paired)
+    """The geometric mean over tasks; prompts are resampled within each task, each with all its repeats."""
+    paired = [_by_prompt(_paired(own, other)) for own, other in tasks]
+    value = _geometric_mean([_ratio([*chain(*prompts)]) for prompts in paired])
+    fewest = min(len(prompts) for prompts in paired)
     is_itself = all(own is other for own, other in tasks)
     if fewest < _LEAST_TRIALS or is_itself:
         return Ratio(value, None, None, fewest)
     order = random.Random(0)
     draws = sorted(
-        _geometric_mean([_ratio(order.choices(pairs, k=len(pairs))) for pairs in paired]) for _ in range(_RESAMPLES)
+        _geometric_mean([_ratio([*chain(*order.choices(prompts, k=len(prompts)))]) for prompts in paired])
+        for _ in range(_RESAMPLES)
     )
     return Ratio(value, draws[int(0.025 * _RESAMPLES)], draws[int(0.975 * _RESAMPLES) - 1], fewest)
 
@@ -201,6 +205,7 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
         rows_per_round=rows_per_round,
         joules_per_token=sum(joules) / emitted if len(joules) == len(own) else None,
         same_as_bare=sum(same) / len(same),
+        first_s=sum(record["first_s"] for record in own) / len(own),
     )
 
 
@@ -221,6 +226,14 @@ def _rate(records: Sequence[Record]) -> float:
 
 def _ratio(pairs: Sequence[tuple[Record, Record]]) -> float:
     return _rate([mine for mine, _ in pairs]) / _rate([theirs for _, theirs in pairs])
+
+
+def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record, Record]]]:
+    """Put the repeats of a prompt together: they tell of the machine, not of other prompts."""
+    found: dict[int, list[tuple[Record, Record]]] = defaultdict(list)
+    for mine, theirs in pairs:
+        found[mine["prompt"]].append((mine, theirs))
+    return list(found.values())
 
 
 def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record, Record]]:
