@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""Run the README's first command on models of this machine, and keep the lines that it prints and when each text came.
+"""Run the README's first command word for word, and keep the lines that it prints and when each text came.
 
-benchmarks/readme.py TARGET DRAFT [--dtype float32] [--max-tokens 64]
+benchmarks/readme.py TARGET DRAFT
 
-Then benchmarks/recording.py draws it.
+TARGET and DRAFT are models of this machine, which stand in under the names that the README uses. Then
+benchmarks/recording.py draws the run.
 """
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from specbranch.provenance import provenance
@@ -21,23 +24,27 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target")
-    parser.add_argument("draft")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--max-tokens", default="256")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("draft", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "readme.json")
     args = parser.parse_args()
-    words = [*command(), "--dtype", args.dtype, "--max-tokens", args.max_tokens, "--json"]
-    words[2], words[words.index("--draft") + 1] = args.target, args.draft
+    words, where = command(), provenance()
     print(shlex.join(words), flush=True)
-    where = provenance()
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, path in ((words[2], args.target), (words[words.index("--draft") + 1], args.draft)):
+            link = Path(directory) / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
+        environment = {**os.environ, "SPECBRANCH_MODELS": directory}
+        done = subprocess.run(
+            [sys.executable, "-m", *words, "--json"], capture_output=True, text=True, check=True, cwd=directory, env=environment
+        )
     lines = [line for line in done.stderr.splitlines() if "tokens/s" in line]
     print(*lines, sep="\n")
     answer = json.loads(done.stdout)
     pieces = {"with drafts": answer["pieces"], "without drafts": answer["plain"]["pieces"]}
-    said = [Path(word).name if word in (args.target, args.draft) else word for word in words]
-    document = {"provenance": where, "command": said, "lines": lines, "pieces": pieces}
+    models = {"target": args.target.name, "draft": args.draft.name}
+    document = {"provenance": where, "command": words, "models": models, "lines": lines, "pieces": pieces}
     args.out.write_text(json.dumps(document, ensure_ascii=False) + "\n")
 
 
