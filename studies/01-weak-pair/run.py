@@ -28,7 +28,9 @@ ROOT = HERE.parents[1]
 RESULT = HERE / "result.json"
 SEEDS = range(5)
 TOKENS = 4000
+SWEEP_SEEDS = 2  # of those: for the sweep over all pairs, in both forms
 PREDICTORS = ("confidence", "oracle", "random")
+CONFIDENCES = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 CHAT = "traces/qwen-coder-chat.jsonl.gz"
 
 
@@ -44,9 +46,20 @@ def figures(traces: list[Trace], method: Method, layout: Layout) -> dict[str, An
         "speedup_sd": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
         "rolled_back": lost,
         "losing": statistics.mean(row["losing"] for row in rows),
+        **rollback_rates(rows),
         "used": statistics.mean(row["used"] for row in rows),
         **{name: statistics.mean(row[name] for row in rows) for name in ("hit_rate", "wait_share", "rows_per_round")},
     }
+
+
+def rollback_rates(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Rolled-back tokens over all drafted ones, as papers count them: without losing branches; and with them."""
+    rates: dict[str, list[float]] = {"rollback_rate": [], "rollback_rate_with_losing": []}
+    for row in rows:
+        lost = sum(row["rolled_back"].values())
+        rates["rollback_rate"].append((lost - row["losing"]) / (lost - row["losing"] + row["used"]))
+        rates["rollback_rate_with_losing"].append(lost / (lost + row["used"]))
+    return {name: statistics.mean(values) for name, values in rates.items()}
 
 
 def traces_of(pair: Pair) -> list[Trace]:
@@ -57,8 +70,15 @@ def methods(pair: Pair) -> dict[str, Method]:
     branch = method_for("specbranch", pair)
     named = {name: method_for(name, pair) for name in ("sps", "adaedl", "pearl", "ssd")}
     named |= {f"specbranch, {predictor}": replace(branch, predictor=predictor) for predictor in PREDICTORS}
-    named["specbranch, one branch"] = replace(branch, settings={**branch.settings, "max_branches": 1})
+    named["specbranch, one branch"] = with_settings(branch, max_branches=1)
+    named["specbranch, 12 branches"] = with_settings(branch, max_branches=12)
+    named["specbranch, confidence 0.3"] = with_settings(branch, confidence=0.3)
+    named["specbranch, as served"] = method_for("specbranch", pair, as_in_paper=False)
     return named
+
+
+def with_settings(method: Method, **settings: Any) -> Method:
+    return replace(method, settings={**method.settings, **settings})
 
 
 def main() -> None:
@@ -77,22 +97,22 @@ def measure() -> None:
     cases["recorded chat, c 8"] = (replace(weak, name="chat", acceptance=recorded.match_share()), [recorded])
 
     table: dict[str, Any] = {}
-    sweep: dict[str, Any] = {}
-    confidences = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     with Progress(transient=True) as bar:
-        task = bar.add_task("simulating", total=len(cases) * len(methods(weak)) + 2 * len(confidences))
+        task = bar.add_task("simulating", total=len(cases) * len(methods(weak)) + len(PAIRS) + 2 * len(CONFIDENCES))
         for name, (pair, traces) in cases.items():
             table[name] = {"c": pair.c, "gamma": pair.gamma, "acceptance": pair.acceptance, "methods": {}}
             for label, method in methods(pair).items():
                 table[name]["methods"][label] = figures(traces, method, Layout(pair.c, pair.row_cost))
                 bar.advance(task)
-        traces = cases[weak.name][1]
-        for predictor in ("confidence", "oracle"):
-            sweep[predictor] = {}
-            for confidence in confidences:
-                method = method_for("specbranch", weak, predictor)
-                method = replace(method, settings={**method.settings, "confidence": confidence})
-                sweep[predictor][confidence] = figures(traces, method, Layout(weak.c, weak.row_cost))
+        by_pair = {}
+        for name, pair in PAIRS.items():
+            by_pair[name] = over_pearl(pair, cases[name][1][:SWEEP_SEEDS])
+            bar.advance(task)
+        sweep: dict[str, Any] = {"confidence": {}, "oracle": {}}
+        for predictor, found in sweep.items():
+            for confidence in CONFIDENCES:
+                method = with_settings(method_for("specbranch", weak, predictor), confidence=confidence)
+                found[confidence] = figures(cases[weak.name][1], method, Layout(weak.c, weak.row_cost))
                 bar.advance(task)
 
     document = {
@@ -100,9 +120,30 @@ def measure() -> None:
         "tokens": TOKENS,
         "pairs": table,
         "confidence_sweep": sweep,
+        "confidence_by_pair": {"seeds": SWEEP_SEEDS, "speed_over_pearl": by_pair},
         "provenance": provenance(),
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def over_pearl(pair: Pair, traces: list[Trace]) -> dict[str, dict[float, float]]:
+    """Speed over pearl's by the confidence under which a distribution is doubtful, in the paper's form and as served."""
+    layout = Layout(pair.c, pair.row_cost)
+
+    def elapsed_s(method: Method) -> float:
+        return sum(simulate(trace, method, layout).elapsed_s for trace in traces)
+
+    pearl_s = elapsed_s(method_for("pearl", pair))
+    return {
+        form: {
+            confidence: pearl_s
+            / elapsed_s(
+                with_settings(method_for("specbranch", pair, as_in_paper=form == "paper"), confidence=confidence)
+            )
+            for confidence in CONFIDENCES[1:7]
+        }
+        for form in ("paper", "served")
+    }
 
 
 def draw(weak: dict[str, Any], sweep: dict[str, Any]) -> None:

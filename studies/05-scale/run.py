@@ -13,7 +13,9 @@ import json
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from specbranch.provenance import provenance
@@ -30,6 +32,7 @@ PLANNERS = ("sps", "pearl", "specbranch", "budget")
 SSD = {"sps": 2.96, "ssd": 4.68}  # published: 161.8 and 255.8 tokens a second over 54.7, Llama 70B on 4 devices + 1B
 SSD_SETTINGS = {"gamma": 7, "num_guesses": 24}  # three guesses at each of eight stop points
 SSD_RATIOS = (6.0, 10.0, 15.0)  # c is not published
+SEEDS = range(1, 4)  # of the published points of SpecBranch
 RIDGE = 256  # tokens at which a target's step takes twice the time of one token's
 PUBLISHED = {
     "llama-68m-7b": 2.01,
@@ -43,14 +46,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     parser.add_argument("--plot", type=Path, default=HERE / "figure.png")
-    parser.add_argument("--published-only", action="store_true", help="the published points anew, the map as it was")
+    parser.add_argument("--draw", action="store_true", help="draw the figure from the result and simulate nothing")
+    parser.add_argument("--workers", type=int, help="processes; default: one for each core")
     args = parser.parse_args()
-    if args.published_only:
-        document = json.loads(args.out.read_text()) | {"published": _published(), "published_ssd": _published_ssd()}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
-    else:
+    if not args.draw:
         cells = [(c, a, batch, sharing) for batch, sharing in SETTINGS for c in RATIOS for a in ACCEPTANCES]
-        with ProcessPoolExecutor() as pool:
+        with ProcessPoolExecutor(args.workers) as pool:
             rows = [row for found in pool.map(_cell, *zip(*cells, strict=True)) for row in found]
         document = {
             "published": _published(),
@@ -96,10 +97,19 @@ def _published() -> list[dict[str, Any]]:
     found = []
     for name, speed in PUBLISHED.items():
         pair = PAIRS[name]
-        trace = make_trace(pair, 16, 250, random.Random(1))
+        traces = [make_trace(pair, 16, 250, random.Random(seed)) for seed in SEEDS]
+        branch = method_for("specbranch", pair)
+        methods = {
+            "pearl": method_for("pearl", pair),
+            "specbranch": branch,
+            "specbranch, 12 branches": replace(branch, settings={**branch.settings, "max_branches": 12}),
+            "specbranch, oracle": replace(branch, predictor="oracle"),
+            "specbranch, as served": method_for("specbranch", pair, as_in_paper=False),
+        }
         layout = Layout(pair.c, pair.row_cost)
         simulated = {
-            planner: simulate(trace, method_for(planner, pair), layout).speedup for planner in ("pearl", "specbranch")
+            label: mean(simulate(trace, method, layout).speedup for trace in traces)
+            for label, method in methods.items()
         }
         found.append({"pair": name, "published_specbranch": speed, **simulated})
     return found

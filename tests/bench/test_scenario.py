@@ -12,6 +12,7 @@ from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.runner import plan_trials
 from specbranch.bench.scenario import ScenarioError, read_scenario, scenario_of
 from specbranch.core.planners import SettingError
+from specbranch.predictor.hrad import write_hrad
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -49,6 +50,18 @@ def written(directory: Path, text: str) -> Path:
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_committed_scenario_can_be_read(path: Path) -> None:
     assert read_scenario(path).name == path.stem
+
+
+def test_a_predictor_for_another_window_is_refused_before_anything_is_loaded(data: Path) -> None:
+    pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
+    from tests.predictor.test_hrad import CARD, small_tensors
+
+    write_hrad(data / "hrad", small_tensors(), CARD)  # of windows of two tokens
+    text = SMALL + f'predictor = "{data / "hrad"}"\n'
+
+    with pytest.raises(SettingError, match="windows of 2 draft tokens, and gamma is 3; set gamma to 2"):
+        read_scenario(written(data, text)).check()
+    read_scenario(written(data, text.replace("gamma = 3", "gamma = 2"))).check()
 
 
 def test_every_method_sees_every_group_of_prompts_side_by_side_in_an_order_of_its_own(data: Path) -> None:

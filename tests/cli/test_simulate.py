@@ -14,6 +14,7 @@ from specbranch.cli import app
 from specbranch.core.planners import PLANNERS
 from specbranch.simulation.presets import PAIRS, make_trace
 from specbranch.trace import write_trace
+from tests.cli.test_help import help_of, plain
 
 runner = CliRunner()
 
@@ -74,6 +75,22 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path) -> None:
     assert document["planners"]["pearl"]["speedup"] > 1.5
 
 
+@pytest.mark.parametrize("c", ["0.01", "1000"])
+@pytest.mark.parametrize("row_cost", ["0", "100"])
+def test_every_planner_comes_to_an_end_at_the_bounds_of_what_it_may_cost(c: str, row_cost: str) -> None:
+    call = ["simulate", "--c", c, "--row-cost", row_cost, "--tokens", "100", "--json"]
+    document = json.loads(runner.invoke(app, call).stdout.splitlines()[-1])
+
+    assert all(0 < figures["speedup"] < 1000 for figures in document["planners"].values())
+
+
+def test_the_help_says_within_which_bounds_costs_may_be() -> None:
+    text = plain(help_of("simulate"))
+
+    assert "from 0.01 to 1000" in text
+    assert "from 0 to 100" in text
+
+
 def test_presets_are_listed_with_their_sources() -> None:
     result = runner.invoke(app, ["simulate", "--list"], terminal_width=200)
 
@@ -99,8 +116,14 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
         (["--acceptance", "0.5"], "need --c"),
         (["--acceptance", "1.5", "--c", "3"], "between 0 and 1"),
         (["--acceptance", "0.5", "--c", "3", "--preset", "llama-68m-7b"], "exclude each other"),
-        (["--c", "0"], "positive"),
-        (["--row-cost", "-1"], "at least 0"),
+        (["--c", "0"], "--c is 0.0; give a number from 0.01 to 1000"),
+        (["--c", "inf"], "--c is inf; give a number from 0.01 to 1000"),
+        (["--c", "nan", "--acceptance", "0.5"], "--c is nan; give a number"),
+        (["--c", "1e300"], "give a number from 0.01 to 1000"),
+        (["--row-cost", "-1"], "--row-cost is -1.0; give a number from 0 to 100"),
+        (["--row-cost", "inf"], "--row-cost is inf; give a number from 0 to 100"),
+        (["--row-cost", "nan"], "--row-cost is nan; give a number"),
+        (["--predictor", "hrad"], "1 of 1 answers of this trace have none"),
         (["--planners", "perl"], "did you mean 'pearl'"),
         (["--planners", ","], "--planners is empty"),
         (["--predictor", "tarot"], "choose from confidence"),

@@ -240,15 +240,19 @@ def test_after_a_hit_specbranch_submits_what_is_there_without_a_wait() -> None:
     assert depths(session.rows()) == [7]
 
 
-def test_branches_are_no_longer_than_the_targets_step_leaves_time_for() -> None:
+@pytest.mark.parametrize(
+    ("step_s", "length"), [(2.4, 2), (2.6, 3), (4 / 1.03, 4), (5 - 1e-15, 5), (5 + 1e-15, 5), (0.2, 1), (1e300, 8)]
+)
+def test_a_branch_has_as_many_tokens_as_draft_steps_fit_best_into_the_targets_step(step_s: float, length: int) -> None:
+    """Never more than gamma, and at least its root. A ratio just below a whole number is that number."""
     costs = Costs()
     costs.draft.observe(1, 1.0)
-    costs.target.observe(1, 0, 2.5)
+    costs.target.observe(1, 0, step_s)
     session = paper_specbranch(Signal.NONE, costs=costs, gamma=8)
     session.propose()
     run(session, SURE, 9)
 
-    assert session.tree.num_drafted == 2
+    assert session.tree.num_drafted == length
 
 
 def test_specbranch_stops_where_the_distribution_is_exhausted() -> None:

@@ -24,6 +24,7 @@ from specbranch.plugins.vllm.compat.runner import PAD
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.predictor.hrad import write_hrad
 from specbranch.service.client import ClientOptions, Committed
 
 
@@ -227,6 +228,37 @@ def test_settings_come_from_additional_config_and_gamma_from_vllm() -> None:
 def test_a_wrong_setting_is_refused_at_start_with_its_advice(section: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         read_settings(section).client_options(gamma=4)
+
+
+@pytest.mark.parametrize(
+    ("planner", "settings", "is_fine"),
+    [("specbranch", {}, False), ("specbranch", {"gamma": 2}, True), ("budget", {}, True)],
+)
+def test_a_predictor_is_served_only_with_the_window_that_it_was_trained_for(
+    planner: str, settings: dict[str, Any], is_fine: bool, tmp_path: Path
+) -> None:
+    """Planners that ask no predictor take any."""
+    pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
+    from tests.predictor.test_hrad import CARD, small_tensors
+
+    write_hrad(tmp_path, small_tensors(), CARD)  # of windows of two tokens
+    section = read_settings({"planner": planner, "settings": settings, "predictor": str(tmp_path)})
+    if is_fine:
+        assert section.client_options(gamma=4).predictor == "hrad"
+        return
+    message = "windows of 2 draft tokens, and gamma is 4; set gamma to 2, or train it again .* --window 4"
+    with pytest.raises(SettingError, match=message):
+        section.client_options(gamma=4)
+
+
+def test_the_proposer_refuses_a_predictor_for_another_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
+    from tests.predictor.test_hrad import CARD, small_tensors
+
+    write_hrad(tmp_path, small_tensors(), CARD)
+
+    with pytest.raises(SettingError, match="windows of 2 draft tokens, and gamma is 3"):
+        proposer_with(monkeypatch, planner="specbranch", settings={"gamma": 3}, predictor=str(tmp_path))
 
 
 class FakeBatch:

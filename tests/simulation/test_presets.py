@@ -42,6 +42,19 @@ def test_a_made_trace_has_the_acceptance_and_the_shape_of_its_pair(name: str) ->
     assert abs(shape.neighbour_correlation) < 0.04
 
 
+def test_the_token_ids_of_a_made_trace_tell_nothing_of_their_rank() -> None:
+    """First and second choices, and what lies beyond the top-k, hardly ever have the same id again."""
+    trace = make_trace(PAIRS["vicuna-68m-13b"], 4, 250, random.Random(5), top_k=2)
+    distributions = [distribution for answer in trace.answers for distribution in answer.distributions]
+    said = [token for answer in trace.answers for token in answer.tokens]
+    beyond = [token for token, before in zip(said, distributions, strict=True) if token not in before.ids]
+
+    # Of 1,000 draws of 32,000 ids about 16 meet an earlier one; 60 are eleven standard deviations away.
+    assert len({distribution.ids[0] for distribution in distributions}) > 940
+    assert len({distribution.ids[1] for distribution in distributions}) > 940
+    assert len(set(beyond)) > 0.94 * len(beyond) > 20
+
+
 def test_a_made_draft_is_calibrated() -> None:
     """Among distributions of one confidence, the target agrees as often as the confidence says."""
     trace = make_trace(PAIRS["vicuna-68m-13b"], 40, 500, random.Random(4))

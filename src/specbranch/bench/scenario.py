@@ -152,6 +152,13 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             extra=["--log-level", "warning", *self.draft_arguments],
         )
 
+    def check(self) -> None:
+        """Raise now what vLLM's worker would raise of a method's settings once its model is loaded."""
+        for method in self.methods:
+            settings = self.proposer_settings(method, "ipc://unused")
+            if settings is not None:
+                settings.client_options(self.gamma)
+
     def proposer_settings(self, method: BenchMethod, address: str) -> ProposerSettings | None:
         """The proposer's settings for a method; None if vLLM runs without our proposer."""
         if method.planner is None:

@@ -64,6 +64,7 @@ def run(
         num_done = _num_done(chosen, out) if resume else 0
         if out.exists() and not resume:
             raise FileExistsError(errno.EEXIST, "File exists", str(out))
+        chosen.check()
         preflight(chosen).run()
         with out.open("a" if resume else "x") as sink, Progress() as progress:
             progress.show("starting engines")

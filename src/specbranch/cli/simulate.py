@@ -16,6 +16,7 @@ from specbranch.cli.console import UsageError, console_for, friendly_errors, pri
 from specbranch.cli.options import AsJson
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
+from specbranch.core.planners.settings import Bounds
 from specbranch.core.round import MAX_WINDOW
 from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
 from specbranch.simulation.simulate import PREDICTORS, Layout, Method, Outcome, best_gamma, method_for
@@ -23,6 +24,8 @@ from specbranch.simulation.simulate import simulate as run_simulation
 from specbranch.trace import Trace, TraceError, read_trace
 
 ANSWER_LEN = 250
+_C_BOUNDS = Bounds(0.01, 1000)
+_ROW_COST_BOUNDS = Bounds(0, 100)
 _COLUMNS = (
     "gamma",
     "speed",
@@ -69,7 +72,8 @@ def simulate(
         typer.Option(metavar="P", help="Your own pair: how often the draft's token is the target's. Needs --c."),
     ] = None,
     c: Annotated[
-        float | None, typer.Option("--c", metavar="RATIO", help="Target step time divided by draft step time.")
+        float | None,
+        typer.Option("--c", metavar="RATIO", help=f"Target step time divided by draft step time, {_C_BOUNDS}."),
     ] = None,
     gamma: Annotated[
         int | None,
@@ -78,7 +82,10 @@ def simulate(
     best: Annotated[bool, typer.Option("--best-gamma", help="Give every planner its own best gamma.")] = False,
     row_cost: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Cost of each additional draft row, as a share of a step with one row."),
+        typer.Option(
+            metavar="X",
+            help=f"Cost of each additional draft row, as a share of a step with one row, {_ROW_COST_BOUNDS}.",
+        ),
     ] = None,
     planners: Annotated[
         str,
@@ -157,10 +164,8 @@ def _case(
 ) -> _Case:
     if sum(choice is not None for choice in (preset, trace, acceptance)) > 1:
         raise UsageError("--preset, --trace and --acceptance exclude each other; give one of them")
-    if c is not None and not c > 0:
-        raise UsageError(f"--c is {c}; give a positive number")
-    if row_cost is not None and not row_cost >= 0:
-        raise UsageError(f"--row-cost is {row_cost}; give a number of at least 0")
+    _refuse_outside("--c", c, _C_BOUNDS)
+    _refuse_outside("--row-cost", row_cost, _ROW_COST_BOUNDS)
     if trace is None and acceptance is None:
         base = _preset_pair(preset or "vicuna-68m-13b")
     elif c is None:
@@ -185,6 +190,11 @@ def _case(
         return _Case(pair.name, pair, recorded)
     answers = max(1, tokens // ANSWER_LEN)
     return _Case(pair.name, pair, make_trace(pair, answers, min(tokens, ANSWER_LEN), random.Random(seed)))
+
+
+def _refuse_outside(option: str, value: float | None, bounds: Bounds) -> None:
+    if value is not None and not bounds.hold(value):
+        raise UsageError(f"{option} is {value}; give a number {bounds}")
 
 
 def _preset_pair(preset: str) -> Pair:

@@ -16,6 +16,7 @@ from specbranch.bench.prompts import TASKS, PromptError, read_prompts
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_help_alone, print_json
 from specbranch.cli.options import AsJson, Command, Device, example
 from specbranch.cli.progress import Progress
+from specbranch.core.planners import longest_submission
 from specbranch.engines.heads import HeadsCard, HeadsError, write_heads
 from specbranch.engines.options import found_model
 from specbranch.engines.pretrained import load_model, load_tokenizer
@@ -109,7 +110,9 @@ def fit_command(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the predictor.", show_default=False)],
-    window: Annotated[int, typer.Option(metavar="N", help="Draft tokens to predict ahead.", min=1)] = 5,
+    window: Annotated[
+        int, typer.Option(metavar="N", help="Draft tokens to predict ahead: as many as gamma when it is served.", min=1)
+    ] = longest_submission("specbranch"),
     balance: Annotated[
         float,
         typer.Option(metavar="X", help="Class weights: 0 as frequent as they are, 1 all equal.", min=0.0, max=1.0),

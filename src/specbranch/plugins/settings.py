@@ -12,6 +12,7 @@ from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner
 from specbranch.engines.options import local_model
 from specbranch.extensions import load_planners
 from specbranch.predictor.fixed import CONSTANTS
+from specbranch.predictor.hrad import read_card
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 from specbranch.service.wire import MAX_WAIT_MS
@@ -57,6 +58,8 @@ class DraftSettings:
         if trained is not None and not trained.is_dir():
             hint = suggest(self.predictor, list(CONSTANTS))
             raise SettingError(f"no predictor is called {self.predictor!r}, nor a directory with a trained one; {hint}")
+        if trained is not None and planner.asks_predictor:
+            _refuse_window(trained, settings.get("gamma", gamma))
         return ClientOptions(
             address=self.address,
             planner=self.planner,
@@ -68,6 +71,16 @@ class DraftSettings:
             keys=client_keys(self.keys),
             vocab_len=vocab_len,
             vocab_sample=vocab_sample,
+        )
+
+
+def _refuse_window(directory: Path, gamma: int) -> None:
+    """Raise if a predictor was trained for windows of another length: its "all" would not mean all of gamma tokens."""
+    window = read_card(directory).window
+    if window != gamma:
+        raise SettingError(
+            f"the predictor in {directory} was trained for windows of {window} draft tokens, and gamma is {gamma}; "
+            f"set gamma to {window}, or train it again with `specbranch train fit --window {gamma}`"
         )
 
 

@@ -106,8 +106,8 @@ def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_A
     return hidden
 
 
-def read_hrad(directory: Path) -> Hrad:
-    """The trained predictor in a directory; `HradError` names what is wrong with it and what to do."""
+def read_card(directory: Path) -> Card:
+    """Read what the predictor in a directory was trained for; `HradError` names what is wrong and what to do."""
     try:
         card = msgspec.json.decode((directory / CARD).read_bytes(), type=Card)
     except OSError as error:
@@ -119,6 +119,12 @@ def read_hrad(directory: Path) -> Hrad:
             f"{directory / CARD} is {card.format} version {card.version}; this reads {FORMAT} version {VERSION}: "
             "train the predictor again with this release"
         )
+    return card
+
+
+def read_hrad(directory: Path) -> Hrad:
+    """The trained predictor in a directory; `HradError` names what is wrong with it and what to do."""
+    card = read_card(directory)
     try:
         return Hrad(_read_tensors(directory / WEIGHTS), card)
     except HradError as error:

@@ -8,11 +8,15 @@ from specbranch.core.round import Round, Signal
 
 
 class RecordedPredictor:
-    """`signals[i]` follows the answer's token i, which is at position i + 1 of the sequence: 0 is the prompt."""
+    """`signals[i]` follows the answer's token i; `num_before` tokens of the sequence precede the answer.
 
-    def __init__(self, signals: Sequence[Signal]) -> None:
+    Behind the prompt, where no token of the answer is known yet, nothing was foreseen: the confidence decides.
+    """
+
+    def __init__(self, signals: Sequence[Signal], num_before: int) -> None:
         self._signals = signals
+        self._num_before = num_before
 
     def predict(self, round: Round) -> Signal:
-        position = round.tree.root.position - 1
-        return self._signals[position] if 0 <= position < len(self._signals) else Signal.SOME
+        index = round.tree.root.position - self._num_before
+        return self._signals[index] if index >= 0 else Signal.SOME

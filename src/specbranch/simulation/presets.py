@@ -2,13 +2,14 @@
 
 A made trace assumes a calibrated draft: in a context where its confidence is u, the target agrees with its first token
 with probability u. Confidences follow a Beta distribution with the pair's acceptance as mean, independent from place to
-place.
+place. Tokens have other random ids at every place: whoever looks at earlier tokens learns nothing about the next one.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
@@ -22,6 +23,8 @@ SECOND_SHARE = 0.44
 
 # One more draft row costs this share of a one-row step: nearly flat, as on a GPU below its ridge. An assumption.
 ROW_COST = 0.03
+
+_VOCAB_LEN = 32_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,19 @@ PAIRS = {
 
 
 def make_trace(pair: Pair, num_answers: int, answer_len: int, rng: random.Random, top_k: int = 32) -> Trace:
-    """A trace of a calibrated draft with the pair's acceptance. Token r is the draft's r-th choice, 0 is the tail."""
-    answers = []
-    for _ in range(num_answers):
-        distributions = [_distribution(_confidence(pair.acceptance, rng), top_k) for _ in range(answer_len)]
-        answers.append(Answer(tuple(_draw(distribution, rng) for distribution in distributions), tuple(distributions)))
-    return Trace(Header(target=pair.name, draft=pair.name, task="made"), tuple(answers))
+    """Make a trace of a calibrated draft with the pair's acceptance."""
+    answers = tuple(_answer(pair.acceptance, answer_len, top_k, rng) for _ in range(num_answers))
+    return Trace(Header(target=pair.name, draft=pair.name, task="made"), answers)
+
+
+def _answer(acceptance: float, length: int, top_k: int, rng: random.Random) -> Answer:
+    tokens, distributions = [], []
+    for _ in range(length):
+        *ids, tail = rng.sample(range(_VOCAB_LEN), top_k + 1)  # `tail` is said where the target leaves the top-k
+        distribution = _distribution(_confidence(acceptance, rng), ids)
+        tokens.append(_draw(distribution, tail, rng))
+        distributions.append(distribution)
+    return Answer(tuple(tokens), tuple(distributions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +111,20 @@ def _confidence(acceptance: float, rng: random.Random) -> float:
     return min(max(drawn, 0.01), 1 - 1e-6)
 
 
-def _distribution(confidence: float, top_k: int) -> Distribution:
+def _distribution(confidence: float, ids: Sequence[int]) -> Distribution:
     """A distribution with that confidence and a geometric rest, which never overtakes the first token."""
     rest = 1 - confidence
     share = min(SECOND_SHARE, confidence / rest)
-    probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(top_k - 1)]
+    probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(len(ids) - 1)]
     spread = -(share * math.log(share) + (1 - share) * math.log(1 - share)) / share
     entropy = -confidence * math.log(confidence) - rest * math.log(rest) + rest * spread
-    return Distribution(tuple(range(1, top_k + 1)), tuple(probs), entropy)
+    return Distribution(tuple(ids), tuple(probs), entropy)
 
 
-def _draw(distribution: Distribution, rng: random.Random) -> int:
+def _draw(distribution: Distribution, tail: int, rng: random.Random) -> int:
     left = rng.random()
     for token, prob in zip(distribution.ids, distribution.probs, strict=True):
         left -= float(prob)
         if left < 0:
             return token
-    return 0
+    return tail

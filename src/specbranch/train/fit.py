@@ -26,7 +26,7 @@ class FitOptions:
     Of the features only the `rank` directions in which they differ most are learned from: thousands of inputs overfit.
     """
 
-    window: int = 5
+    window: int
     rank: int = 256
     hidden: tuple[int, int] = (256, 64)
     dropout: float = 0.2

@@ -37,6 +37,8 @@ class Planner(ABC, Generic[S]):
     """
 
     settings_type: ClassVar[type[Settings]] = Settings
+    # Whether the planner asks its predictor. A trained one must then have been trained for windows of `gamma` tokens.
+    asks_predictor: ClassVar[bool] = False
 
     def __init__(self, settings: S, predictor: Predictor) -> None:
         self.settings = settings

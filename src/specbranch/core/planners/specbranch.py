@@ -45,6 +45,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
     """Few branches, where they are needed."""
 
     settings_type = SpecbranchSettings
+    asks_predictor = True
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         chain, tip = self._chain(round)
@@ -85,7 +86,11 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         return chain, None
 
     def _branch_len(self, round: Round, num_branches: int) -> int:
-        """Tokens per branch, the root included: no more than the target's step leaves time for."""
+        """Return how many tokens a branch gets, the root included: as many as the target's step leaves time for.
+
+        The ratio is measured, so 5 may come as 4.999, and a further row makes 4 of it 3.9. Rounded down, either would
+        leave the draft idle for a whole step; to the nearest number, no more than half a step is lost or is late.
+        """
         ratio = round.costs.draft_steps_per_target_step(num_branches)
         longest = self.settings.gamma
-        return longest if ratio is None else max(1, min(longest, math.floor(ratio)))
+        return longest if ratio is None else max(1, math.floor(min(longest, ratio) + 0.5))
