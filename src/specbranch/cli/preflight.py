@@ -1,6 +1,7 @@
 """What can be known of a start before any model loads. All commands that load models begin with it.
 
-Names, files, flags, extras, port, memory and vocabularies: each is one check, which raises the cause and the way out.
+Names, files, flags, extras, port, memory and vocabularies: each is one check, which raises the cause and the way out. A
+check that could not be made returns why: what was not compared is never called well.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
 from specbranch import memory
 from specbranch.cli.console import UsageError
+from specbranch.cli.cores import target_on_cpu
 from specbranch.cli.draft import draft as draft_command
+from specbranch.cli.installation import install_command, vllm_flaw
 from specbranch.cli.remote import RemoteDraft
 from specbranch.engines.model_name import require_model
 from specbranch.engines.model_size import weight_bytes
@@ -33,16 +36,22 @@ from specbranch.service.process import DraftOptions
 _GB = 1e9
 
 
+State = Literal["ok", "fail", "skip"]
+Check = Callable[[], str | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. `cause` None means that all is well."""
+    """What one check found: all is well, or what is wrong, or why it was skipped, which `cause` says."""
 
     check: str
+    state: State = "ok"
     cause: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as a plain document."""
-        return {"check": self.check, "holds": self.cause is None, "cause": self.cause}
+        """The finding as a plain document; a check that was skipped neither holds nor fails."""
+        holds = None if self.state == "skip" else self.state == "ok"
+        return {"check": self.check, "state": self.state, "holds": holds, "cause": self.cause}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,40 +79,43 @@ class Preflight:
         """What every check finds."""
         return [self._finding(name, check) for name, check in self._checks()]
 
-    def _finding(self, name: str, check: Callable[[], None]) -> Finding:
+    def _finding(self, name: str, check: Check) -> Finding:
         try:
-            check()
+            skipped = check()
         except SpecBranchError as error:
-            return Finding(name, str(error))
-        return Finding(name)
+            return Finding(name, "fail", str(error))
+        return Finding(name, "skip", skipped) if skipped else Finding(name)
 
-    def _checks(self) -> list[tuple[str, Callable[[], None]]]:
+    def _checks(self) -> list[tuple[str, Check]]:
         """All checks by name, the quickest first; a later one may rely on an earlier one."""
-        of_draft: list[tuple[str, Callable[[], None]]] = []
+        checks: list[tuple[str, Check]] = [("vLLM", self._check_vllm)]
+        if self.flags.words or self.arguments or self.target_cores is not None:
+            checks.append(("flags", self._check_flags))
+        if self.is_server and not self.flags.has("--headless"):
+            checks.append(("port", self._check_port))
+        checks.append(("target", lambda: require_model("TARGET", self.target)))
         if self.draft is not None:
-            of_draft = [("draft", self._check_draft), ("vocabulary", self._check_vocabulary)]
+            checks += [("draft", self._check_draft), ("vocabulary", self._check_vocabulary)]
         elif self.remote is not None:
-            of_draft = [("draft service", self._check_remote)]
-        return [
-            ("vLLM", self._check_vllm),
-            ("flags", self._check_flags),
-            ("port", self._check_port),
-            ("target", lambda: require_model("TARGET", self.target)),
-            *of_draft,
-            ("memory", self._check_memory),
-        ]
+            checks.append(("draft service", self._check_remote))
+        return [*checks, ("memory", self._check_memory)]
 
-    def _check_vllm(self) -> None:
-        if not launch.is_installed():
-            raise UsageError("vLLM is not installed: pip install 'specbranch[vllm]'")
+    def _check_vllm(self) -> str | None:
+        flaw = vllm_flaw()
+        if flaw is not None:
+            raise UsageError(flaw)
         if self.draft is None and self.remote is None:
-            return
+            return None
         version, oldest = launch.version(), patches.TESTED[0]
         series = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-        if len(series) == 2 and series < tuple(int(part) for part in oldest.split(".")):
-            raise UsageError(f"vLLM {version} is too old to draft for; update it: pip install 'vllm>={oldest}'")
+        if len(series) < 2:
+            return "vLLM's age was not checked: its version is unknown"
+        if series < tuple(int(part) for part in oldest.split(".")):
+            command = install_command(on_cpu=launch.runs_on_cpu())
+            raise UsageError(f"vLLM {version} is too old to draft for, which takes {oldest} or later: {command}")
+        return None
 
-    def _check_flags(self) -> None:
+    def _check_flags(self) -> str | None:
         known = known_arguments()
         if known is not None:
             refuse_unknown_flags(self.flags, known)
@@ -115,43 +127,56 @@ class Preflight:
             Layout.of_arguments(self.arguments).refuse()
         if self.target_cores is not None:
             refuse_too_few(self.target_cores, Layout.of_arguments(self.arguments).num_devices)
+        return "flags were not checked: vLLM's own list of them cannot be read" if known is None else None
 
     def _check_port(self) -> None:
-        if self.is_server and not self.flags.has("--headless"):
-            Endpoint.of(self.flags).refuse_if_taken()
+        Endpoint.of(self.flags).refuse_if_taken()
 
-    def _check_draft(self) -> None:
+    def _check_draft(self) -> str | None:
         assert self.draft is not None, "only checked with a draft"
-        require_model("--draft", self.draft.model)
+        unknown = require_model("--draft", self.draft.model)
         engine = self.draft.engine or engine_for(self.draft.model)
         require_engine(engine)
         require_device(engine, self.draft.device)
         _refuse_wrong_words(self.draft)
+        return unknown
 
-    def _check_remote(self) -> None:
+    def _check_remote(self) -> str | None:
         assert self.remote is not None, "only checked with one"
-        for welcome in self.remote.check():
+        skipped = [
             refuse_other_sample(self.target, welcome.model, VocabSample(welcome.vocab_len, welcome.vocab_sample))
+            for welcome in self.remote.check()
+        ]
+        return next((f"the draft service answers, but {reason}" for reason in skipped if reason), None)
 
-    def _check_vocabulary(self) -> None:
+    def _check_vocabulary(self) -> str | None:
         assert self.draft is not None, "only checked with a draft"
-        refuse_other_vocabulary(self.target, self.draft.model)
+        return refuse_other_vocabulary(self.target, self.draft.model)
 
-    def _check_memory(self) -> None:
+    def _check_memory(self) -> str | None:
         """Weights must fit into memory. What vLLM and the draft take for their caches they find out by themselves."""
         free = memory.free_host_memory()
-        if not launch.runs_on_cpu() or free is None:
-            return
-        dtype = self.flags.value("--dtype") or self.arguments.get("dtype")
-        sizes = [(self.target, weight_bytes(self.target, dtype if isinstance(dtype, str) else None))]
-        if self.draft is not None and self.draft.device == "cpu":
-            sizes.append((self.draft.model, weight_bytes(self.draft.model)))
+        if not target_on_cpu():
+            return "memory was not checked: that of GPUs vLLM checks by itself"
+        if free is None:
+            return "memory was not checked: this system does not tell how much is free"
+        sizes = self._weight_sizes()
         if sum(size for _, size in sizes) > free:
-            parts = " and ".join(f"{size / _GB:.1f} GB for {model}" for model, size in sizes)
+            parts = " and ".join(f"{size / _GB:.1f} GB for {model}" for model, size in sizes if size)
             raise UsageError(
                 f"the weights need {parts}, and {free / _GB:.1f} GB of memory are free; use smaller models, or a "
                 "data type with fewer bytes"
             )
+        unknown = " and ".join(model for model, size in sizes if not size)
+        return f"memory was not checked: how large {unknown} will be is not known" if unknown else None
+
+    def _weight_sizes(self) -> list[tuple[str, int]]:
+        """The bytes of the weights of each model that takes host memory; 0 for one of which that is not known."""
+        dtype = self.flags.value("--dtype") or self.arguments.get("dtype")
+        sizes = [(self.target, weight_bytes(self.target, dtype if isinstance(dtype, str) else None))]
+        if self.draft is not None and self.draft.device == "cpu":
+            sizes.append((self.draft.model, weight_bytes(self.draft.model)))
+        return sizes
 
 
 def _refuse_wrong_words(options: DraftOptions) -> None:

@@ -8,6 +8,10 @@ from contextlib import contextmanager
 
 from specbranch.engines.protocol import EngineError
 
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# On PyPI torch comes with several gigabytes for CUDA.
+_MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
+
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
@@ -28,4 +32,5 @@ def require_extra(name: str, modules: tuple[str, ...]) -> None:
 def _missing(name: str, cause: str) -> EngineError:
     return EngineError(
         f"the {name} engine cannot import its libraries ({cause}); install them with: pip install 'specbranch[{name}]'"
+        + _MORE.get(name, "")
     )

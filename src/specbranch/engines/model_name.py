@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
@@ -19,13 +20,26 @@ _GGUF = b"GGUF"
 _CONFIGS = ("config.json", "params.json")
 
 
-def require_model(what: str, model: str) -> None:
-    """Raise `EngineError` if there is no such model. `what` names it in the message, such as TARGET."""
+@dataclass(frozen=True, slots=True)
+class HubAnswer:
+    """What the hub says of a model: why it cannot be had, or why that is not known. Neither means that it is there."""
+
+    refusal: str | None = None
+    unknown: str | None = None
+
+
+def require_model(what: str, model: str) -> str | None:
+    """Raise `EngineError` if there is no such model; return why that could not be found out, or None if it is there.
+
+    `what` names it in the messages, such as TARGET.
+    """
     path = local_model(model)
     if path is not None:
         _require_files(what, path)
-    elif "://" not in model:  # a store that vLLM reads by itself
-        _require_elsewhere(what, model)
+        return None
+    if "://" in model:
+        return f"{what}: {model} was not looked for, because vLLM reads such a store by itself"
+    return _require_elsewhere(what, model)
 
 
 def _require_files(what: str, path: Path) -> None:
@@ -40,8 +54,8 @@ def _require_files(what: str, path: Path) -> None:
             raise EngineError(f"{what} is {path}, which is no GGUF file; was its download interrupted?")
 
 
-def _require_elsewhere(what: str, model: str) -> None:
-    """A name that is not on this machine must be one on the hub."""
+def _require_elsewhere(what: str, model: str) -> str | None:
+    """A name that is not on this machine must be one on the hub; return why that could not be found out."""
     repository = model.partition(":")[0]
     if _is_path(model):
         path = Path(model).expanduser()
@@ -49,9 +63,10 @@ def _require_elsewhere(what: str, model: str) -> None:
     store = os.environ.get("SPECBRANCH_MODELS")
     hint = _near(model, Path(store)) if store else ""
     places = "it is no path here, not in $SPECBRANCH_MODELS" if store else "it is no path here"
-    cause = _hub_refusal(repository)
-    if cause is not None:
-        raise EngineError(f"{what}: no model is called {model!r}: {places}, and {cause}{hint}")
+    answer = ask_hub(repository)
+    if answer.refusal is not None:
+        raise EngineError(f"{what}: {model!r} was not found: {places}, and {answer.refusal}{hint}")
+    return answer.unknown and f"{what}: {model!r} was not looked for on the Hugging Face hub: {answer.unknown}"
 
 
 def _is_path(model: str) -> bool:
@@ -67,31 +82,33 @@ def _near(name: str, directory: Path) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _hub_refusal(repository: str) -> str | None:
-    """Why the Hugging Face hub does not give this model; None if it does or may."""
+def ask_hub(repository: str) -> HubAnswer:
+    """Ask the Hugging Face hub for a model. What was downloaded before needs no hub."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return HubAnswer(unknown="VLLM_USE_MODELSCOPE is set, so vLLM takes it from ModelScope")
     try:
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
     except ImportError:
-        return None
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return None
+        return HubAnswer(unknown="huggingface_hub is not installed")
 
-    def ask() -> str | None:
+    def ask() -> HubAnswer:
         try:
             if constants.HF_HUB_OFFLINE:
-                return "HF_HUB_OFFLINE forbids to look on the Hugging Face hub"
+                return HubAnswer("HF_HUB_OFFLINE forbids to look on the Hugging Face hub")
             HfApi().model_info(repository, timeout=_HUB_S)
         except GatedRepoError:
-            return "on the Hugging Face hub it needs permission: accept its terms there and run `hf auth login`"
+            return HubAnswer("on the Hugging Face hub it needs permission: accept its terms and run `hf auth login`")
         except (RepositoryNotFoundError, HFValidationError):
-            return "not on the Hugging Face hub either"
+            return HubAnswer("not on the Hugging Face hub either")
         except Exception as error:  # of the network, in the words of whichever library
-            is_gone = "Connect" in type(error).__name__ or isinstance(error, ConnectionError)
-            return f"the Hugging Face hub cannot be reached ({type(error).__name__})" if is_gone else None
-        return None
+            name = type(error).__name__
+            if "Connect" in name or isinstance(error, ConnectionError):
+                return HubAnswer(f"the Hugging Face hub cannot be reached ({name})")
+            return HubAnswer(unknown=f"the hub answered with an error ({name})")
+        return HubAnswer()
 
-    return None if _is_cached(constants.HF_HUB_CACHE, repository) else _within(_HUB_S, ask)
+    return HubAnswer() if _is_cached(constants.HF_HUB_CACHE, repository) else _within(_HUB_S, ask)
 
 
 def _is_cached(cache: str, repository: str) -> bool:
@@ -100,10 +117,10 @@ def _is_cached(cache: str, repository: str) -> bool:
     return snapshots.is_dir() and any(snapshots.iterdir())
 
 
-def _within(limit_s: float, ask: Callable[[], str | None]) -> str | None:
-    """What `ask` answers; None if it takes longer: a slow network is left to the libraries, which try again."""
-    answers: list[str | None] = []
+def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
+    """What `ask` answers; unknown if it takes longer: a slow network is left to the libraries, which try again."""
+    answers: list[HubAnswer] = []
     thread = Thread(target=lambda: answers.append(ask()), name="hub", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return answers[0] if answers else None
+    return answers[0] if answers else HubAnswer(unknown=f"the hub did not answer within {limit_s:g} s")

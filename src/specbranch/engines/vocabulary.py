@@ -61,25 +61,37 @@ class VocabSample:
     hashes: bytes = b""
 
 
-def refuse_other_vocabulary(target: str, draft: str) -> None:
-    """Raise `VocabularyError` if the draft's tokens are not the target's; silent where that cannot be told.
+def refuse_other_vocabulary(target: str, draft: str) -> str | None:
+    """Raise `VocabularyError` if the draft's tokens are not the target's; return why they were not compared, or None.
 
     Takes names as the engines do. Loads no model and downloads nothing.
     """
-    ours, theirs = read_vocabulary(target), read_vocabulary(draft)
-    if ours is None or theirs is None:
-        return
+    nothing = Vocabulary(None, None)
+    ours, theirs = read_vocabulary(target) or nothing, read_vocabulary(draft) or nothing
     flaw = difference(ours, theirs)
     if flaw is not None:
         raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
+    unread = [model for model, read in ((target, ours), (draft, theirs)) if read.tokens is None]
+    return _not_compared(unread, ours.size, theirs.size)
 
 
-def refuse_other_sample(target: str, draft: str, sample: VocabSample) -> None:
+def refuse_other_sample(target: str, draft: str, sample: VocabSample) -> str | None:
     """The same for a draft of which a sample is known, from a service that runs already."""
     ours = read_vocabulary(target)
-    flaw = sample_difference(VocabSample(ours.size, sampled(ours)), sample) if ours is not None else None
+    own = VocabSample(ours.size, sampled(ours)) if ours is not None else VocabSample(None)
+    flaw = sample_difference(own, sample)
     if flaw is not None:
         raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
+    unread = [model for model, hashes in ((target, own.hashes), (draft, sample.hashes)) if not hashes]
+    return _not_compared(unread, own.size, sample.size)
+
+
+def _not_compared(unread: list[str], target_size: int | None, draft_size: int | None) -> str | None:
+    """Say that tokens were not compared, because the `unread` models do not tell theirs; None if all do."""
+    if not unread:
+        return None
+    extent = " except by their sizes" if target_size and draft_size else ""
+    return f"the vocabularies were not compared{extent}: the tokens of {' and '.join(unread)} cannot be read here"
 
 
 def read_vocabulary(model: str) -> Vocabulary | None:

