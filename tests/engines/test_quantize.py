@@ -112,10 +112,13 @@ def test_the_config_says_what_vllm_must_know_and_keeps_the_rest(tmp_path: Path) 
 
 def test_shards_have_an_index_and_other_files_come_along(tmp_path: Path) -> None:
     source = write_dense(tmp_path / "dense", shard="8KB")
+    for file in source.glob("*.safetensors"):
+        file.chmod(0o644)
     (source / "model.bin").write_bytes(b"a second copy of the weights")
     out = quantized(source)
     places = json.loads((out / INDEX).read_text())["weight_map"]
 
+    assert {file.stat().st_mode & 0o777 for file in out.glob("*.safetensors")} == {0o644}
     assert places.keys() == tensors_of(out).keys() and len(set(places.values())) > 1
     assert all(name in load_file(out / file) for name, file in places.items())
     assert {file.name for file in source.iterdir()} - {file.name for file in out.iterdir()} == {"model.bin"}

@@ -65,6 +65,7 @@ def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
             report("quantizing files of weights", done, len(files))
             tensors = quantize_file(file, layers)
             save_file(tensors, part / file.name, metadata={"format": "pt"})
+            shutil.copymode(file, part / file.name)  # it makes files that nobody else can read
             places |= dict.fromkeys(tensors, file.name)
         _write_index(part, places, len(files))
         _copy_rest(source, part)
