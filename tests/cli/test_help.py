@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
-ORDER = ["serve", "generate", "plan", "check", "bench", "simulate", "timeline", "profile", "train", "draft", "keys"]
-ORDER += ["ping", "describe", "top", "drain"]
+ORDER = ["serve", "generate", "quantize", "plan", "check", "bench", "simulate", "timeline", "profile", "train"]
+ORDER += ["draft", "keys", "ping", "describe", "top", "drain"]
 GROUPS = {"bench": ["run", "show", "report"], "train": ["collect", "fit"]}
 COMMANDS = [[name] for name in ORDER if name not in GROUPS] + [
     [group, name] for group, names in GROUPS.items() for name in names

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from specbranch.bench.forecast import advise
+from specbranch.bench.forecast import TypeForecast, advise
 from specbranch.bench.pair_survey import PairOptions
 from specbranch.bench.survey import Survey
 from specbranch.cli import app
@@ -24,8 +25,16 @@ run = CliRunner().invoke
 
 def said(draft_s: dict[int, float], chosen: Sequence[str] = (), hooked_s: dict[int, float] | None = None) -> str:
     survey = Survey({1: 0.1, 2: 0.101}, 0.11, draft_s, TRACE, hooked_s or {})
-    advice = advise(survey, ["none", "pearl"], [1, 4])
-    return "\n".join(sentences(survey, advice, ["big one", "--draft", "d.gguf"], chosen))
+    return "\n".join(sentences([typed("auto", survey)], ["big one", "--draft", "d.gguf"], chosen))
+
+
+def typed(dtype: str, survey: Survey) -> TypeForecast:
+    return TypeForecast(dtype, survey, advise(survey, ["none", "pearl"], [1, 4]))
+
+
+# 16 bits read half as much, but where they are emulated each further token costs a whole step.
+EMULATED = Survey({1: 0.06, 2: 0.12, 8: 0.48}, 0.06, {1: 0.02, 2: 0.021}, TRACE)
+WIDE = Survey({1: 0.1, 2: 0.101, 8: 0.105}, 0.1, {1: 0.02, 2: 0.021}, TRACE)
 
 
 def test_it_says_whether_it_pays_and_with_what() -> None:
@@ -35,6 +44,28 @@ def test_it_says_whether_it_pays_and_with_what() -> None:
     assert "c (target step / draft step) is 5.5" in cheap
     assert "a second draft device" in cheap
     assert "it does not pay" in said({1: 0.2, 2: 0.3})
+
+
+def test_types_are_compared_by_tokens_per_second() -> None:
+    types = [typed("float32", WIDE), typed("bfloat16", EMULATED)]
+    lines = sentences(types, ["big", "--draft", "d"], ["--draft-dtype", "int8"])
+    text = "\n".join(lines)
+    gain = types[0].best_per_s / types[1].bare_per_s
+
+    assert "fastest without drafts: bfloat16, 16.7 tokens/s; fastest with drafts: float32" in text
+    assert types[0].best.speed > gain > 1.1
+    assert f"decode {gain:.2f} times as fast as vLLM alone in its fastest type" in text
+    assert lines[-1].endswith("--draft-dtype int8 --dtype float32")
+
+
+def test_drafts_that_only_beat_their_own_slow_type_do_not_pay() -> None:
+    fast = replace(WIDE, target_alone_s={1: 0.01, 2: 0.02}, target_beside_s=0.01, draft_s={1: 0.02, 2: 0.02})
+    types = [typed("float32", WIDE), typed("bfloat16", fast)]
+    lines = sentences(types, ["big", "--draft", "d"], [])
+
+    assert types[0].best.speed > 1.1
+    assert "it does not pay" in "\n".join(lines)
+    assert lines[-1] == "  specbranch serve big --bare --dtype bfloat16"
 
 
 def test_it_says_what_the_hook_costs_where_it_costs_something() -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from specbranch.bench.profile import fit_line
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
@@ -109,6 +111,52 @@ class Advice:
             "with_two_drafts": self.with_two_drafts,
             "with_shared_draft": self.with_shared_draft,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TypeForecast:
+    """What one data type of the target gives: its survey, the advice from it, and speeds that types share."""
+
+    dtype: str
+    survey: Survey
+    advice: Advice
+
+    @property
+    def best(self) -> Forecast:
+        """The fastest planner at the least concurrency."""
+        return self.advice.best_at(self.advice.concurrencies[0])
+
+    @property
+    def bare_per_s(self) -> float:
+        """Tokens that bare vLLM decodes in a second for one request, at the least concurrency."""
+        alone_s = self.survey.target_alone_s
+        sizes = sorted(alone_s)
+        return 1 / float(np.interp(self.advice.concurrencies[0], sizes, [alone_s[size] for size in sizes]))
+
+    @property
+    def best_per_s(self) -> float:
+        """The same with the fastest planner."""
+        return self.bare_per_s * self.best.speed
+
+    def as_json(self) -> dict[str, Any]:
+        """The speeds, and what was measured for them."""
+        return {
+            "dtype": self.dtype,
+            "bare_tokens_per_s": self.bare_per_s,
+            "tokens_per_s": self.best_per_s,
+            "planner": self.best.method.planner,
+            "survey": self.survey.as_json(),
+        }
+
+
+def fastest(types: Sequence[TypeForecast]) -> TypeForecast:
+    """The data type that is forecast to be fastest with drafts, in tokens per second."""
+    return max(types, key=lambda one: one.best_per_s)
+
+
+def fastest_bare(types: Sequence[TypeForecast]) -> TypeForecast:
+    """The data type that was fastest without drafts."""
+    return max(types, key=lambda one: one.bare_per_s)
 
 
 def terms_of(survey: Survey) -> Terms:

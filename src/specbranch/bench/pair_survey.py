@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.survey import Survey, take_survey, time_steps
+from specbranch.bench.survey import Survey, take_step_times, take_survey, time_steps
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import DraftEngine
@@ -21,6 +22,7 @@ from specbranch.plugins.vllm.target import TargetOptions
 
 _DRAFT_ROWS = (1, 2, 4, 8)
 _TARGET_BATCHES = (1, 2, 4, 8, 16)
+_TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: a line needs no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +69,43 @@ class PairOptions:
         return open_engine(self.draft_engine or engine_for(self.draft), options)
 
 
+def survey_types(options: PairOptions, dtypes: Sequence[str], tell: Callable[[str], None]) -> dict[str, Survey]:
+    """Survey a pair with its target in each data type, one after the other; `tell` hears the stages.
+
+    Answers and the draft's distributions are taken in the first type only: rounding hardly changes them.
+    """
+    first, *others = dtypes
+    surveys = {first: survey_pair(replace(options, dtype=first), tell)}
+    for dtype in others:
+        surveys[dtype] = _with_steps_of(surveys[first], replace(options, dtype=dtype), tell)
+    return surveys
+
+
+def _with_steps_of(survey: Survey, options: PairOptions, tell: Callable[[str], None]) -> Survey:
+    """Time the steps of these options' target; everything else is as in the survey."""
+    with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
+        tell(f"loading the target in {options.dtype}")
+        log = Path(directory) / "target.log"
+        with (
+            TargetProcess(options.target_options(), log, options.target_cores) as process,
+            _draft_of(options, tell) as engine,
+        ):
+            steps = take_step_times(process, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, tell)
+    return replace(survey, **steps._asdict())
+
+
 def survey_pair(options: PairOptions, tell: Callable[[str], None]) -> Survey:
     """Load both models, measure them, and unload them; `tell` hears the stages."""
     with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
-        tell("loading the target")
+        tell("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
         log = Path(directory) / "target.log"
-        with TargetProcess(options.target_options(), log, options.target_cores) as process:
-            survey = _survey_beside(process, options, tell)
+        with (
+            TargetProcess(options.target_options(), log, options.target_cores) as process,
+            _draft_of(options, tell) as engine,
+        ):
+            survey = take_survey(
+                process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, tell
+            )
         if not options.times_hook:
             return survey
         tell("loading the target with the hook")
@@ -81,8 +113,9 @@ def survey_pair(options: PairOptions, tell: Callable[[str], None]) -> Survey:
             return replace(survey, hooked_s=time_steps(process, options.messages, _TARGET_BATCHES, tell))
 
 
-def _survey_beside(process: TargetProcess, options: PairOptions, tell: Callable[[str], None]) -> Survey:
-    """Measure the target, and the draft in this process."""
+@contextmanager
+def _draft_of(options: PairOptions, tell: Callable[[str], None]) -> Iterator[DraftEngine]:
+    """Load the draft in this process, on its cores, which are the process's for as long."""
     before = os.sched_getaffinity(0)
     tell("loading the draft")
     try:
@@ -90,9 +123,7 @@ def _survey_beside(process: TargetProcess, options: PairOptions, tell: Callable[
             os.sched_setaffinity(0, options.draft_cores)
         engine = options.open_draft(tell)
         try:
-            return take_survey(
-                process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, tell
-            )
+            yield engine
         finally:
             engine.shutdown()
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbranch.bench.profile import measure
 from specbranch.core.distribution import Distribution
@@ -45,6 +45,14 @@ _CONTEXT_LEN = 192
 
 Tell = Callable[[str], None]
 _Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's answer
+
+
+class StepTimes(NamedTuple):
+    """Step times in seconds, as in a survey."""
+
+    target_alone_s: Mapping[int, float]
+    target_beside_s: float
+    draft_s: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,25 @@ def take_survey(
     tell: Tell,
 ) -> Survey:
     """Measure a target in its process and a draft engine in this process."""
+    steps = take_step_times(target, engine, messages, sizes, rows, tell)
+    pairs: list[_Pair] = []
+    for start in range(0, len(messages), max(sizes)):
+        tell(f"answers, {start} of {len(messages)}")
+        group = messages[start : start + max(sizes)]
+        decoded = _ask(target, group, answer_len, goes_on=False)
+        pairs += [(one.prompt, one.tokens) for one in decoded]
+    return Survey(*steps, record_distributions(engine, pairs, tell))
+
+
+def take_step_times(
+    target: TargetProcess,
+    engine: DraftEngine,
+    messages: Sequence[str],
+    sizes: Sequence[int],
+    rows: Sequence[int],
+    tell: Tell,
+) -> StepTimes:
+    """Time the steps of both, alone and together; no answer is kept."""
     alone_s: dict[int, list[float]] = {size: [] for size in sizes}
     _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     # The times alone are taken on both sides of the time together: a machine that drifts hits both.
@@ -94,14 +121,7 @@ def take_survey(
     for size in sizes:
         tell(f"target, {size} at once, again")
         alone_s[size] += _steps_s(target, messages, size)
-    pairs: list[_Pair] = []
-    for start in range(0, len(messages), max(sizes)):
-        tell(f"answers, {start} of {len(messages)}")
-        group = messages[start : start + max(sizes)]
-        decoded = _ask(target, group, answer_len, goes_on=False)
-        pairs += [(one.prompt, one.tokens) for one in decoded]
-    medians_s = {size: median(times_s) for size, times_s in alone_s.items()}
-    return Survey(medians_s, beside_s, draft_s, record_distributions(engine, pairs, tell))
+    return StepTimes({size: median(times_s) for size, times_s in alone_s.items()}, beside_s, draft_s)
 
 
 def time_steps(target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], tell: Tell) -> dict[int, float]:

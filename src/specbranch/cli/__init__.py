@@ -18,6 +18,7 @@ from specbranch.cli.options import FLAGS_GO_THROUGH, Command, example
 from specbranch.cli.ping import ping
 from specbranch.cli.plan import plan
 from specbranch.cli.profile import profile
+from specbranch.cli.quantize import quantize
 from specbranch.cli.serve import serve
 from specbranch.cli.simulate import simulate
 from specbranch.cli.timeline import timeline
@@ -58,6 +59,7 @@ def main(
 for command, panel, line in (
     (serve, _USE, "specbranch serve TARGET --draft DRAFT --port 8000"),
     (generate, _USE, 'specbranch generate TARGET --draft DRAFT --prompt "Hello" --compare'),
+    (quantize, _USE, "specbranch quantize TARGET ./target-int8"),
     (plan, _JUDGE, "specbranch plan TARGET --draft DRAFT --prompts mine.jsonl"),
     (check, _JUDGE, "specbranch check TARGET --draft DRAFT --quick"),
     (simulate, _STUDY, "specbranch simulate --acceptance 0.8 --c 6 --planners sps,pearl,budget"),

@@ -50,6 +50,7 @@ from specbranch.cli.options import (
 from specbranch.cli.painter import Painter
 from specbranch.cli.pair import Pair, PairOptions
 from specbranch.cli.screen import Screen
+from specbranch.cli.target_type import slow_type_here
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
@@ -136,6 +137,8 @@ def generate(
             raise UsageError("a chat takes none of --prompt, --raw, --json and --compare")
         _check(options, compare)
         warn(device.warning)
+        if options.is_drafting:
+            warn(slow_type_here(target, options.arguments["dtype"]))
         messages = [] if is_chat else _messages(system, sys.stdin.read() if prompt is None else prompt)
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         document: dict[str, Any] = {}

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.bench.forecast import Advice, Forecast, advise
-from specbranch.bench.pair_survey import PairOptions, survey_pair
+from specbranch.bench.forecast import Advice, Forecast, TypeForecast, advise, fastest, fastest_bare
+from specbranch.bench.pair_survey import PairOptions, survey_types
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.survey import MESSAGES, Survey
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, warn
@@ -35,6 +35,7 @@ from specbranch.cli.options import (
 )
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
+from specbranch.cli.target_type import slow_type_here, types_here
 from specbranch.cli.values import numbers
 from specbranch.core.planners import planner_names
 from specbranch.errors import SpecBranchError
@@ -84,7 +85,8 @@ def plan(
     """Measure a pair of models for some minutes, and say whether drafting is worth it.
 
     It times both models, replays real answers in the simulator with every planner,
-    and ends with the command to run. All other flags go to vLLM.
+    and ends with the command to run. On a CPU it times the target in every
+    data type that fits, unless --dtype names one. All other flags go to vLLM.
     """
     with friendly_errors(SpecBranchError, OSError):
         for name, path in (("--out", out), ("--record", record)):
@@ -112,21 +114,26 @@ def plan(
         arguments = options.target_options().arguments
         Preflight(target=target, draft=how, arguments=arguments, target_cores=cores.target).run()
         warn(device.warning)
+        warn(slow_type_here(target, arguments["dtype"]))
         with Progress() as progress:
-            survey = survey_pair(options, progress.show)
+            surveys = survey_types(options, types_here(target, draft, dtype), progress.show)
             progress.show("simulating every planner")
-            advice = advise(survey, list(planner_names()), at_once)
+            planners = list(planner_names())
+            types = [TypeForecast(kind, survey, advise(survey, planners, at_once)) for kind, survey in surveys.items()]
         chosen = _chosen_flags(options, draft_device, target_cores, draft_cores, given)
-        _print(console_for(as_json), survey, advice, [target, "--draft", draft], chosen)
+        _print(console_for(as_json), types, [target, "--draft", draft], chosen)
+        best = fastest(types)
         document = {
             "target": target,
             "draft": draft,
-            "survey": survey.as_json(),
-            **advice.as_json(),
+            "dtype": best.dtype,
+            "survey": best.survey.as_json(),
+            **best.advice.as_json(),
+            "types": [one.as_json() for one in types],
             "provenance": provenance(),
         }
         if record is not None:
-            write_trace(record, survey.trace)
+            write_trace(record, best.survey.trace)
         if out is not None:
             out.write_text(json.dumps(document, indent=1) + "\n")
         if as_json:
@@ -149,8 +156,9 @@ def _chosen_flags(
     return words + flags_of(vllm)
 
 
-def _print(console: Console, survey: Survey, advice: Advice, pair: Sequence[str], chosen: Sequence[str]) -> None:
-    shown = Table(title="forecast: decoding speed relative to vLLM alone", box=None, padding=(0, 2, 0, 0))
+def _print(console: Console, types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> None:
+    advice, kind = fastest(types).advice, f" in {fastest(types).dtype}" if len(types) > 1 else ""
+    shown = Table(title=f"forecast: decoding speed relative to vLLM alone{kind}", box=None, padding=(0, 2, 0, 0))
     shown.add_column("planner")
     for concurrency in advice.concurrencies:
         shown.add_column("1 request" if concurrency == 1 else f"{concurrency} requests", justify="right")
@@ -158,31 +166,34 @@ def _print(console: Console, survey: Survey, advice: Advice, pair: Sequence[str]
         speeds = [one.speed for one in advice.forecasts if one.method.planner == planner]
         shown.add_row(planner, *(f"{speed:.2f}x" for speed in speeds))
     console.print(shown)
-    for line in sentences(survey, advice, pair, chosen):
+    for line in sentences(types, pair, chosen):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def sentences(survey: Survey, advice: Advice, pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """What was measured and what to do; the last line is a command to copy."""
-    best = advice.best_at(advice.concurrencies[0])
-    if best.speed < 1 + LEAST_GAIN:
-        bare = shlex.join(["specbranch", "serve", pair[0], "--bare", *_without_draft(chosen)])
+def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """What was measured and what to do; the last line is a command to copy. `chosen` names no type if several are."""
+    with_drafts, without = fastest(types), fastest_bare(types)
+    advice, best = with_drafts.advice, with_drafts.best
+    gain = with_drafts.best_per_s / without.bare_per_s
+    measured = [*_measured(with_drafts.survey, advice), *_type_lines(types)]
+    if gain < 1 + LEAST_GAIN:
+        bare = ["specbranch", "serve", pair[0], "--bare", *_without_draft(chosen), *_type_flag(types, without)]
         return [
-            *_measured(survey, advice),
+            *measured,
             f"it does not pay: no planner is forecast to be {LEAST_GAIN:.0%} faster than vLLM alone",
             "to serve without a draft:",
-            f"  {bare}",
+            f"  {shlex.join(bare)}",
         ]
     return [
-        *_measured(survey, advice),
-        f"it pays: {best.method.planner} is forecast to decode {best.speed:.2f} times as fast as vLLM alone, at "
-        f"{_requests(best.concurrency)}{_rivals(advice, best)}",
+        *measured,
+        f"it pays: {best.method.planner} is forecast to decode {gain:.2f} times as fast as vLLM alone"
+        f"{' in its fastest type' if len(types) > 1 else ''}, at {_requests(best.concurrency)}{_rivals(advice, best)}",
         _limit(advice),
         "this makes each answer faster; for throughput alone, a second vLLM on a second device gives up to 2 times",
         _devices(advice, best),
         _ERRORS,
         "to serve with it:",
-        f"  {serve_command(best, pair, chosen)}",
+        f"  {serve_command(best, pair, [*chosen, *_type_flag(types, with_drafts)])}",
     ]
 
 
@@ -208,6 +219,23 @@ def _measured(survey: Survey, advice: Advice) -> list[str]:
         f"positions, and among its top 3 at {trace.match_share(3):.0%}",
         *([overhead] if survey.hooked_s else []),
     ]
+
+
+def _type_lines(types: Sequence[TypeForecast]) -> list[str]:
+    """Speeds in every data type of the target, if there are several, and the fastest."""
+    if len(types) == 1:
+        return []
+    speeds = "; ".join(f"{one.dtype} {one.bare_per_s:.1f} and {one.best_per_s:.1f}" for one in types)
+    bare, best = fastest_bare(types), fastest(types)
+    return [
+        f"tokens/s of {_requests(best.best.concurrency)} by data type of the target, without drafts and with: {speeds}",
+        f"fastest without drafts: {bare.dtype}, {bare.bare_per_s:.1f} tokens/s; fastest with drafts: {best.dtype}, "
+        f"{best.best_per_s:.1f} tokens/s; what follows is about {best.dtype}",
+    ]
+
+
+def _type_flag(types: Sequence[TypeForecast], one: TypeForecast) -> list[str]:
+    return ["--dtype", one.dtype] if len(types) > 1 else []
 
 
 def _rivals(advice: Advice, best: Forecast) -> str:

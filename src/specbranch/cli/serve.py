@@ -42,6 +42,7 @@ from specbranch.cli.placement import Cores
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.cli.remote import RemoteDraft
+from specbranch.cli.target_type import slow_type_here
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.engines.options import found_model
@@ -183,6 +184,8 @@ def serve(
         )
         plan.check()
         warn(device.warning)
+        if plan.is_drafting:
+            warn(slow_type_here(target, flags.value("--dtype")))
         code = _run(plan, console_for(False))
     raise typer.Exit(code)
 

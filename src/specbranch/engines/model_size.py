@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from specbranch.engines.model_config import read_config
 from specbranch.engines.options import local_model
 
 _BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
@@ -19,7 +21,7 @@ def weight_bytes(model: str, dtype: str | None = None) -> int:
     if path.is_file():
         return path.stat().st_size
     files = next((found for kind in _KINDS if (found := _files(path, kind))), [])
-    return int(sum(file.stat().st_size for file in files) * _growth(path / "config.json", dtype))
+    return int(sum(file.stat().st_size for file in files) * _growth(read_config(model) or {}, dtype))
 
 
 def _files(path: Path, kind: str) -> list[Path]:
@@ -28,12 +30,8 @@ def _files(path: Path, kind: str) -> list[Path]:
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
-def _growth(config: Path, dtype: str | None) -> float:
-    """How much larger weights are in `dtype` than in the files."""
-    try:
-        table = json.loads(config.read_text())
-    except (OSError, ValueError):
-        return 1.0
+def _growth(table: Mapping[str, Any], dtype: str | None) -> float:
+    """How much larger weights are in `dtype` than in the files; quantized ones keep their type."""
     own = _BYTES.get(str(table.get("dtype") or table.get("torch_dtype")).removeprefix("torch."))
     asked = _BYTES.get((dtype or "").removeprefix("torch."))
     return asked / own if own and asked and "quantization_config" not in table else 1.0

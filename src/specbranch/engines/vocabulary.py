@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Meta
 
 from specbranch.engines import gguf
+from specbranch.engines.model_config import cached_file
 from specbranch.engines.options import local_model
 from specbranch.engines.protocol import EngineError
 from specbranch.errors import SpecBranchError
@@ -210,20 +211,9 @@ def _from_gguf(path: Path) -> Vocabulary | None:
 def _from_hub_cache(model: str) -> Vocabulary | None:
     repo, _, name = model.partition(":")
     if name:
-        path = _cached(repo, name)
+        path = cached_file(repo, name)
         return _from_gguf(path) if path and name.endswith(".gguf") else None
-    return _from_directory(_cached(repo, "tokenizer.json"), _cached(repo, "config.json"))
-
-
-def _cached(repo: str, name: str) -> Path | None:
-    """A file of a hub's repository, if it has been downloaded before."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(repo, name)
-    except (ImportError, ValueError):  # not installed, or no name of a repository
-        return None
-    return Path(found) if isinstance(found, str) else None
+    return _from_directory(cached_file(repo, "tokenizer.json"), cached_file(repo, "config.json"))
 
 
 J = TypeVar("J")

@@ -1,0 +1,39 @@
+"""`specbranch quantize`: an int8 target from a dense one, for CPUs that emulate bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specbranch.cli.console import UsageError, friendly_errors
+from specbranch.cli.options import Target
+from specbranch.cli.progress import Progress
+from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.options import local_model
+from specbranch.errors import SpecBranchError
+
+
+def quantize(
+    target: Target,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.", show_default=False)],
+) -> None:
+    """Write a target with 8-bit weights (W8A8), output layer included.
+
+    On a CPU without AMX, verifying several tokens then costs little more than one.
+    Weights are rounded to the nearest integer; answers change slightly.
+    """
+    with friendly_errors(SpecBranchError, OSError):
+        source = local_model(target)
+        if source is None or not source.is_dir():
+            raise UsageError(
+                f"{target} is not a directory on this machine; download a model of the hub first: "
+                f"hf download {target} --local-dir DIR"
+            )
+        from specbranch.engines.quantize import quantize_checkpoint
+
+        with Progress() as progress:
+            quantize_checkpoint(source, out, progress.show)
+        before, after = weight_bytes(str(source)), weight_bytes(str(out))
+        typer.echo(f"{out}: {after / 1e9:.2f} GB of weights, from {before / 1e9:.2f} GB")

@@ -1,0 +1,199 @@
+"""Write a dense checkpoint again as W8A8: 8-bit weights for vLLM's int8 kernels, which quantize activations themselves.
+
+Weights are rounded to the nearest integer, symmetric, with one scale for each output channel; no data is needed. The
+output layer is quantized too: where a CPU emulates bfloat16 it is what makes verification of several tokens expensive.
+The format is `int-quantized` of compressed-tensors. One file of weights is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbranch.engines.extras import extra
+from specbranch.errors import SpecBranchError
+
+with extra("torch"):
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+MAX_INT8 = 127
+_MIN_PEAK = 1e-8  # of the weights that a scale is computed from, so that no scale is zero
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # not copied
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs of mixtures count them
+_INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
+
+Report = Callable[[str, int | None, int | None], None]
+
+
+class QuantizeError(SpecBranchError, ValueError):
+    """A checkpoint that cannot be quantized; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Where a model's matrices are, by the names of its weights."""
+
+    linears: frozenset[str]
+    input_embedding: str
+    is_tied: bool  # the output layer has the weights of the input embedding
+
+    OUTPUT = "lm_head.weight"
+
+
+def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
+    """Write the dense checkpoint `source` to the new directory `out` with 8-bit weights; leave nothing if it fails."""
+    config, files = _read(source)
+    layers = find_layers(source)
+    _check_names(layers, files, source)
+    if out.exists():
+        raise QuantizeError(f"{out} exists; name a directory that does not exist yet")
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        places: dict[str, str] = {}
+        for done, file in enumerate(files):
+            report("quantizing files of weights", done, len(files))
+            tensors = quantize_file(file, layers)
+            save_file(tensors, part / file.name, metadata={"format": "pt"})
+            shutil.copymode(file, part / file.name)  # it makes files that nobody else can read
+            places |= dict.fromkeys(tensors, file.name)
+        _write_index(part, places, len(files))
+        _copy_rest(source, part)
+        changed = {**config, "tie_word_embeddings": False, "quantization_config": quantization_config()}
+        (part / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    report("quantizing files of weights", len(files), len(files))
+
+
+def quantization_config() -> dict[str, Any]:
+    """Return what vLLM reads: all linear layers and the output layer; scales by channel, and by token as they come."""
+    group = {
+        "targets": ["Linear", "re:.*lm_head"],
+        "weights": {**_INTEGERS, "strategy": "channel", "dynamic": False},
+        "input_activations": {**_INTEGERS, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+        "kv_cache_scheme": None,
+    }
+
+
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round weights [outputs, inputs] to 8-bit integers; also return the scale of each output, [outputs, 1]."""
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_PEAK).div_(MAX_INT8)
+    return (weight / scales).round_().to(torch.int8), scales
+
+
+def quantize_file(file: Path, layers: Layers) -> dict[str, torch.Tensor]:
+    """Return the tensors of one file: linear layers as integers and scales, all others as they are."""
+    tensors: dict[str, torch.Tensor] = {}
+    with safe_open(file, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118  # it is no dictionary
+            tensor = weights.get_tensor(name)
+            if name == layers.input_embedding:
+                tensors[name] = tensor
+                if layers.is_tied:
+                    _add_linear(tensors, Layers.OUTPUT, tensor)
+            elif name in layers.linears and not (layers.is_tied and name == Layers.OUTPUT):
+                _add_linear(tensors, name, tensor)
+            elif name != Layers.OUTPUT:
+                tensors[name] = tensor
+    return tensors
+
+
+def find_layers(source: Path) -> Layers:
+    """Find the linear layers of a model by building it without weights; refuse one with matrices of other kinds."""
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise QuantizeError(f"Transformers does not know the model of {source}: {_first_line(error)}") from error
+    if config.get_text_config() is not config:
+        raise QuantizeError(f"{source} is a model for more than text; only language models can be quantized here")
+    for count in _EXPERTS:
+        if getattr(config, count, None):
+            raise QuantizeError(f"{source} is a mixture of experts, which cannot be quantized here; use llm-compressor")
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    linears = {names[id(module)] for module in model.modules() if type(module) is nn.Linear}
+    if Layers.OUTPUT not in linears:
+        raise QuantizeError(f"the output layer of {source} is not a linear layer called lm_head; use llm-compressor")
+    embedding = names[id(model.get_input_embeddings())]
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and name not in linears and name != embedding:
+            raise QuantizeError(
+                f"{name} of {source} is neither a linear layer nor the input embedding, so it cannot be quantized "
+                "here; use llm-compressor"
+            )
+    return Layers(frozenset(linears), embedding, bool(config.tie_word_embeddings))
+
+
+def _read(source: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Return the config and the files of weights; refuse a directory without them, or with quantized weights."""
+    try:
+        config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise QuantizeError(
+            f"{source} has no config.json that can be read ({error}); give the directory of a Transformers model"
+        ) from error
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "an unknown method")
+        raise QuantizeError(
+            f"{source} is quantized already ({method}); give the dense checkpoint that it was made from"
+        )
+    files = sorted(file for file in source.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if not files:
+        raise QuantizeError(f"{source} has no weights in safetensors; give a checkpoint that has them")
+    return config, files
+
+
+def _check_names(layers: Layers, files: list[Path], source: Path) -> None:
+    """Refuse files whose names are not those of the model: weights would be left dense without notice."""
+    held: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            held.update(weights.keys())
+    needed = {*layers.linears, layers.input_embedding} - ({Layers.OUTPUT} if layers.is_tied else set())
+    lacking = sorted(needed - held)
+    if lacking:
+        raise QuantizeError(
+            f"the files of {source} hold no {lacking[0]}, which the model has ({len(lacking)} such names); use "
+            "llm-compressor, or save the model again with `save_pretrained` of Transformers"
+        )
+
+
+def _add_linear(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> None:
+    tensors[name], tensors[f"{name}_scale"] = quantize_weight(weight)
+
+
+def _write_index(out: Path, places: dict[str, str], num_files: int) -> None:
+    if num_files > 1:
+        (out / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2) + "\n")
+
+
+def _copy_rest(source: Path, out: Path) -> None:
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHTS):
+            shutil.copy(file, out)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
