@@ -10,9 +10,12 @@ import typer
 from specbranch.cli.console import UsageError, friendly_errors
 from specbranch.cli.options import Target
 from specbranch.cli.progress import Progress
+from specbranch.engines.model_name import require_model
 from specbranch.engines.model_size import weight_bytes
 from specbranch.engines.options import local_model
 from specbranch.errors import SpecBranchError
+
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # weights, configuration, tokenizer
 
 
 def quantize(
@@ -25,15 +28,28 @@ def quantize(
     Weights are rounded to the nearest integer; answers change slightly.
     """
     with friendly_errors(SpecBranchError, OSError):
-        source = local_model(target)
-        if source is None or not source.is_dir():
-            raise UsageError(
-                f"{target} is not a directory on this machine; download a model of the hub first: "
-                f"hf download {target} --local-dir DIR"
-            )
+        require_model("TARGET", target)
+        if out.exists():
+            raise UsageError(f"{out} exists; name a directory that does not exist yet")
         from specbranch.engines.quantize import quantize_checkpoint
 
         with Progress() as progress:
+            source = _directory(target, progress)
             quantize_checkpoint(source, out, progress.show)
         before, after = weight_bytes(str(source)), weight_bytes(str(out))
         typer.echo(f"{out}: {after / 1e9:.2f} GB of weights, from {before / 1e9:.2f} GB")
+
+
+def _directory(target: str, progress: Progress) -> Path:
+    """Return the directory of a model, after its download from the Hugging Face hub if it is not on this machine."""
+    found = local_model(target)
+    if found is None:
+        from huggingface_hub import snapshot_download
+
+        progress.show(f"downloading {target}")
+        return Path(snapshot_download(target, allow_patterns=_FILES))
+    if not found.is_dir():
+        raise UsageError(
+            f"{target} is a file; name a directory with config.json and *.safetensors, or a model on the hub"
+        )
+    return found
