@@ -14,7 +14,10 @@ transformers = pytest.importorskip("transformers", reason="quantizing needs Tran
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from specbranch.engines.model_size import weight_bytes  # noqa: E402
+from specbranch.engines.options import EngineOptions  # noqa: E402
+from specbranch.engines.protocol import EngineError  # noqa: E402
 from specbranch.engines.quantize import MAX_INT8, QuantizeError, quantize_checkpoint, quantize_weight  # noqa: E402
+from specbranch.engines.registry import open_engine  # noqa: E402
 from specbranch.engines.vocabulary import refuse_other_vocabulary  # noqa: E402
 
 SHAPE = {
@@ -141,6 +144,14 @@ def test_the_vocabulary_is_still_compared(tmp_path: Path) -> None:
     (out / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0, "a": 1}}}))
     with pytest.raises(ValueError, match="cannot draft for"):
         refuse_other_vocabulary(str(out), str(source))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8", "bfloat16"])
+def test_the_torch_engine_wants_the_dense_checkpoint_as_its_draft(tmp_path: Path, dtype: str) -> None:
+    out = quantized(write_dense(tmp_path / "dense"))
+
+    with pytest.raises(EngineError, match=r"quantized already \(compressed-tensors\).*give the dense checkpoint"):
+        open_engine("torch", EngineOptions(model=str(out), dtype=dtype))
 
 
 def test_a_checkpoint_in_8_bits_is_not_quantized_again(tmp_path: Path) -> None:

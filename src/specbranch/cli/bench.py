@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.bench.report import SAME, load_table, lost_lines, write_report
+from specbranch.bench.requirements import check_methods
 from specbranch.bench.results import ResultError, Results, drop_unfinished, read_results
 from specbranch.bench.runner import run_scenario
 from specbranch.bench.scenario import BARE, Scenario, read_scenario
@@ -66,6 +67,7 @@ def run(
             raise FileExistsError(errno.EEXIST, "File exists", str(out))
         chosen.check()
         preflight(chosen).run()
+        check_methods(chosen)
         with out.open("a" if resume else "x") as sink, Progress() as progress:
             progress.show("starting engines")
             measure = run_scenario if chosen.served is None else run_load

@@ -9,6 +9,7 @@ from typing import Any
 
 from specbranch.engines.extras import extra
 from specbranch.engines.heads import read_heads
+from specbranch.engines.model_config import read_config
 from specbranch.engines.options import DTYPES, EngineOptions, local_model
 from specbranch.engines.pretrained import load_model
 from specbranch.engines.protocol import EngineError
@@ -40,6 +41,7 @@ class Loaded:
 def load(options: EngineOptions) -> Loaded:
     """The model of the options, with our attention in its layers."""
     _require_dtype(options)
+    _require_dense(options)
     heads = read_heads(Path(options.heads)) if options.heads else None
     source, arguments = _source(options.model)
     is_here = local_model(options.model) is not None
@@ -103,6 +105,16 @@ def _require_dtype(options: EngineOptions) -> None:
         raise EngineError(
             f"this build of torch has no kernels for dtype {options.dtype}; give auto or bfloat16, or use the "
             "llamacpp engine with a GGUF file"
+        )
+
+
+def _require_dense(options: EngineOptions) -> None:
+    """Refuse quantized weights where they would be converted: integers without their scales mean nothing."""
+    section = (read_config(options.model) or {}).get("quantization_config")
+    if section and (options.device == "cpu" or options.dtype != "auto"):
+        raise EngineError(
+            f"{options.model} is quantized already ({section.get('quant_method', 'by an unknown method')}), and the "
+            "torch engine quantizes dense weights itself; give the dense checkpoint that it was made from"
         )
 
 

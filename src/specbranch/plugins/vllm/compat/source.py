@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,8 @@ from pathlib import Path
 _ENGINE = "engine/arg_utils.py"
 _FRONTENDS = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")  # the second up to 0.28
 _CLASSES = ("EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
+_SPECULATION = ("config/speculative.py", "SpeculativeConfig")
+_METHODS = "SpeculativeMethod"
 _LLM = ("entrypoints/llm.py", "LLM")
 _FEW = 100  # a source with fewer fields than this is laid out in a way that we do not know
 _NUMBERS = {"int", "float", "None"}
@@ -32,13 +34,37 @@ class KnownArguments:
     numbers: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class KnownSpeculation:
+    """What vLLM takes as a `speculative_config`: the names of its methods, and all keys."""
+
+    methods: frozenset[str]
+    keys: frozenset[str]
+
+
 @cache
 def known_arguments() -> KnownArguments | None:
     """What the installed vLLM takes; None if that cannot be told."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    package = _package()
+    return read_arguments(package) if package is not None else None
+
+
+@cache
+def known_speculation() -> KnownSpeculation | None:
+    """What the installed vLLM takes as a `speculative_config`; None if that cannot be told."""
+    package = _package()
+    return read_speculation(package) if package is not None else None
+
+
+def read_speculation(package: Path) -> KnownSpeculation | None:
+    """What the vLLM in this directory takes as a `speculative_config`; None if its source is laid out otherwise."""
+    tree = _tree(package / _SPECULATION[0])
+    if tree is None:
         return None
-    return read_arguments(Path(next(iter(spec.submodule_search_locations))))
+    literals = dict(_literals(tree))
+    methods = frozenset(_strings(literals.get(_METHODS), literals))
+    keys = frozenset(name for name, _ in _fields(tree, _SPECULATION[1:]))
+    return KnownSpeculation(methods, keys) if methods and {"method", "model"} <= keys else None
 
 
 def read_arguments(package: Path) -> KnownArguments | None:
@@ -55,6 +81,30 @@ def read_arguments(package: Path) -> KnownArguments | None:
         frozenset(own | set(fields)),
         frozenset(name for name, kind in fields.items() if _is_number(kind)),
     )
+
+
+def _package() -> Path | None:
+    """Where the installed vLLM is."""
+    spec = importlib.util.find_spec("vllm")
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def _literals(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """What `Literal[...]` holds, for each name that one is assigned to."""
+    for line in tree.body:
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Subscript):
+            for name in line.targets:
+                if isinstance(name, ast.Name):
+                    yield name.id, line.value.slice
+
+
+def _strings(held: ast.expr | None, literals: Mapping[str, ast.expr]) -> Iterator[str]:
+    """All strings of a literal, and of those that it names."""
+    for part in ast.walk(held) if held is not None else ():
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+        elif isinstance(part, ast.Name):
+            yield from _strings(literals.get(part.id), literals)
 
 
 def _tree(path: Path) -> ast.Module | None:
