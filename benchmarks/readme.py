@@ -37,7 +37,12 @@ def main() -> None:
             link.symlink_to(path.resolve())
         environment = {**os.environ, "SPECBRANCH_MODELS": directory}
         done = subprocess.run(
-            [sys.executable, "-m", *words, "--json"], capture_output=True, text=True, check=True, cwd=directory, env=environment
+            [sys.executable, "-m", *words, "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=directory,
+            env=environment,
         )
     lines = [line for line in done.stderr.splitlines() if "tokens/s" in line]
     print(*lines, sep="\n")

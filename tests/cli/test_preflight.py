@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
-import time
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from specbranch.service.process import DraftOptions
 from tests.service.harness import free_port
 
 COMMANDS = ("serve", "generate", "plan", "check", "bench")
-LIMIT_S = 5.0
 KNOWN = KnownArguments(
     frozenset({"--max-model-len", "--dtype", "--port", "-pp", "--pipeline-parallel-size"}),
     frozenset(
@@ -82,16 +81,17 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.util.find_spec
     ours = ("torch", "transformers", "llama_cpp")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: name if name in ours else installed(name))
+    for library in (*ours, "vllm"):
+        monkeypatch.setitem(sys.modules, library, None)  # to import it is an error
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a command on a pair and return its last line; nothing may load, and it must be quick."""
+    """Run a command on a pair and return its last line; no library that runs models may be loaded, which takes long."""
 
     def go(command: str, target: str = "big", draft: str = "small", **options: Any) -> str:
         flags: dict[str, str] = options.get("vllm", {})
         pairs = list(options.get("draft_arg", {}).items())
-        begin_s = time.monotonic()
         if command == "bench":
             text = SCENARIO.format(
                 target=json.dumps(target),
@@ -111,7 +111,6 @@ def run(tmp_path: Path) -> Run:
                 name = key.replace("_", "-")
                 words += [f"--{name}", str(value)] if command == "serve" else ["--vllm-arg", f"{key}={value}"]
         done = CliRunner().invoke(app, words)
-        assert time.monotonic() - begin_s < LIMIT_S
         assert done.exit_code == 2, done.output
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         return line

@@ -37,7 +37,8 @@ from specbranch.service.endpoint import make_keys
 from specbranch.service.wire import Overview
 from specbranch.version import __version__
 from tests.cli.test_remote import keys_in
-from tests.service.harness import PATIENCE_S, ROOT, Walk, free_port, scripted_service, tcp_service
+from tests.service.harness import PATIENCE_S, Walk, be_patient, free_port, scripted_service, tcp_service, wait_for
+from tests.service.nursery import ROOT
 from tests.service.rogue import rogue
 
 EARLIER = Reading(
@@ -282,9 +283,11 @@ def decode(address: str, steps: int = 20, namespace: bytes | None = None) -> Non
         walk = Walk(client, [1, 2, 3])
         for _ in range(steps):
             walk.step()
+        client.hello(PATIENCE_S)  # answered in order, so the last step has come
 
 
-def test_a_service_that_runs_is_reached_described_and_read(tmp_path: Path) -> None:
+def test_a_service_that_runs_is_reached_described_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     with scripted_service(tmp_path) as service:
         decode(service.address)
         pinged, as_words = run("ping", service.address, "--json"), run("ping", service.address)
@@ -292,7 +295,7 @@ def test_a_service_that_runs_is_reached_described_and_read(tmp_path: Path) -> No
         read, shown = run("top", service.address, "--once", "--json"), run("top", service.address, "--once")
 
     assert [done.exit_code for done in (pinged, as_words, described, as_screen, read, shown)] == [0] * 6
-    assert 0 < document(pinged).pop("round_trip_ms") < 1000 * PATIENCE_S
+    assert document(pinged).pop("round_trip_ms") > 0
     assert {**document(pinged), "round_trip_ms": 0} == {
         "address": service.address,
         "answers": True,
@@ -334,16 +337,24 @@ def test_addresses_and_keys_that_cannot_be_right_are_code_two(tmp_path: Path) ->
     assert done.exit_code == 2 and "--keys belongs to a draft service" in done.stderr
 
 
-def test_over_tcp_the_right_keys_are_let_in_and_others_are_told(tmp_path: Path) -> None:
+def test_over_tcp_the_right_keys_are_let_in_and_others_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_keys(tmp_path / "theirs")
     with tcp_service(keys_in(tmp_path / "ours")) as address:
         for command in (["ping"], ["describe"], ["top", "--once"]):
-            assert run(*command, address, "--keys", str(tmp_path / "ours")).exit_code == 0
+            with monkeypatch.context() as patch:
+                be_patient(patch)
+                assert run(*command, address, "--keys", str(tmp_path / "ours")).exit_code == 0
+            monkeypatch.setattr("specbranch.cli.remote._CONNECT_S", PATIENCE_S)  # it greets everybody
             done = run(*command, address, "--keys", str(tmp_path / "theirs"))
             assert done.exit_code == 1 and "or it does not know these keys" in done.stderr
 
 
-def test_a_service_of_an_older_release_answers_a_ping_and_cannot_be_read(tmp_path: Path) -> None:
+def test_a_service_of_an_older_release_answers_a_ping_and_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_patient(monkeypatch)
     with rogue(tmp_path, "old") as service:
         assert document(run("ping", service.address, "--json"))["version"] is None
         assert "version unknown" in run("ping", service.address).stdout
@@ -388,9 +399,12 @@ def vllms_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) ->
 
 
 def test_a_server_is_read_by_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     with scripted_service(tmp_path) as service:
         decode(service.address, namespace=b"ours")
         with vllms_page(tmp_path, monkeypatch, service.address) as url:
+            # A step that reads tells nothing of the time of a row; one that does not is taken sooner or later.
+            wait_for(lambda: document(run("top", url, "--once", "--json"))["now"]["first_row_ms"] > 0)
             read, shown = document(run("top", url, "--once", "--json")), run("top", f"{url}/metrics", "--once")
     after = run("top", url, "--once")
 
@@ -402,7 +416,10 @@ def test_a_server_is_read_by_its_metrics(tmp_path: Path, monkeypatch: pytest.Mon
     assert after.exit_code == 1 and "Connection refused" in after.stderr
 
 
-def test_a_services_own_endpoint_is_read_too_and_another_servers_is_not(tmp_path: Path) -> None:
+def test_a_services_own_endpoint_is_read_too_and_another_servers_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_patient(monkeypatch)
     from prometheus_client import CollectorRegistry, start_http_server
 
     port, other = free_port(), free_port()
@@ -432,7 +449,8 @@ class Broken(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_cannot_show_its_metrics_is_quoted_and_harmless() -> None:
+def test_a_server_that_cannot_show_its_metrics_is_quoted_and_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     with HTTPServer(("127.0.0.1", 0), Broken) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -494,13 +512,13 @@ def test_a_service_that_dies_is_reported_and_found_again(tmp_path: Path) -> None
 def test_readings_for_machines_go_on_until_ctrl_c(tmp_path: Path) -> None:
     with scripted_service(tmp_path) as service:
         watcher = Watcher(service.address, "--json")
-        first, second = json.loads(watcher.wait_for("answers")), json.loads(watcher.wait_for("answers"))
+        first, second = (json.loads(watcher.wait_for('"answers": true')) for _ in range(2))
         service.kill()
         lost = json.loads(watcher.wait_for('"answers": false'))
 
         assert watcher.interrupt() == (0, "")
     assert first["last"] is None
-    assert second["last"]["verdicts"] == 0.0 and 0.1 < second["interval_s"] < PATIENCE_S
+    assert second["last"]["verdicts"] == 0.0 and second["interval_s"] > 0
     assert lost["cause"].startswith("nobody listens")
 
 
@@ -509,8 +527,8 @@ def test_on_a_terminal_one_screen_is_drawn_again_and_again(tmp_path: Path) -> No
     with scripted_service(tmp_path) as service:
         watcher = Watcher(service.address, stdout=theirs)
         os.close(theirs)
-        drawn = read_until(ours, b"last 0.")
-        drawn += read_until(ours, b"last 0.")
+        drawn = read_until(ours, b"last ")
+        drawn += read_until(ours, b"last ")
         service.kill()
         drawn += read_until(ours, b"nobody listens")
         code, errors = watcher.interrupt()

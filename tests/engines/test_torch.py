@@ -26,6 +26,7 @@ from specbranch.engines.top_k import top_k_of  # noqa: E402
 from specbranch.engines.torch import TorchEngine  # noqa: E402
 from specbranch.engines.torch.dtype import Choice  # noqa: E402
 from specbranch.engines.vocabulary import read_sample  # noqa: E402
+from tests.counting import num_calls  # noqa: E402
 from tests.engines.closeness import close_distributions  # noqa: E402
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
 from tests.engines.models import model_path  # noqa: E402
@@ -323,19 +324,28 @@ def test_a_token_outside_the_vocabulary_is_refused(llama: TorchEngine, token: in
     llama.close(handle)
 
 
-def test_a_fork_of_a_long_sequence_is_quick(llama: TorchEngine) -> None:
+def test_a_fork_of_a_long_sequence_makes_no_more_calls_than_one_of_a_token(
+    llama: TorchEngine,
+) -> None:
     trunk = llama.open()
     llama.run([Row(trunk, tuple(position % 64 for position in range(4000)))])
-    forks, times_s = [], []
+    forks, times_s = list[int](), []
+
+    def fork(length: int) -> None:
+        forks.append(llama.fork(trunk, length))
+
     for _ in range(100):
         start_s = time.perf_counter()
-        forks.append(llama.fork(trunk, 4000))
+        fork(4000)
         times_s.append(time.perf_counter() - start_s)
+    num_tokens = llama.num_tokens
+    calls = [num_calls(partial(fork, length)) for length in (1, 4000)]
     for handle in (trunk, *forks):
         llama.close(handle)
 
     record("fork", engine="torch", tokens=4000, median_us=round(median(times_s) * 1e6))
-    assert median(times_s) < 1e-3
+    assert num_tokens == 4000
+    assert calls[0] == calls[1]
 
 
 def test_a_session_whose_cells_are_scattered_gives_the_same_distributions(llama_path: str) -> None:

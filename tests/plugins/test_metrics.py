@@ -29,7 +29,9 @@ from specbranch.plugins.vllm.stats_file import (
     remove_stats_files,
 )
 from specbranch.service.client import ClientOptions, DraftClient
-from tests.service.harness import PATIENCE_S, VOCAB, Walk, scripted_service
+from specbranch.service.link import SocketLink
+from specbranch.service.reporter import Reporter
+from tests.service.harness import PATIENCE_S, VOCAB, Walk, scripted_service, wait_for
 
 COUNTS = {"calls": 9, "answered": 7, "timeouts": 2, "wait_s": 0.5}
 
@@ -120,6 +122,7 @@ def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespac
             walk = Walk(client, [1, 2, engine])
             for _ in range(10):
                 walk.step()
+            client.hello(PATIENCE_S)  # answered in order, so the last step has come
             client.close()
         # A message that came late is counted later, and a step that reads tells nothing of the time of a row.
         end_s = time.monotonic() + PATIENCE_S
@@ -131,7 +134,7 @@ def test_what_the_service_knows_appears_by_engine_and_once_for_a_shared_namespac
             time.sleep(0.2)
 
     assert found["specbranch_sessions", "1,2"] == 2
-    assert 0.0002 < found["specbranch_draft_first_row_seconds", "0"] < 1.0  # of 2 ms or more for all rows of a step
+    assert 0 < found["specbranch_draft_first_row_seconds", "0"] < PATIENCE_S
     assert found["specbranch_state", "0", "on"] == found["specbranch_state", "1", "lagging"] == 1
     assert {labels[2] for labels in found if labels[:2] == ("specbranch_rolled_back_tokens_total", "0")} == {
         "rejected",
@@ -153,6 +156,7 @@ def test_of_several_services_the_sums_appear_and_the_state_of_the_best(collector
                 walk = Walk(client, [1, 2, 3])
                 for _ in range(num_steps):
                     walk.step()
+                client.hello(PATIENCE_S)  # answered in order, so the last step has come
         end_s = time.monotonic() + PATIENCE_S
         while (
             rounds_of(found := samples(collector)) != {"0": 3 + 6}
@@ -163,7 +167,7 @@ def test_of_several_services_the_sums_appear_and_the_state_of_the_best(collector
             time.sleep(0.2)
 
     assert found["specbranch_sessions", "0"] == 2
-    assert 0.0002 < found["specbranch_draft_first_row_seconds", "0"] < 1.0
+    assert 0 < found["specbranch_draft_first_row_seconds", "0"] < PATIENCE_S
 
 
 def test_texts_that_are_not_drafted_for_appear_by_reason_and_target(collector: Collector, tmp_path: Path) -> None:
@@ -186,31 +190,45 @@ def test_texts_that_are_not_drafted_for_appear_by_reason_and_target(collector: C
 
 
 def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all(
-    collector: Collector, tmp_path: Path
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first waits once, within the one timeout of all engines; the others ask for no wait."""
+    waits_s: list[float] = []
+
+    class NotedLink(SocketLink):
+        def await_readable(self, timeout_s: float) -> bool:
+            waits_s.append(timeout_s)
+            return super().await_readable(timeout_s)
+
+    monkeypatch.setattr("specbranch.service.reporter.SocketLink", NotedLink)
     with scripted_service(tmp_path) as service:
         for engine in range(4):
             show(service.address, bytes([engine]), engine)
-        turns: list[list[float]] = []
-        for _ in range(3):
-            end_s = time.monotonic() + PATIENCE_S
-            while (found := samples(collector))["specbranch_state", "3", "on"] != 1 or (HITS not in found):
-                assert time.monotonic() < end_s, found
-                time.sleep(0.2)
-            service.signal(signal.SIGSTOP)
-            turns.append([])
-            for pause_s in (0.0, 0.0, 1.1):
-                time.sleep(pause_s)
-                start_s = time.monotonic()
-                found = samples(collector)
-                turns[-1].append(time.monotonic() - start_s)
-            service.signal(signal.SIGCONT)
+        wait_for(lambda: is_on(samples(collector)) and not any(map(is_asking, collector._reporters.values())))
+        service.signal(signal.SIGSTOP)
+        waits_s.clear()
+        samples(collector)
+        first_s = list(waits_s)
+        wait_for(lambda: is_lagging(samples(collector)))
+        found = samples(collector)
+        service.signal(signal.SIGCONT)
 
-    # A busy machine may hold up one turn or another.
-    assert min(max(durations) for durations in turns) < 0.08
-    assert min(max(durations[1:]) for durations in turns) < 0.04
-    assert [found["specbranch_state", str(engine), "lagging"] for engine in range(4)] == [1] * 4
+    assert first_s == sorted(first_s, reverse=True) and 0 < first_s[0] <= 0.04
+    assert waits_s == first_s
     assert found[HITS] == 0
+
+
+def is_asking(reporter: Reporter) -> bool:
+    """Whether a question is open: its answer came late, so that the next question is not waited for."""
+    return reporter._open_s is not None
+
+
+def is_on(found: dict[tuple[str, ...], float]) -> bool:
+    return HITS in found and all(found["specbranch_state", str(engine), "on"] for engine in range(4))
+
+
+def is_lagging(found: dict[tuple[str, ...], float]) -> bool:
+    return all(found["specbranch_state", str(engine), "lagging"] for engine in range(4))
 
 
 def test_what_the_gate_decided_appears_by_load(collector: Collector) -> None:
@@ -269,12 +287,15 @@ def test_a_reader_never_sees_half_of_what_is_written(run: str) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        seen = [shown for _ in range(300) for shown in read_stats_files(run)]
+        seen: list[Shown] = []
+        end_s = time.monotonic() + PATIENCE_S
+        while len(seen) <= 200:
+            assert time.monotonic() < end_s, len(seen)
+            seen += read_stats_files(run)
     finally:
         is_over.set()
         writer.join()
 
-    assert len(seen) > 200
     assert all(len(set(shown.lens)) == 1 for shown in seen)
 
 
@@ -350,8 +371,7 @@ for calls, total in ((5, 5), (9, 9), (2, 11)):
     lens = [calls, 0, 3]
     counters = {"counts": {"calls": calls}, "lens": lens, "asides": {"lora": 4}}
     stats_file.show(Shown(model="target", engine=0, address="ipc:///nowhere", namespace=b"n", **counters))
-    time.sleep(1.6)
-    end_s = time.monotonic() + 30 * sys.argv[1].endswith("0")
+    end_s = time.monotonic() + (120 if sys.argv[1].endswith("0") else 0.6)  # the other one carries nothing over
     while f"{last}{total}.0" not in generate_latest(registry).decode() and time.monotonic() < end_s:
         time.sleep(0.1)
 print(generate_latest(registry).decode())

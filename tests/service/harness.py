@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
 import os
 import signal
 import socket
@@ -16,17 +18,21 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import pytest
+
 from specbranch.core.verify import match
 from specbranch.engines.scripted import ScriptedEngine, TextScript
 from specbranch.service.client import ClientOptions, Committed, DraftClient, Drafts
-from specbranch.service.endpoint import ServiceKeys
+from specbranch.service.endpoint import ServiceKeys, each_address
+from specbranch.service.link import SocketLink
 from specbranch.service.server import Server, ServiceOptions
+from tests.service.nursery import MODULES, ROOT, Forked
 from tests.toys import random_script
 
-ROOT = Path(__file__).parents[2]
 VOCAB = 50
-STALL_S = 0.15  # beyond its deadline a call counts as long; under one of 0.2 s a second wait is, and so is a stall
-PATIENCE_S = 60.0  # for what must happen in the end, on a machine that may stand still for a while
+PATIENCE_S = 60.0  # for what must happen in the end; as a deadline, the longest that the wire takes
+START_S = 200.0  # for a process to start, on a machine that has other things to do
+MAX_AFTERWARDS = 8  # what a call may still send and look for when its time is up; none of it waits
 RECENT = 6  # the scripts look at so many tokens only, which keeps them fast on long texts
 
 
@@ -46,10 +52,15 @@ class Service:
 
     command: list[str]
     address: str
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        match self.command:
+            case [sys.executable, "-m", module, *arguments] if module in MODULES:
+                self.process = Forked(module, arguments, environment)
+            case _:
+                self.process = subprocess.Popen(self.command, cwd=ROOT, env=environment)
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -68,7 +79,7 @@ class Service:
             self.signal(signal.SIGTERM)
         return self.process.wait(PATIENCE_S)
 
-    def wait_until_up(self, timeout_s: float = PATIENCE_S) -> None:
+    def wait_until_up(self, timeout_s: float = START_S) -> None:
         with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
             assert client.hello(timeout_s) is not None, "the service did not come up"
 
@@ -120,6 +131,86 @@ def running(service: Service) -> Iterator[Service]:
         service.stop()
 
 
+class WatchedLink(SocketLink):
+    """A socket that counts what a call does on it, and lists what it should not have done.
+
+    It is also the clock of whoever uses it. A call is judged by the time that it last read there, not by how long it
+    took: it must ask for no wait that ends after its deadline, and do little more once it could know that its time is
+    up. That holds on a machine that stands still as well as on a fast one.
+    """
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(address)
+        self._clock = clock
+        self._now_s, self._end_s = 0.0, math.inf
+        self._timeout_s: float | None = None  # of a call that has not read the clock yet
+        self._num_afterwards = 0
+        self.num_uses = 0  # of the socket, in all calls
+        self.waits_s: list[float] = []  # how long each wait might have taken
+        self.overstays: list[str] = []
+
+    @contextlib.contextmanager
+    def call(self, timeout_s: float) -> Iterator[None]:
+        """Watch one call that has so much time from its first look at the clock."""
+        self._timeout_s, self._num_afterwards = timeout_s, 0
+        yield
+        self._timeout_s, self._end_s = None, math.inf
+        if self._num_afterwards > MAX_AFTERWARDS:
+            self.overstays.append(f"{self._num_afterwards} uses of the socket after the deadline")
+
+    def now(self) -> float:
+        """The time, for who uses this link."""
+        self._now_s = self._clock()
+        if self._timeout_s is not None:
+            self._end_s, self._timeout_s = self._now_s + self._timeout_s, None
+        return self._now_s
+
+    def send(self, frame: bytes) -> bool:
+        self._note_use()
+        return super().send(frame)
+
+    def receive(self) -> list[bytes] | None:
+        self._note_use()
+        return super().receive()
+
+    def await_readable(self, timeout_s: float) -> bool:
+        self._note_use()
+        self.waits_s.append(timeout_s)
+        if timeout_s > self._end_s - self._now_s + 1e-6:
+            self.overstays.append(f"a wait of {timeout_s} s with {self._end_s - self._now_s} s left")
+        return super().await_readable(timeout_s)
+
+    def _note_use(self) -> None:
+        self.num_uses += 1
+        self._num_afterwards += self._now_s >= self._end_s
+
+
+class WatchedClient(DraftClient):
+    """A client whose calls are watched."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        (address,) = each_address(options.address)
+        self.watched = WatchedLink(address)
+        super().__init__(options, link=self.watched, clock=self.watched.now)
+
+    def propose(self, rows: Sequence[Committed], is_whole: bool = False) -> list[list[int]]:
+        with self.watched.call(self._options.deadline_s):
+            return super().propose(rows, is_whole)
+
+
+class LeapingClock:
+    """The time of the machine, which can be made to leap forward."""
+
+    def __init__(self) -> None:
+        self._leapt_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._leapt_s
+
+    def leap(self, seconds: float) -> None:
+        self._leapt_s += seconds
+
+
 @dataclass
 class Walk:
     """One sequence decoded greedily by the target, with drafts from a client."""
@@ -146,9 +237,14 @@ class Walk:
         self.calls_s.append(time.monotonic() - start_s)
         self._verify()
 
-    def num_calls_beyond(self, seconds: float) -> int:
-        """Calls that took longer: a few on a machine that stands still, many if a client waits twice."""
-        return sum(call_s > seconds for call_s in self.calls_s)
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        """Go on until this is so."""
+
+        def is_so_after_a_step() -> bool:
+            self.step()
+            return is_so()
+
+        wait_for(is_so_after_a_step, self.client.counts)
 
     def assert_text_is_the_targets(self) -> None:
         text = list(self.prompt)
@@ -166,8 +262,15 @@ class Walk:
         self.tokens += committed
 
 
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands wait for the answer of a service as long as tests do, for services that do answer."""
+    for command in ("drain", "ping", "remote", "source"):
+        monkeypatch.setattr(importlib.import_module(f"specbranch.cli.{command}"), "_ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr("specbranch.cli.remote._CONNECT_S", PATIENCE_S)
+
+
 def wait_for(is_so: Callable[[], bool], why: object = "") -> None:
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + START_S
     while not is_so():
         assert time.monotonic() < end_s, why
         time.sleep(0.01)

@@ -49,6 +49,7 @@ class SlowEngine(ScriptedEngine):
         fatal_step: int | None = None,
         *,
         hung_step: int | None = None,
+        hung_file: Path | None = None,
         lost_step: int | None = None,
         vocab_sample: bytes = b"",
         max_tokens: int | None = None,
@@ -58,12 +59,15 @@ class SlowEngine(ScriptedEngine):
         self.info = replace(self.info, vocab_sample=vocab_sample, max_tokens=max_tokens)
         self._step_s = step_s
         self._fatal_step, self._hung_step, self._lost_step = fatal_step, hung_step, lost_step
+        self._hung_file = hung_file
         self._num_steps = 0
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
         time.sleep(self._step_s)
         self._num_steps += 1
         if self._num_steps == self._hung_step:
+            if self._hung_file is not None:
+                self._hung_file.touch()
             threading.Event().wait()
         if self._lost_step is not None and self._num_steps >= self._lost_step:
             raise RuntimeError("the device is lost")
@@ -78,6 +82,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--fatal-step", type=int)
     parser.add_argument("--hung-step", type=int)
+    parser.add_argument("--hung-file", type=Path, help="made when the hung step begins")
     parser.add_argument("--lost-step", type=int)
     parser.add_argument("--max-files", type=int)
     parser.add_argument("--log-level", default="error")
@@ -98,6 +103,7 @@ def main() -> None:
         args.step_ms / 1000,
         args.fatal_step,
         hung_step=args.hung_step,
+        hung_file=args.hung_file,
         lost_step=args.lost_step,
         vocab_sample=args.vocab_sample,
         max_tokens=args.cache_tokens,

@@ -181,14 +181,14 @@ def test_a_target_goes_on_with_what_it_was_told_and_waits_for_nothing(tmp_path: 
     ):
         assert client.hello(PATIENCE_S)
         walk = Walk(client, [1, 2, 3])
-        for _ in range(40):
+        end_s = time.monotonic() + PATIENCE_S
+        while client.counts.foreseen <= 10 or walk.num_accepted <= 40:
+            assert time.monotonic() < end_s, client.counts
             walk.step()
             time.sleep(0.02)  # the target verifies
 
         walk.assert_text_is_the_targets()
-        assert client.counts.foreseen > 10
         assert client.counts.foreseen + client.counts.answered == client.counts.calls
-        assert walk.num_accepted > 40
 
 
 def test_short_submissions_are_told_ahead_too(tmp_path: Path) -> None:
@@ -201,15 +201,15 @@ def test_short_submissions_are_told_ahead_too(tmp_path: Path) -> None:
         assert client.hello(PATIENCE_S)
         walk = Walk(client, [1, 2, 3], longest=2)
         lengths = set()
-        for _ in range(40):
+        end_s = time.monotonic() + PATIENCE_S
+        while client.counts.foreseen <= 10 or walk.num_accepted <= 30:
+            assert time.monotonic() < end_s, client.counts
             walk.step()
             lengths.add(len(walk.proposal))
             time.sleep(0.02)
 
         walk.assert_text_is_the_targets()
         assert max(lengths) == 2
-        assert client.counts.foreseen > 10
-        assert walk.num_accepted > 30
 
 
 def test_patience_follows_the_targets_step() -> None:

@@ -39,7 +39,7 @@ def page_figures(port: int) -> dict[str, float]:
 
 
 def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
-    port = free_port()
+    port, begin_s = free_port(), time.monotonic()
     with (
         scripted_service(tmp_path, "--metrics-port", str(port)) as service,
         contextlib.closing(Reporter(service.address, None)) as reporter,
@@ -50,6 +50,7 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
             walk = Walk(client, [1, 2, 3])
             for _ in range(20):
                 walk.step()
+            client.hello(PATIENCE_S)  # answered in order, so the last step has come
         end_s = time.monotonic() + PATIENCE_S
         while True:  # until the draft has nothing left to prepare
             ask_until(reporter, Reach.ANSWERS)
@@ -66,7 +67,7 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
     assert told["step_seconds"] > 0.002 * told["steps"] > 0
     assert told["sessions"] == told["targets"] == 1
     assert told["memory_bytes"] > 10_000_000
-    assert 0 < told["uptime_seconds"] < PATIENCE_S
+    assert 0 < told["uptime_seconds"] < time.monotonic() - begin_s
     assert reporter.overview.settings == {
         "version": __version__,
         "wire": VERSION,

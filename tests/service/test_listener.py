@@ -144,13 +144,11 @@ def test_a_service_that_has_lost_its_engine_ends_with_an_error(tmp_path: Path) -
 
 def test_a_service_whose_engine_hangs_ends_on_sigterm(tmp_path: Path) -> None:
     with (
-        scripted_service(tmp_path, "--hung-step", "20") as service,
+        scripted_service(tmp_path, "--hung-step", "20", "--hung-file", str(tmp_path / "hung")) as service,
         contextlib.closing(client_for(service.address)) as client,
     ):
         walk = Walk(client, [1, 2])
-        for _ in range(60):
-            walk.step()
-            time.sleep(0.005)
+        walk.step_until((tmp_path / "hung").exists)
         service.signal(signal.SIGTERM)
 
         assert ended(service) == 1

@@ -65,7 +65,7 @@ def undrafted(port: int) -> dict[str, float]:
     """What Prometheus reads of texts that were not drafted for, by reason."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     (family,) = [family for family in families if family.name == "specbranch_draft_undrafted"]
     return {sample.labels["reason"]: sample.value for sample in family.samples if sample.name.endswith("_total")}

@@ -34,7 +34,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
-from tests.service.harness import DRAFT, VOCAB
+from tests.service.harness import DRAFT, VOCAB, wait_for
 
 
 class Bench:
@@ -591,8 +591,4 @@ def test_the_compute_thread_ends_when_its_last_turn_took_the_news_of_the_end(mon
 
     monkeypatch.setattr(compute, "work", work_after_the_end)
     compute.start()
-    deadline_s = time.monotonic() + 10.0
-    while compute.is_alive and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-
-    assert not compute.is_alive
+    wait_for(lambda: not compute.is_alive)

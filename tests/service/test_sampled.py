@@ -31,6 +31,7 @@ from specbranch.service.redraw import redraw
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.told import Told
 from specbranch.service.wire import Ahead, AheadRow, Outcome, Proposals, Step, StepRow, WireSampling
+from tests.service.harness import PATIENCE_S
 from tests.service.test_lookup import Bench
 from tests.toys import planner_of, random_script
 
@@ -246,9 +247,9 @@ def test_sampled_texts_follow_the_target_with_a_real_service(tmp_path: Path, tem
     The target tests as engines do. Most tokens are drafted, and more than half of the drafts are kept.
     """
     with serving(f"ipc://{tmp_path}/draft.sock") as address:
-        client = DraftClient(ClientOptions(address, "budget", BUDGET, deadline_s=2.0))
+        client = DraftClient(ClientOptions(address, "budget", BUDGET, deadline_s=PATIENCE_S))
         with contextlib.closing(client):
-            assert client.hello(30.0) is not None
+            assert client.hello(PATIENCE_S) is not None
             texts, num_kept, num_drawn = sample_texts(client, temperature)
 
     assert num_drawn > len(texts)
@@ -259,10 +260,10 @@ def test_sampled_texts_follow_the_target_with_a_real_service(tmp_path: Path, tem
 def test_sampled_texts_that_move_between_services_follow_the_target(tmp_path: Path) -> None:
     """Every text moves while it is decoded. The new service opens it anew; seed and distributions are its own."""
     with serving(f"ipc://{tmp_path}/one.sock") as one, serving(f"ipc://{tmp_path}/two.sock") as two:
-        pool = DraftPool(ClientOptions([one, two], "budget", BUDGET, deadline_s=2.0))
+        pool = DraftPool(ClientOptions([one, two], "budget", BUDGET, deadline_s=PATIENCE_S))
         with contextlib.closing(pool):
             for service in pool._services:
-                assert service.hello(30.0) is not None
+                assert service.hello(PATIENCE_S) is not None
 
             def move(number: int, length: int) -> None:
                 avoided = (number + (length > 4)) % 2
@@ -303,7 +304,7 @@ def serving(address: str) -> Iterator[str]:
         yield address
     finally:
         server.stop()
-        thread.join(30)
+        thread.join(PATIENCE_S)
 
 
 def sample_texts(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,9 @@ def test_ten_thousand_mutated_frames_leave_a_live_service_well_and_are_counted(t
         walk_until_accepted(walk)
 
         assert service.process.poll() is None
-        assert refusals > 5_000
         refused = num_refused(mutated)
-        assert refusals <= refused
+        assert refused > 5_000
+        assert 0 < refusals <= refused  # what a client is slow to take is dropped
         wait_for(lambda: scrape(port, "specbranch_draft_refused_frames_total") == refused)  # read once a second
         assert scrape(port, "specbranch_draft_sessions") <= 64
         assert resident_bytes(service.process.pid) - before < 64 << 20
@@ -111,9 +110,10 @@ def test_a_frame_beyond_the_bound_costs_its_sender_the_connection_and_nobody_els
     with scripted_service(tmp_path) as service, contextlib.closing(client_for(service.address)) as client:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = connected(context, service.address)
-        time.sleep(0.2)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         dealer.send(b"x" * (9 << 20))
-        time.sleep(0.3)
+        assert monitor.poll(int(1000 * PATIENCE_S))
+        dealer.disable_monitor()
         context.destroy(linger=0)
         walk = Walk(client, [1, 2])
         walk_until_accepted(walk)

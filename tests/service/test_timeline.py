@@ -243,6 +243,7 @@ def test_a_service_writes_its_trace_when_it_is_told_to_end(tmp_path: Path) -> No
             walk = Walk(client, [1, 2, 3])
             for _ in range(40):
                 walk.step()
+            assert client.hello(PATIENCE_S) is not None  # answered in order, so the last step has come
         assert service.stop() == 0
     events = json.loads(path.read_text())["traceEvents"]
     rounds = [event for event in events if event.get("cat") in ("hit", "miss")]

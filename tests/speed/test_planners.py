@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 
 import pytest
 
@@ -13,24 +14,25 @@ from specbranch.core.draw import TopDraw
 from specbranch.core.planners import PLANNERS, make_planner, setting_names
 from specbranch.core.session import Session
 from specbranch.core.verdict import Verdict
+from tests.counting import num_calls
 from tests.toys import SOME
 
 BRANCHES, LENGTH = 24, 8
 FLAT = Distribution(tuple(range(1, 33)), (1 / 32,) * 32, 3.4)
 
 
-def grown_session(name: str) -> Session:
-    """A session with 24 branches of 8 tokens below its submission, where the planner can look at all of them."""
+def grown_session(name: str, num_branches: int = BRANCHES) -> Session:
+    """A session with branches of 8 tokens below its submission, where the planner can look at all of them."""
     settings = {"gamma": LENGTH} if "gamma" in setting_names(name) else {}
     if name == "ssd":
-        settings |= {"num_guesses": BRANCHES}
+        settings |= {"num_guesses": num_branches}
     if name == "specbranch":
-        settings |= {"max_branches": BRANCHES + 1}
+        settings |= {"max_branches": num_branches + 1}
     session = Session([0], make_planner(name, settings, SOME), TopDraw(), Costs())
     session.grow(session.tree.root, FLAT)
     session.propose()
     session.stand_aside()
-    for branch in session.tree.children(session.tree.root, BRANCHES):
+    for branch in session.tree.children(session.tree.root, num_branches):
         node = branch
         for _ in range(LENGTH - 1):
             node.distribution = FLAT
@@ -38,6 +40,24 @@ def grown_session(name: str) -> Session:
     return session
 
 
+def decide(session: Session) -> None:
+    """Tell a verdict and take the proposal that follows."""
+    session.commit(Verdict(0, 3).committed(session.submitted))
+    session.propose()
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_a_decision_makes_few_calls_and_preparing_grows_with_the_branches(name: str) -> None:
+    """Counted, so that it holds on any machine: a verdict costs its own length, whatever was drafted beside it."""
+    sessions = [grown_session(name, num_branches) for num_branches in (BRANCHES // 2, BRANCHES)]
+    few, many = (num_calls(session.rows) for session in sessions)
+    verdicts = [num_calls(partial(decide, session)) for session in sessions]
+
+    assert many <= 2 * few and many < 1000
+    assert verdicts[0] == verdicts[1] < 200
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PLANNERS)
 def test_a_decision_costs_less_than_a_fifth_of_a_millisecond(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     prepare_s, verdict_s = [], []
@@ -46,8 +66,7 @@ def test_a_decision_costs_less_than_a_fifth_of_a_millisecond(name: str, capsys: 
         start = time.perf_counter()
         session.rows()
         middle = time.perf_counter()
-        session.commit(Verdict(0, 3).committed(session.submitted))
-        session.propose()
+        decide(session)
         end = time.perf_counter()
         prepare_s.append(middle - start)
         verdict_s.append(end - middle)

@@ -90,7 +90,7 @@ def assert_figures_add_up(page: str) -> None:
     assert value(page, "specbranch_answered_total") == calls > 10
     assert value(page, "specbranch_submitted_tokens_count") == calls
     assert value(page, "specbranch_hits_total") > 0
-    assert 0 < value(page, "specbranch_wait_seconds_total") < 2 * calls
+    assert value(page, "specbranch_wait_seconds_total") > 0
     # One sequence: the service heard of its prompt before the first call, so every call brings a verdict.
     assert rounds == calls
     # What was submitted last is never reported back: the request was over.
@@ -114,11 +114,11 @@ def assert_a_dead_service_is_told_and_costs_nothing(served: Served, text: str) -
         page, duration_s = served.scrape()
         durations.append(duration_s)
     assert state(page) == "unreachable"
-    known = value(page, "specbranch_misses_total")
+    known, num_timeouts = (value(page, f"specbranch_{name}_total") for name in ("misses", "timeouts"))
     assert known > 0
     assert served.complete("Here is a story about the sea.", 60) == text
-    page, duration_s = served.scrape()
+    page, _ = served.scrape()
     assert value(page, "specbranch_unreachable_total") > 0
+    assert value(page, "specbranch_timeouts_total") <= num_timeouts + 1, "it was waited for more than once"
     assert value(page, "specbranch_misses_total") == known
     record("endpoint", scrape_s=round(median(durations), 4))
-    assert median(durations) < 0.5  # of a whole page, on a machine that may be busy

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,11 +255,9 @@ def test_a_killed_draft_loses_no_request_changes_no_output_and_comes_back(
 def test_sigterm_stops_everything_with_code_0(served: Served) -> None:
     """The last test of this file: it ends what the others use."""
     children = served.descendants()
-    begin_s = time.monotonic()
 
     assert len(children) >= 3
     assert served.stop() == 0
-    assert time.monotonic() - begin_s < 60
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
