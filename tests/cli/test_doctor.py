@@ -113,6 +113,8 @@ def test_a_vllm_for_cuda_on_a_machine_without_gpus_fails(monkeypatch: pytest.Mon
     assert document["checks"][0]["cause"] == (
         f"vLLM 0.32.0 is built for CUDA, and no GPU was found here: pip uninstall --yes vllm && {CPU_COMMAND}"
     )
+    assert document["choices"]["draft device"] == "cpu: the target runs on the CPU too"
+    assert "GPU" not in document["checks"][-1]["cause"]
 
 
 def test_a_vllm_that_is_there_twice_fails(monkeypatch: pytest.MonkeyPatch) -> None:

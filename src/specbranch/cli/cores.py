@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable
 
 from specbranch.cli.console import UsageError
+from specbranch.cli.installation import target_on_cpu
 from specbranch.cli.placement import Choice, Cores, choose_device, split, usable_cores
 from specbranch.cli.topology import num_gpus, read_topology
 from specbranch.cli.values import numbers
 from specbranch.engines.model_size import weight_bytes
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.registry import engine_for, runs_on_gpu
-from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.layout import Layout
 
 
@@ -27,11 +27,6 @@ def stay_on(text: str) -> None:
     if os.sched_getaffinity(0) != set(cores):
         os.sched_setaffinity(0, before)
         raise _no_such_cores("--cores", cores, before)
-
-
-def target_on_cpu() -> bool:
-    """Tell whether a target runs on the CPU here: by the vLLM that is installed, or without one by the machine."""
-    return launch.runs_on_cpu() or (not launch.is_installed() and not num_gpus())
 
 
 def place_draft(asked: str, model: str | None, engine: str | None, layout: Layout) -> Choice:

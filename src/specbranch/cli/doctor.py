@@ -16,8 +16,8 @@ from rich.table import Table
 
 from specbranch import memory
 from specbranch.cli.console import console_for, friendly_errors, print_json
-from specbranch.cli.cores import divide_cores, place_draft, target_on_cpu
-from specbranch.cli.installation import vllm_note
+from specbranch.cli.cores import divide_cores, place_draft
+from specbranch.cli.installation import target_on_cpu, vllm_note
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDraft
 from specbranch.cli.placement import Choice, choose_device, usable_cores
 from specbranch.cli.preflight import Finding, Preflight, State
@@ -98,7 +98,9 @@ def software() -> Section:
     return {
         "python": platform.python_version(),
         "specbranch": __version__,
-        "vLLM": f"{launch.version()} on {'CPU' if launch.runs_on_cpu() else 'GPU'}" if launch.is_installed() else None,
+        "vLLM": f"{launch.version()} for {'CPUs' if launch.runs_on_cpu() else 'GPUs'}"
+        if launch.is_installed()
+        else None,
         "note": vllm_note(),
         **versions,
         "engines": {name: _engine_state(name) for name in ENGINES},

@@ -54,6 +54,11 @@ def vllm_note() -> str | None:
     return vllm_flaw()
 
 
+def target_on_cpu() -> bool:
+    """Tell whether a target runs on the CPU: by the installed vLLM, or by the machine if that vLLM cannot run here."""
+    return launch.runs_on_cpu() or (not num_gpus() and vllm_flaw() is not None)
+
+
 def _has_driver() -> bool:
     """Tell whether the driver of an accelerator is here, though none was counted, as in some containers."""
     return any(any(_DEVICES.glob(name)) for name in _DRIVERS)

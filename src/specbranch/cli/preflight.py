@@ -15,9 +15,8 @@ import typer
 
 from specbranch import memory
 from specbranch.cli.console import UsageError
-from specbranch.cli.cores import target_on_cpu
 from specbranch.cli.draft import draft as draft_command
-from specbranch.cli.installation import install_command, vllm_flaw
+from specbranch.cli.installation import install_command, target_on_cpu, vllm_flaw
 from specbranch.cli.remote import RemoteDraft
 from specbranch.engines.model_name import require_model
 from specbranch.engines.model_size import weight_bytes
