@@ -54,7 +54,7 @@ def test_a_range_that_is_not_there_is_null_in_json() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(b'{"format": "specbranch-trace"}\n'), "it is a trace of verdicts"),
+        (gzip.compress(b'{"format": "specbranch-trace"}\n', mtime=0), "it is a trace of verdicts"),
         (b'{"traceEvents": []}', "it is a timeline"),
         (b"name = 1", "not a file that specbranch wrote"),
     ],
