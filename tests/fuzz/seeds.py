@@ -32,7 +32,7 @@ _SURE = Distribution((7, 8), (0.75, 0.25), 0.56)
 
 def _request() -> Iterator[bytes]:
     sampling = wire.WireSampling(0.8, 0.95, 40, 12345)
-    row = wire.StepRow(_NAME, [1, 2, 3], _NAME, 2, wire.WireOutlook(1), [4, 5], sampling, 3)
+    row = wire.StepRow(_NAME, [1, 2, 3], _NAME, 2, wire.WireOutlook(1), [4, 5], sampling, 3, True)
     yield wire.encode(wire.Hello(wire.VERSION, 1))
     yield wire.encode(wire.Step(2, b"me", 20.0, [row, wire.StepRow(_NAME, [9], _NAME, 0)], 5000, wire.Beside(2, 5, 3)))
     yield wire.encode(wire.Open(b"me", "budget", {"gamma": 8, "prices": True}, "confidence", [wire.pack([1, 2, 3])]))

@@ -19,6 +19,7 @@ from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import HASH_LEN
 from specbranch.plugins.vllm import SpecBranchProposer, limits
+from specbranch.plugins.vllm import proposer as proposer_module
 from specbranch.plugins.vllm.compat import config, patches, runner
 from specbranch.plugins.vllm.compat.runner import PAD
 from specbranch.plugins.vllm.layout import LayoutError
@@ -50,6 +51,7 @@ class FixedClient:
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.outlooks = [row.outlook for row in rows]
         self.longest = [row.longest for row in rows]
+        self.recurring = [row.has_recurring_noise for row in rows]
         self.drawn_from: list[list[Any]] = [[] for _ in rows]
         return [list(self._proposal) for _ in rows]
 
@@ -275,13 +277,16 @@ class FakeBatch:
 class FakeRunner:
     """A runner with a drafter, whose hook takes what any future release may pass."""
 
-    def __init__(self, drafter: Any, *images: str, lora: int | None = None) -> None:
+    def __init__(self, drafter: Any, *images: str, lora: int | None = None, samplings: Any = None) -> None:
         names = ["a", "b", "c", "d"]
         self.drafter = drafter
         self.device = SimpleNamespace(type="cuda")
         self.input_batch = FakeBatch(*names, lora=lora)
         self.requests = {
-            name: SimpleNamespace(mm_features=[name] if name in images else [], sampling_params=SimpleNamespace())
+            name: SimpleNamespace(
+                mm_features=[name] if name in images else [],
+                sampling_params=(samplings or {}).get(name, SimpleNamespace(temperature=0.0, seed=None)),
+            )
             for name in names
         }
 
@@ -298,14 +303,19 @@ def step(*sampled: list[int], new: Sequence[Any] = (), ended: Sequence[str] = ()
 
 
 def new_request(
-    prompt: list[int] | None, lora: str | None = None, image: str | None = None, name: str = "x", gamma: Any = None
+    prompt: list[int] | None,
+    lora: str | None = None,
+    image: str | None = None,
+    name: str = "x",
+    gamma: Any = None,
+    **sampling: Any,
 ) -> Any:
     return SimpleNamespace(
         req_id=name,
         prompt_token_ids=prompt,
         lora_request=lora,
         mm_features=[image] if image else [],
-        sampling_params=SimpleNamespace(extra_args=None if gamma is None else {"specbranch_gamma": gamma}),
+        sampling_params=SimpleNamespace(extra_args=None if gamma is None else {"specbranch_gamma": gamma}, **sampling),
     )
 
 
@@ -327,6 +337,44 @@ def test_rows_with_an_adapter_or_an_image_stand_aside(
     client: Any = proposer._client
     assert len(client.told) == 2
     assert proposer._asides == {"lora": 1, "multimodal": 1}
+
+
+SEEDED = {
+    "a": SimpleNamespace(temperature=1.0, seed=7),
+    "b": SimpleNamespace(temperature=1.0, seed=None),
+    "c": SimpleNamespace(temperature=0.0, seed=7),  # greedy: nothing is left to chance
+}
+
+
+def test_rows_that_are_sampled_with_a_seed_stand_aside(
+    monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sent twice, the second would be drafted from the first, and tested with the numbers that made it."""
+    proposer_module._say_of_seeds.cache_clear()
+    proposer = proposer_with(monkeypatch)
+    runner = runner_class(proposer, samplings=SEEDED)
+    new = [new_request([1], temperature=0.7, seed=0), new_request([2], temperature=0.7), new_request([3], seed=0)]
+    with caplog.at_level("INFO", logger="vllm.specbranch"):
+        for _ in range(2):
+            drafts = runner.execute_model(step([3], [3], [3], [3], new=new), later=7)[1]
+
+    assert drafts == [[], [5, 6], [5, 6], [5, 6]]
+    client: Any = proposer._client
+    assert client.expected == [[2], [3]] * 2
+    assert proposer._asides == {"seed": 2}
+    assert caplog.text.count("leave the seed out for drafts") == 1
+
+
+@pytest.mark.parametrize("namespace", [None, "shared"])
+def test_sampled_rows_teach_nobody_in_a_namespace_that_others_may_have(
+    namespace: str | None, monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
+) -> None:
+    """vLLM begins with the same random numbers wherever it starts, unless it is given another `--seed`."""
+    proposer = proposer_with(monkeypatch, namespace=namespace)
+    runner_class(proposer, samplings=SEEDED).execute_model(step([3], [3], [3]), later=0)
+
+    client: Any = proposer._client
+    assert client.recurring == ([False, False] if namespace is None else [True, False])
 
 
 def test_the_service_hears_of_prompts_of_text_before_they_are_read(
@@ -533,6 +581,14 @@ def test_rows_that_cannot_be_equal_or_are_too_many_are_left_as_they_are(
     client._proposal = [5]
 
     assert not any(PAD in draft for draft in padding.propose(sampled, lengths, table)), cause
+
+
+def test_beside_a_seed_nothing_is_padded(padding: SpecBranchProposer) -> None:
+    """vLLM would draw from its generator for pads too."""
+    padding._runner.requests["b"].sampling_params = SimpleNamespace(temperature=0.5, seed=1)
+    lengths, table = tokens(*[[1, 2, 3]] * 4)
+
+    assert padding.propose([[3]] * 4, lengths, table) == [[5, 6], [], [5, 6], [5, 6]]
 
 
 def test_beside_a_thinking_budget_nothing_is_padded(padding: SpecBranchProposer) -> None:

@@ -120,12 +120,19 @@ def test_prefill_context_parallelism_is_refused() -> None:
 
 
 def test_rows_of_v2_stand_aside_as_those_of_v1() -> None:
-    states = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0, 0]))
+    lora = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0, 0]))
     cache = SimpleNamespace(mm_features={"c": ["image"], "a": []})
-    model_runner = SimpleNamespace(lora_state=states, encoder_cache=cache)
-    batch = v2.in_the_form_of_v1(model_runner, ["a", "b", "c"], np.array([3, 1, 0]))
+    states = SimpleNamespace(
+        temperature=SimpleNamespace(np=np.array([0.0, 0.0, 0.7, 0.0, 0.7])),
+        seeds=SimpleNamespace(np=np.array([5, 6, 7, 8, 9])),
+        seeds_set=np.array([False, False, True, True, False]),
+    )
+    sampler = SimpleNamespace(sampling_states=states)
+    model_runner = SimpleNamespace(lora_state=lora, encoder_cache=cache, sampler=sampler)
+    batch = v2.in_the_form_of_v1(model_runner, ["a", "b", "c", "d", "e"], np.array([3, 1, 0, 2, 4]))
 
-    assert runner.rows_aside(batch, 3) == {1: "lora", 2: "multimodal"}
+    assert runner.rows_aside(batch, 5) == {1: "lora", 2: "multimodal", 3: "seed"}
+    assert runner.sampled_rows(batch, 5) == [3, 4]
     model_runner.encoder_cache = None
     assert runner.rows_aside(v2.in_the_form_of_v1(model_runner, ["a"], np.array([0])), 1) == {}
 

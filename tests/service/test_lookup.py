@@ -114,6 +114,23 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
     assert begun.outlook == (None if signal is None else Outlook(signal))
 
 
+@pytest.mark.parametrize("has_recurring_noise", [False, True])
+def test_an_answer_that_may_be_tested_by_its_own_noise_is_not_remembered(has_recurring_noise: bool) -> None:
+    """The same request sent again would meet its own first answer, and test it with the numbers that made it."""
+    bench = Bench()
+    text, answer = [1, 2, 3], [7, 8, 9, 10, 11]
+    bench.open(text, planner="budget", uses_text=False, prices=False)
+    for token in answer:
+        before = Digest(text)
+        row = StepRow(before.name, [token], before.extend([token]).name, 0, has_recurring_noise=has_recurring_noise)
+        bench.ask(Step(1, b"ours", 0.0, [row]))
+        text = [*text, token]
+    bench.work()
+
+    memory = bench.dispatch.lookup.tenants.costs(b"ours").memory
+    assert memory.after(answer[:3], 9) == (([], 0) if has_recurring_noise else (answer[3:], 3))
+
+
 def test_another_namespace_cannot_reach_a_text() -> None:
     bench = Bench()
     bench.open([1, 2, 3], namespace=b"ours")

@@ -64,6 +64,7 @@ REQUESTS: list[Request] = [
     Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(0.7, 0.9, 20, 5))]),
     Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, [5, 6]), StepRow(NAME, [4], NAME, 0, None, [])]),
     Step(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, None, 3)]),
+    Step(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, has_recurring_noise=True)]),
     Open(
         b"ours",
         "specbranch",
@@ -200,17 +201,17 @@ def test_a_row_without_an_outlook_costs_one_byte() -> None:
     told, untold = StepRow(NAME, [4], NAME, 0, WireOutlook(1)), StepRow(NAME, [4], NAME, 0)
     frames = [encode(Step(1, b"ours", 1.0, [row])) for row in (told, untold)]
 
-    # No outlook, nothing taken, not sampled, of any length, and of the step no time and nothing beside it.
-    assert frames[1].endswith(b"\xc0\xc0\xc0\xc0\x00\xc0")
+    # No outlook, nothing taken, not sampled, of any length, new noise, and of the step no time and nothing beside it.
+    assert frames[1].endswith(b"\xc0\xc0\xc0\xc0\xc2\x00\xc0")
     assert len(frames[0]) - len(frames[1]) == 1
 
 
 def test_a_row_of_the_first_version_is_still_understood() -> None:
     """It ended with the submission. Its sender is told to update by `Hello`, and is not misread meanwhile."""
     frame = encode(Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
-    place = frame.index(b"\x98\xc4")  # an array of eight, a name of bytes
+    place = frame.index(b"\x99\xc4")  # an array of nine, a name of bytes
 
-    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -6] + frame[-2:])
+    old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -7] + frame[-2:])
 
     assert old == Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
 

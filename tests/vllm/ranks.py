@@ -100,7 +100,7 @@ class Rank:
             top_p=SimpleNamespace(np=np.full(SLOTS, 0.5, np.float32)),
             top_k=SimpleNamespace(np=np.array([VOCAB_LEN, 7] * (SLOTS // 2))),
             seeds=SimpleNamespace(np=np.arange(SLOTS)),
-            seeds_set=np.arange(SLOTS) > 1,
+            seeds_set=np.zeros(SLOTS, bool),
             vocab_size=VOCAB_LEN,
         )
         thinking = SimpleNamespace(use_thinking_budget=np.array(budgets)) if budgets else SimpleNamespace()

@@ -66,16 +66,24 @@ def test_a_request_names_its_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
         rank.states.sample(slot, [slot, 2])
 
     rank.propose(*((str(slot), slot, 1) for slot in range(SLOTS)))
-    assert rank.client.samplings == [Sampling(1.0, 0.5), Sampling(1.0, 0.5, 7), None, Sampling(1.0, 0.5, 7, seed=4)]
+    assert rank.client.samplings == [Sampling(1.0, 0.5), Sampling(1.0, 0.5, 7), None, Sampling(1.0, 0.5, 7)]
 
 
-@pytest.mark.parametrize("cause", ["greedy", "grammar", "rule", "runner", "width"])
+def test_without_a_word_on_seeds_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.sample_at([1.0] * SLOTS)
+    rank.speculator._runner.sampler = None
+    rank.states.sample(1, [5, 6, 7])
+
+    assert rank.propose(("a", 1, 1)) == [[7, 7, 7]]
+    assert rank.speculator.draft_logits is None
+
+
+@pytest.mark.parametrize("cause", ["greedy", "grammar", "rule", "width"])
 def test_drafts_are_certain_where_nothing_may_be_drawn(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     rank = Rank(monkeypatch, rule="match" if cause == "rule" else "auto")
     rank.sample_at([0.0 if cause == "greedy" else 1.0] * SLOTS)
     rank.has_grammar = cause == "grammar"
-    if cause == "runner":
-        rank.speculator._runner.sampler = None
     if cause == "width":
         processor = SimpleNamespace(org_vocab_size=VOCAB_LEN + 28)
         rank.speculator._runner.model = SimpleNamespace(logits_processor=processor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from specbranch.plugins.vllm.compat import runner
@@ -125,7 +124,9 @@ def test_the_runner_tells_of_prompts_and_of_rows_that_stand_aside(monkeypatch: p
     rank = Rank(monkeypatch)
     rank.states.sample(0, [1, 2])
     rank.states.sample(1, [7, 8])
-    model_runner = SimpleNamespace(lora_state=SimpleNamespace(lora_ids=np.array([5, 0, 0, 0])), encoder_cache=None)
+    rank.sample_at([0.0] * 4)
+    model_runner = rank.speculator._runner
+    model_runner.lora_state.lora_ids[0] = 5
     rank.speculator.meet(model_runner, runner.News([[1]]))
 
     assert rank.client.expected == [[1]]

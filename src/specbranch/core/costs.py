@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from specbranch.core.calibration import Calibration
@@ -193,6 +194,10 @@ class Costs:
         """Take in a step of the target: its sequences, their draft tokens, the tokens that they gained, its time."""
         self.target.observe(num_rows, num_submitted, step_s)
         self.pace.observe(num_rows, num_submitted, num_committed)
+
+    def copy_for_one(self) -> Costs:
+        """Copy how often the draft is right, for one sequence to go on learning from; the rest stays shared."""
+        return replace(self, calibration=copy.deepcopy(self.calibration), sampled=copy.deepcopy(self.sampled))
 
     @property
     def price(self) -> float:

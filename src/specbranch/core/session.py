@@ -57,6 +57,7 @@ class Session:
         self._sampling: Sampling | None = None
         self._ending = ending or Ending()
         self._answer = costs.memory.begin()
+        self._is_secluded = False
         tree = Tree(prompt, draw, costs.calibration)
         self.round = Round(0, tree, costs, Guesser(self.tokens, costs, self._answer))
 
@@ -87,14 +88,20 @@ class Session:
 
     def sample(self, sampling: Sampling | None) -> None:
         """Draw further tokens by chance, as the target samples (rule B); None: propose the likeliest (rule A)."""
-        if sampling == self._sampling:
-            return
-        self._sampling = sampling
-        costs = self.round.costs
-        if sampling is None:
-            self.tree.use(self._draw, costs.calibration)
-        else:
-            self.tree.use(served_draw(sampling, self.tokens, costs.sampled), costs.sampled)
+        if sampling != self._sampling:
+            self._sampling = sampling
+            self._use_calibration()
+
+    def seclude(self) -> None:
+        """Teach no other sequence from now on: no token is remembered, and what verdicts tell is learned for this one.
+
+        For tokens that were made with random numbers which may come again, as those of a seed do: a draft must not
+        depend on the numbers that will test it. What others have taught may still be used.
+        """
+        if not self._is_secluded:
+            self._is_secluded = True
+            self.round.costs = self.round.costs.copy_for_one()
+            self._use_calibration()
 
     def propose(self) -> list[int] | None:
         """Tokens for the target to verify now; None while the planner lets it wait. Asking again repeats the answer."""
@@ -155,7 +162,8 @@ class Session:
         Done before drafting goes on, not before the target is answered.
         """
         self.stats.settle(self.tree.settle())
-        self.round.costs.memory.add(self._answer, self.tokens[self.prompt_len + len(self._answer.tokens) :])
+        if not self._is_secluded:
+            self.round.costs.memory.add(self._answer, self.tokens[self.prompt_len + len(self._answer.tokens) :])
 
     def commit(
         self, tokens: Sequence[int], num_submitted: int | None = None, outlook: Outlook | None = None
@@ -181,6 +189,13 @@ class Session:
         self._begin_round(tokens, outlook)
         self._count(verdict, len(submitted), len(emitted))
         return emitted
+
+    def _use_calibration(self) -> None:
+        costs, sampling = self.round.costs, self._sampling
+        if sampling is None:
+            self.tree.use(self._draw, costs.calibration)
+        else:
+            self.tree.use(served_draw(sampling, self.tokens, costs.sampled), costs.sampled)
 
     def _begin_round(self, committed: Sequence[int], outlook: Outlook | None) -> None:
         tree, old = self.tree, self.round

@@ -49,17 +49,17 @@ class TextDrafts:
         finally:
             self._lock.release()
 
-    def after(self, text: TokenArray, room: int | None = None) -> list[int]:
+    def after(self, text: TokenArray, room: int | None = None, has_recurring_noise: bool = False) -> list[int]:
         """Tokens to verify next, now that the target has committed this text; nothing where none come in time.
 
-        `room`: the target can take no more than this.
+        `room`: the target can take no more than this. `has_recurring_noise`: it samples with random numbers that may
+        come again, so that this text may help to draft no other.
         """
         if not self._lock.acquire(blocking=False):
             return []
         try:
-            return self._after(
-                text.astype(np.int32), self._longest if room is None else min(max(room, 0), self._longest)
-            )
+            most = self._longest if room is None else min(max(room, 0), self._longest)
+            return self._after(text.astype(np.int32), most, has_recurring_noise)
         finally:
             self._lock.release()
 
@@ -67,7 +67,7 @@ class TextDrafts:
         """Let go of the connection."""
         self._client.close()
 
-    def _after(self, text: TokenArray, most: int) -> list[int]:
+    def _after(self, text: TokenArray, most: int, has_recurring_noise: bool) -> list[int]:
         num_new = self._num_new(text)
         now_s = time.monotonic()
         if num_new:
@@ -80,7 +80,13 @@ class TextDrafts:
         draft: list[int] = []
         if self._is_asked:
             submitted = self._num_drafted if num_new else 0
-            committed = Committed(text, num_new or 1, submitted, name=str(self._num_texts))
+            committed = Committed(
+                text,
+                num_new or 1,
+                submitted,
+                name=str(self._num_texts),
+                has_recurring_noise=has_recurring_noise,
+            )
             (draft,) = self._client.propose([committed], is_whole=was_asked and num_new > 0)
         self._text, self._num_drafted, self._called_s = text, min(len(draft), most), now_s
         return draft[:most]

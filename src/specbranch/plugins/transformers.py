@@ -110,6 +110,7 @@ class ServiceCandidates(CandidateGenerator):
     def __init__(self, drafts: TextDrafts, generation_config: Any) -> None:
         self._drafts = drafts
         self._max_length = generation_config.max_length
+        self._is_sampled = generation_config.get_generation_mode() is GenerationMode.SAMPLE
         ends = getattr(generation_config, "_eos_token_tensor", None)
         self._ends = frozenset() if ends is None else frozenset(ends.flatten().tolist())
         self._has_begun = False
@@ -121,7 +122,8 @@ class ServiceCandidates(CandidateGenerator):
             self._has_begun = True
             self._drafts.expect(text)
             return input_ids, None
-        draft = self._drafts.after(text, self._max_length - len(text) - 1)
+        # A seed of the sampler's is not seen here, so any sampled text may have one.
+        draft = self._drafts.after(text, self._max_length - len(text) - 1, has_recurring_noise=self._is_sampled)
         end = next((place for place, token in enumerate(draft) if token in self._ends), len(draft))
         return torch.cat((input_ids, input_ids.new_tensor([draft[:end]])), dim=1), None
 

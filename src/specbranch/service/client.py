@@ -82,7 +82,8 @@ class Committed:
     name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
     not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`drawn_from`), so
     they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random one.
-    `longest`: the most draft tokens that are wanted.
+    `longest`: the most draft tokens that are wanted. `has_recurring_noise`: the tokens are sampled with random numbers
+    that may come again, so nothing of them may help to draft another sequence.
     """
 
     tokens: Tokens
@@ -92,6 +93,7 @@ class Committed:
     name: str | None = None
     sampling: Sampling | None = None
     longest: int | None = None
+    has_recurring_noise: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +511,17 @@ class DraftClient(Drafts):
         submitted = self._proposed.get(before, 0) if row.num_submitted is None else row.num_submitted
         sampling = self._on_wire_sampling(row)
         longest = None if row.longest is None else min(row.longest, MAX_NEW)
-        step_row = StepRow(before, new, after, min(submitted, MAX_NEW), _on_wire(row.outlook), None, sampling, longest)
+        step_row = StepRow(
+            before,
+            new,
+            after,
+            min(submitted, MAX_NEW),
+            _on_wire(row.outlook),
+            None,
+            sampling,
+            longest,
+            row.has_recurring_noise,
+        )
         told = self._outcomes.take(before, new) if self._fit.is_known else None
         if told is None:
             return step_row

@@ -131,7 +131,9 @@ class Lookup:
         before = self._observer.before_commit(session, row)
         outlook, sampling = _outlook(row.outlook), _sampling(row.sampling)
         session.core.longest = row.longest
-        is_known = self._store.commit(session, row.tokens, row.num_submitted, outlook, sampling)
+        is_known = self._store.commit(
+            session, row.tokens, row.num_submitted, outlook, sampling, row.has_recurring_noise
+        )
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)
         return is_known
 

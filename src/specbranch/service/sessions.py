@@ -157,9 +157,16 @@ class DraftSession:
         self.step_counter, self._heard = step_counter, step_counter.steps
 
     def commit(
-        self, tokens: Sequence[int], num_submitted: int, outlook: Outlook | None, sampling: Sampling | None = None
+        self,
+        tokens: Sequence[int],
+        num_submitted: int,
+        outlook: Outlook | None,
+        sampling: Sampling | None = None,
+        has_recurring_noise: bool = False,
     ) -> None:
         """Take in a verdict; the caller holds the lock and moves the session in the store."""
+        if has_recurring_noise:
+            self.core.seclude()
         self.core.commit(tokens, num_submitted, outlook)
         self.core.sample(sampling)
         self.digest = self.digest.extend(tokens)
@@ -285,6 +292,7 @@ class SessionStore:
         num_submitted: int,
         outlook: Outlook | None = None,
         sampling: Sampling | None = None,
+        has_recurring_noise: bool = False,
     ) -> bool:
         """Let a session take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
         with self._lock:
@@ -294,7 +302,7 @@ class SessionStore:
             held = len(session.core.tokens)
             try:
                 with session.lock:
-                    session.commit(tokens, num_submitted, outlook, sampling)
+                    session.commit(tokens, num_submitted, outlook, sampling, has_recurring_noise)
             except Exception:
                 self._grow(session, len(session.core.tokens) - held)
                 self._remove(session)  # it is half-way between two sequences

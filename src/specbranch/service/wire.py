@@ -19,7 +19,7 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.digest import DIGEST_LEN
 
-VERSION = 10
+VERSION = 11
 MAX_FRAME = 1 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
@@ -97,7 +97,8 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
 
     `taken`: what was told ahead for this verdict, which the target verifies already; None asks for a proposal.
     `sampling`: draft tokens may be drawn by chance, and the target tests them by what they were drawn from (rule B).
-    `longest`: the most tokens that may be proposed.
+    `longest`: the most tokens that may be proposed. `has_recurring_noise`: the random numbers that made the new tokens
+    may come again, so no other sequence may learn from them (`Session.seclude`).
     """
 
     before: Name
@@ -108,6 +109,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     taken: Draft | None = None
     sampling: WireSampling | None = None
     longest: Annotated[int, Meta(ge=0, le=MAX_NEW)] | None = None
+    has_recurring_noise: bool = False
 
 
 class Beside(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

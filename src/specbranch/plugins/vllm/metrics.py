@@ -207,14 +207,14 @@ def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
         yield family
     aside = CounterMetricFamily(
         "specbranch_aside_rows",
-        "Rows without drafts, because they use what the draft lacks, or because their request wants none.",
+        "Rows without drafts: they use what the draft lacks, are sampled with a seed, or their request wants none.",
         labels=[*_LABELS, "cause"],
     )
     submitted = HistogramMetricFamily(
         "specbranch_submitted_tokens", "Draft tokens per row and step; 0 for a row without a draft.", labels=_LABELS
     )
     for shown in stats_files:
-        for cause in ("lora", "multimodal", "request"):
+        for cause in ("lora", "multimodal", "seed", "request"):
             aside.add_metric([*_labels([shown]), cause], shown.asides.get(cause, 0))
         aside.add_metric([*_labels([shown]), "oversized"], shown.counts.get("oversized", 0.0))
         submitted.add_metric(_labels([shown]), *_buckets(shown.lens))

@@ -7,9 +7,10 @@ by their tokens, so none of this matters here.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -179,7 +180,8 @@ class SpecBranchProposer:
 
         `samplings`: how rows sample that are verified by what their draft tokens are drawn from (`drawn_from`).
         Empty for rows in chunked prefill, without a draft, or at their end. Rows with a LoRA adapter or with images get
-        none: the draft model knows neither, so the service is not asked. Nor is it for requests that want none.
+        none: the draft model knows neither, so the service is not asked. Nor is it for requests that want none, and for
+        those that are sampled with a seed (`runner.is_seeded`).
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         self.drawn_from = {}
@@ -192,6 +194,7 @@ class SpecBranchProposer:
             names = runner.row_names(self._runner, len(drafts))
             asked = self._without_aside(list(texts), names)
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
+            recurring = self._rows_with_recurring_noise(len(drafts))
             committed = {
                 index: Committed(
                     texts[index],
@@ -200,6 +203,7 @@ class SpecBranchProposer:
                     name=names[index],
                     sampling=samplings.get(index),
                     longest=self._limits.longest(names[index]),
+                    has_recurring_noise=index in recurring,
                 )
                 for index in asked
             }
@@ -287,7 +291,19 @@ class SpecBranchProposer:
             **dict.fromkeys(self._limits.rows_off(names), "request"),
         }
         self._asides.update(aside[index] for index in rows if index in aside)
+        if "seed" in aside.values():
+            _say_of_seeds()
         return [index for index in rows if index not in aside]
+
+    def _rows_with_recurring_noise(self, num_rows: int) -> Collection[int]:
+        """Find the sampled rows of a target that shares its namespace.
+
+        vLLM starts its random numbers with the same engine seed in every process, so others of that name, and itself
+        after a restart, may draw the same ones.
+        """
+        if self._settings is None or self._settings.namespace is None:
+            return ()
+        return range(num_rows) if self._runner is None else runner.sampled_rows(self._runner, num_rows)
 
     def _ask(self, rows: Mapping[int, Committed], is_whole: bool) -> dict[int, list[int]]:
         """The drafts of these rows, cut to the length that vLLM can take.
@@ -329,6 +345,14 @@ class SpecBranchProposer:
                 gate=list(gate.decisions.values()) if gate else [],
             )
         )
+
+
+@functools.cache
+def _say_of_seeds() -> None:
+    log.info(
+        "specbranch: sampled requests with a seed get no drafts, so that the seed gives the same text again; leave the "
+        "seed out for drafts. Said once"
+    )
 
 
 def _vocab_sample(vllm_config: Any) -> bytes:

@@ -113,7 +113,7 @@ class DraftProbs:
 
 
 def sampling_of(parameters: Any) -> Sampling | None:
-    """How a request samples; None if its draft tokens must not be drawn by chance.
+    """How a request samples; None if its draft tokens must not be drawn by chance. A seed of its own stays here.
 
     A grammar or a thinking budget cuts a draft by its tokens, and what is tested must not depend on them.
     """
@@ -124,7 +124,7 @@ def sampling_of(parameters: Any) -> Sampling | None:
         if getattr(parameters, cause, None) is not None:
             return None
     top_k = getattr(parameters, "top_k", 0) or 0
-    return sampling(temperature, getattr(parameters, "top_p", 1.0), max(top_k, 0), getattr(parameters, "seed", None))
+    return Sampling(float(temperature), float(getattr(parameters, "top_p", 1.0)), max(int(top_k), 0))
 
 
 def logits_len(runner: Any, vocab_len: int) -> int:
@@ -136,9 +136,3 @@ def logits_len(runner: Any, vocab_len: int) -> int:
 def is_sampled(temperature: float) -> bool:
     """Whether draft tokens may be drawn at this temperature; vLLM is greedy below."""
     return _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE
-
-
-def sampling(temperature: float, top_p: float, top_k: int, seed: int | None) -> Sampling:
-    """How a request samples by vLLM's parameters; without a seed the client takes one of its own."""
-    own_seed = 0 if seed is None else 1 + abs(int(seed)) % (1 << 61)
-    return Sampling(float(temperature), top_p=float(top_p), top_k=int(top_k), seed=own_seed)

@@ -113,7 +113,7 @@ def _cutting(original: Any) -> Any:
 
 
 def _news(scheduler_output: Any) -> News:
-    """What a step brings, without vLLM's own requests; the draft reads no prompt that has a LoRA adapter or images."""
+    """Collect what a step brings, without vLLM's own requests and without prompts that are not drafted for."""
     try:
         requests = [request for request in scheduler_output.scheduled_new_reqs if not is_warmup([request.req_id])]
         limits = {request.req_id: limit_of(request.sampling_params) for request in requests}
@@ -121,7 +121,7 @@ def _news(scheduler_output: Any) -> News:
             request.prompt_token_ids
             for request in requests
             if request.prompt_token_ids and not request.lora_request and not request.mm_features
-            if limits[request.req_id] != 0
+            if limits[request.req_id] != 0 and not is_seeded(request.sampling_params)
         ]
         num_pads = sum(tokens.count(PAD) for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
         known = {name: limit for name, limit in limits.items() if limit is not None}
@@ -137,17 +137,39 @@ def is_warmup(names: Sequence[str]) -> bool:
 
 
 def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
-    """Rows that the draft model cannot draft for, and the cause: `lora` or `multimodal`."""
+    """Find the rows that get no drafts, and the cause: `lora`, `multimodal` or `seed`."""
     try:
         batch = runner.input_batch
         aside = {int(row): "lora" for row in batch.request_lora_mapping[:num_rows].nonzero()[0]}
         for row, name in enumerate(batch.req_ids[:num_rows]):
-            if runner.requests[name].mm_features:
+            request = runner.requests[name]
+            if request.mm_features:
                 aside[row] = "multimodal"
+            elif is_seeded(request.sampling_params):
+                aside[row] = "seed"
         return aside
     except (AttributeError, KeyError, TypeError) as error:
         _warn_of_runner(repr(error))
         return {}
+
+
+def is_seeded(parameters: Any) -> bool:
+    """Whether a request samples with a seed of its own, so that its random numbers come again when it is repeated.
+
+    Its answer would then be proposed to a request that tests it with the very numbers that made it. Nor would the seed
+    give the same answer again: with drafts it depends on what was drafted in time. At temperature 0 there is no chance.
+    """
+    return bool(getattr(parameters, "temperature", 0)) and getattr(parameters, "seed", None) is not None
+
+
+def sampled_rows(runner: Any, num_rows: int) -> Collection[int]:
+    """Find the rows that are not greedy; all of them where the runner does not tell."""
+    try:
+        names = runner.input_batch.req_ids[:num_rows]
+        return [row for row, name in enumerate(names) if runner.requests[name].sampling_params.temperature]
+    except (AttributeError, KeyError, TypeError) as error:
+        _warn_of_runner(repr(error))
+        return range(num_rows)
 
 
 def row_names(runner: Any, num_rows: int) -> Sequence[str | None]:
@@ -159,14 +181,14 @@ def row_names(runner: Any, num_rows: int) -> Sequence[str | None]:
 def allows_pads(runner: Any) -> bool:
     """Whether pads cannot make a difference to any row.
 
-    A thinking budget looks at the draft tokens of its row. On the CPU, vLLM's sampler takes a pad for a token above
-    temperature 0, and reads beyond its memory.
+    A thinking budget looks at the draft tokens of its row, and for each of them vLLM draws from the generator of a
+    seed. On the CPU, vLLM's sampler takes a pad for a token above temperature 0, and reads beyond its memory.
     """
     try:
         if runner.device.type == "cpu" and not runner.input_batch.all_greedy:
             return False
         parameters = (runner.requests[name].sampling_params for name in runner.input_batch.req_ids)
-        return all(getattr(one, "thinking_token_budget", None) is None for one in parameters)
+        return not any(is_seeded(one) or getattr(one, "thinking_token_budget", None) is not None for one in parameters)
     except (AttributeError, KeyError, TypeError) as error:
         _warn_of_runner(repr(error))
         return False
@@ -175,6 +197,6 @@ def allows_pads(runner: Any) -> bool:
 @functools.cache
 def _warn_of_runner(cause: str) -> None:
     log.warning(
-        "this vLLM's model runner is not as expected (%s); drafts may start late, also for LoRA and images",
+        "this vLLM's model runner is not as expected (%s); drafts may start late, also for LoRA, images and seeds",
         cause,
     )

@@ -19,7 +19,7 @@ from typing import Any
 from specbranch.core.sampling import Sampling
 from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.plugins.vllm.compat import config
-from specbranch.plugins.vllm.compat.probs import is_sampled, logits_len, sampling
+from specbranch.plugins.vllm.compat.probs import is_sampled, logits_len
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.settings import RunnerError, read_settings
 
@@ -135,9 +135,20 @@ def in_the_form_of_v1(runner: Any, names: Sequence[str], slots: Any) -> Any:
     """A batch of V2's runner with those names that V1's runner has for it."""
     cache = runner.encoder_cache
     features = cache.mm_features if cache is not None else {}
+    states = runner.sampler.sampling_states
+    requests = {
+        name: SimpleNamespace(
+            mm_features=features.get(name),
+            sampling_params=SimpleNamespace(
+                temperature=float(states.temperature.np[slot]),
+                seed=int(states.seeds.np[slot]) if states.seeds_set[slot] else None,
+            ),
+        )
+        for name, slot in zip(names, slots.tolist(), strict=True)
+    }
     return SimpleNamespace(
         input_batch=SimpleNamespace(req_ids=list(names), request_lora_mapping=runner.lora_state.lora_ids[slots]),
-        requests={name: SimpleNamespace(mm_features=features.get(name)) for name in names},
+        requests=requests,
     )
 
 
@@ -166,9 +177,8 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Sampli
             temperature = float(states.temperature.np[slot])
             if is_sampled(temperature) and (has_budget is None or not has_budget[slot]):
                 top_k = int(states.top_k.np[slot])
-                seed = int(states.seeds.np[slot]) if states.seeds_set[slot] else None
                 top_p = float(states.top_p.np[slot])
-                found[row] = sampling(temperature, top_p, top_k if top_k < states.vocab_size else 0, seed)
+                found[row] = Sampling(temperature, top_p, top_k if top_k < states.vocab_size else 0)
     except AttributeError as error:
         _warn_of_sampler(repr(error))
         return {}
