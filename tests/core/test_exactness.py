@@ -97,10 +97,15 @@ def test_emitted_sequences_follow_the_target_distribution_exactly(make: Make, ru
     assert emitted_distribution(two_token_pair(), make, rule, ending) == target_distribution(two_token_pair(), ending)
 
 
-@pytest.mark.parametrize("make", METHODS)
-def test_the_distribution_is_exact_for_rule_a_on_three_tokens_with_an_end_token(make: Make) -> None:
-    """The end token may be submitted, may be a root, and may follow a cut; what stands behind it is never emitted."""
-    ending = Ending(max_new_tokens=5, eos_ids=frozenset({2}))
+@pytest.mark.parametrize(
+    ("make", "length"), [pytest.param(*m.values, 4 if "random" in str(m.id) else 5, id=m.id) for m in METHODS]
+)
+def test_the_distribution_is_exact_for_rule_a_on_three_tokens_with_an_end_token(make: Make, length: int) -> None:
+    """The end token may be submitted, may be a root, and may follow a cut; what stands behind it is never emitted.
+
+    Where the predictor is random too, each further token makes more than three times as many ways.
+    """
+    ending = Ending(max_new_tokens=length, eos_ids=frozenset({2}))
 
     assert emitted_distribution(three_token_pair(), make, "match", ending) == target_distribution(
         three_token_pair(), ending

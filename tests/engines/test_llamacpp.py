@@ -136,29 +136,29 @@ def test_after_all_handles_are_closed_the_whole_cache_can_be_filled(dense: Llama
     assert fresh_distribution(dense, [1, 2, 3]).ids
 
 
-def test_a_fork_of_four_thousand_tokens_copies_nothing_and_takes_no_cell(
+def test_a_fork_of_a_thousand_tokens_copies_nothing_and_takes_no_cell(
     dense_gguf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As many calls as the fork of one token, and no memory."""
-    engine = engine_of(dense_gguf, max_tokens=4352, max_handles=40)
+    engine = engine_of(dense_gguf, max_tokens=1280, max_handles=40)
     trunk = engine.open()
-    engine.run([Row(trunk, tuple(100 + i % 5000 for i in range(4000)))])
+    engine.run([Row(trunk, tuple(100 + i % 5000 for i in range(1000)))])
     before = engine.num_tokens, _resident_bytes()
     times_s = []
     for _ in range(32):
         start_s = time.perf_counter()
-        engine.fork(trunk, 4000)
+        engine.fork(trunk, 1000)
         times_s.append(time.perf_counter() - start_s)
     after = engine.num_tokens, _resident_bytes()
-    calls = [num_calls(partial(engine.fork, trunk, length)) for length in (1, 4000)]
+    calls = [num_calls(partial(engine.fork, trunk, length)) for length in (1, 1000)]
     engine.shutdown()
 
     with capsys.disabled():
-        print(f"\nfork of 4,000 tokens, llama.cpp: median {statistics.median(times_s) * 1e6:.0f} us")
-    record("fork", engine="llamacpp", tokens=4000, median_us=round(statistics.median(times_s) * 1e6))
+        print(f"\nfork of 1,000 tokens, llama.cpp: median {statistics.median(times_s) * 1e6:.0f} us")
+    record("fork", engine="llamacpp", tokens=1000, median_us=round(statistics.median(times_s) * 1e6))
     assert calls[0] == calls[1]
-    assert after[0] == before[0] == 4000
-    # One copy of these 4,000 tokens would be 92 MB: 30 layers of 2 times 192 numbers of 2 bytes each.
+    assert after[0] == before[0] == 1000
+    # One copy of these 1,000 tokens would be 23 MB: 30 layers of 2 times 192 numbers of 2 bytes each.
     assert after[1] - before[1] < 8 << 20
 
 
