@@ -154,7 +154,8 @@ def draw(weak: dict[str, Any], sweep: dict[str, Any]) -> None:
 
 
 def _draw_rolled_back(bars: Any, weak: dict[str, Any]) -> None:
-    shown = [name for name in weak if name != "ssd"]
+    # ssd's losing branches would fill the page; as served, tokens that are cut may be on losing branches too.
+    shown = [name for name in weak if name not in ("ssd", "specbranch, as served")]
     bottom = [0.0] * len(shown)
     parts = {
         "rejected: submitted and refused": ([weak[n]["rolled_back"]["rejected"] for n in shown], "#d1495b"),
@@ -191,7 +192,7 @@ def _draw_sweep(curves: Any, pearl: dict[str, Any], sweep: dict[str, Any]) -> No
             [row["speedup"] for row in sweep[predictor].values()],
             "-o",
             color=color,
-            label=f"specbranch, {predictor}",
+            label=f"specbranch in the paper's form, {predictor}",
         )
         curves.plot(
             xs,
@@ -206,7 +207,7 @@ def _draw_sweep(curves: Any, pearl: dict[str, Any], sweep: dict[str, Any]) -> No
     curves.set_xlabel("confidence under which a distribution is doubtful")
     curves.set_title("Speed; rejected tokens per emitted token (dotted)", loc="left", fontweight="bold")
     curves.grid(alpha=0.25)
-    curves.legend(frameon=False, fontsize=8, loc="center right")
+    curves.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.26))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Where branch parallelism pays: speed over plain decoding, in all and for each device, by the simulator.
 
-Maps over c (target step over draft step), acceptance, requests at once and targets that share one draft device; and the
-published points of PEARL, SpecBranch and SSD as a check. Assumed: a further draft row costs 3 % of a step, and a target's step
-doubles at 256 tokens. Writes result.json and figure.png; needs matplotlib, no engine.
+Maps over c (target step over draft step), acceptance, requests at once and targets that share one draft device; and SSD's
+published point as a check. Assumed: a further draft row costs 3 % of a step, and a target's step doubles at 256 tokens.
+Writes result.json, published.json and figure.png; needs matplotlib, no engine.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import json
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from specbranch.provenance import provenance
 from specbranch.pyplot import load_pyplot
-from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
+from specbranch.simulation.presets import ROW_COST, Pair, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 
 HERE = Path(__file__).parent
@@ -32,35 +30,30 @@ PLANNERS = ("sps", "pearl", "specbranch", "budget")
 SSD = {"sps": 2.96, "ssd": 4.68}  # published: 161.8 and 255.8 tokens a second over 54.7, Llama 70B on 4 devices + 1B
 SSD_SETTINGS = {"gamma": 7, "num_guesses": 24}  # three guesses at each of eight stop points
 SSD_RATIOS = (6.0, 10.0, 15.0)  # c is not published
-SEEDS = range(1, 4)  # of the published points of SpecBranch
 RIDGE = 256  # tokens at which a target's step takes twice the time of one token's
-PUBLISHED = {
-    "llama-68m-7b": 2.01,
-    "vicuna-68m-13b": 2.10,
-    "deepseek-1.3b-33b": 3.23,
-    "llama3-8b-70b": 3.69,
-}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    parser.add_argument("--out", type=Path, default=HERE / "result.json", help="of the map")
+    parser.add_argument("--published", type=Path, default=HERE / "published.json", help="of SSD's published point")
     parser.add_argument("--plot", type=Path, default=HERE / "figure.png")
+    parser.add_argument("--published-only", action="store_true", help="the published point anew, the map as it was")
     parser.add_argument("--draw", action="store_true", help="draw the figure from the result and simulate nothing")
-    parser.add_argument("--workers", type=int, help="processes; default: one for each core")
     args = parser.parse_args()
+    source = {"provenance": provenance()}  # now: the first file that is written changes the checkout
     if not args.draw:
+        _write(args.published, {"published_ssd": _published_ssd(), **source})
+    if not args.draw and not args.published_only:
         cells = [(c, a, batch, sharing) for batch, sharing in SETTINGS for c in RATIOS for a in ACCEPTANCES]
-        with ProcessPoolExecutor(args.workers) as pool:
+        with ProcessPoolExecutor() as pool:
             rows = [row for found in pool.map(_cell, *zip(*cells, strict=True)) for row in found]
-        document = {
-            "published": _published(),
-            "published_ssd": _published_ssd(),
-            "rows": rows,
-            "provenance": provenance(),
-        }
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        _write(args.out, {"rows": rows, **source})
     _draw(json.loads(args.out.read_text())["rows"], args.plot)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _cell(c: float, acceptance: float, batch: int, sharing: float) -> list[dict[str, Any]]:
@@ -90,29 +83,6 @@ def _cell(c: float, acceptance: float, batch: int, sharing: float) -> list[dict[
         )
     print(f"c {c:g} acceptance {acceptance:g} batch {batch} sharing {sharing:g}", file=sys.stderr)
     return rows
-
-
-def _published() -> list[dict[str, Any]]:
-    """The paper's pairs: acceptance from PEARL's published speed, so only SpecBranch's is a forecast."""
-    found = []
-    for name, speed in PUBLISHED.items():
-        pair = PAIRS[name]
-        traces = [make_trace(pair, 16, 250, random.Random(seed)) for seed in SEEDS]
-        branch = method_for("specbranch", pair)
-        methods = {
-            "pearl": method_for("pearl", pair),
-            "specbranch": branch,
-            "specbranch, 12 branches": replace(branch, settings={**branch.settings, "max_branches": 12}),
-            "specbranch, oracle": replace(branch, predictor="oracle"),
-            "specbranch, as served": method_for("specbranch", pair, as_in_paper=False),
-        }
-        layout = Layout(pair.c, pair.row_cost)
-        simulated = {
-            label: mean(simulate(trace, method, layout).speedup for trace in traces)
-            for label, method in methods.items()
-        }
-        found.append({"pair": name, "published_specbranch": speed, **simulated})
-    return found
 
 
 def _published_ssd() -> list[dict[str, Any]]:
