@@ -80,6 +80,19 @@ def test_without_accepted_drafts_nothing_was_checked() -> None:
     assert all(finding.says.startswith("nothing was checked") for finding in findings)
 
 
+def test_requests_with_a_seed_need_no_drafts_and_must_have_none() -> None:
+    answers = sampled([0.7, 0.2, 0.1], 50, 0)
+    none, some = Done(answers=list(answers)), done(*answers)
+    without, with_drafts = (
+        same_distribution([("seed per request", none, other)], 1e-3, np.random.default_rng(0))[0]
+        for other in (none, some)
+    )
+
+    assert (without.result, with_drafts.result) == (HOLDS, FAILED)
+    assert without.says.startswith("such requests get no drafts")
+    assert with_drafts.says.startswith("such requests must get no drafts")
+
+
 def test_logprobs_must_agree_and_be_there() -> None:
     bare = done(answer(1, 2, logprobs=[{1: -0.5}, {2: -0.25}]))
     near = done(answer(1, 2, logprobs=[{1: -0.5002}, {2: -0.25}]))

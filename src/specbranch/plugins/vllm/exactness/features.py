@@ -50,3 +50,5 @@ FEATURES = (
     Feature("stop string", COIN, sampling={"stop": [STOP]}),
     Feature("logprobs", COIN, sampling={"logprobs": 2}),
 )
+# What is not drafted for, so that a run of it needs no accepted draft token.
+UNDRAFTED = frozenset(feature.name for feature in FEATURES if feature.is_seeded)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from specbranch.plugins.vllm.exactness.features import UNDRAFTED
 from specbranch.plugins.vllm.exactness.statistics import (
     Compared,
     Outcomes,
@@ -209,7 +210,8 @@ def _distribution_finding(name: str, other: Done, compared: Compared, alpha: flo
     says = f"{other.accepted} of {other.submitted} draft tokens accepted"
     if compared.shift is not None:
         says += f"; {noticeable(compared.shift)}"
-    result, says = _checked(other, FAILED if compared.p_value <= alpha else HOLDS, says)
+    result = FAILED if compared.p_value <= alpha else HOLDS
+    result, says = (_checked_undrafted if name in UNDRAFTED else _checked)(other, result, says)
     return Finding(
         name=f"distribution: {name}",
         compared=compared.what,
@@ -255,6 +257,13 @@ def _checked(other: Done, result: str, says: str) -> tuple[str, str]:
     if not other.accepted:
         return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
     return result, says if other.attempts == 1 else f"{says}; in attempt {other.attempts}, none accepted before"
+
+
+def _checked_undrafted(other: Done, result: str, says: str) -> tuple[str, str]:
+    """A run of requests that get no drafts fails if any draft token was verified."""
+    if other.submitted:
+        return FAILED, f"such requests must get no drafts ({says})"
+    return result, says.replace("0 of 0 draft tokens accepted", "such requests get no drafts")
 
 
 def _drafts(other: Done) -> dict[str, int]:

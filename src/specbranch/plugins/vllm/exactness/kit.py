@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from specbranch.core.planners import DEFAULT_PLANNER, setting_names
 from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, Feature
+from specbranch.plugins.vllm.exactness.features import FEATURES, STOP, UNDRAFTED, Feature
 from specbranch.plugins.vllm.exactness.findings import (
     FAILED,
     Finding,
@@ -221,10 +222,15 @@ def _served_runs(options: CheckOptions, settings: ProposerSettings | None) -> di
         runs["greedy alone"] = Run(_greedy_asks(size, None), 1)
     for feature in FEATURES:
         asks = feature.asks(size.num_samples, temperature, 0 if is_bare else 1)
-        runs[feature.name] = _run(asks, _BATCH, settings, gamma=_SAMPLED_GAMMA)
+        runs[feature.name] = _sampled_run(asks, settings, feature)
     for turn in (1, 2):
-        runs[f"seeds, time {turn}"] = _run(_seeded().asks(size.num_repeats), _BATCH, settings, gamma=_SAMPLED_GAMMA)
+        runs[f"seeds, time {turn}"] = _sampled_run(_seeded().asks(size.num_repeats), settings, _seeded())
     return runs
+
+
+def _sampled_run(asks: list[Ask], settings: ProposerSettings | None, feature: Feature) -> Run:
+    run = _run(asks, _BATCH, settings, gamma=_SAMPLED_GAMMA)
+    return msgspec.structs.replace(run, attempts=1) if feature.name in UNDRAFTED else run
 
 
 def _run(asks: list[Ask], batch: int, settings: ProposerSettings | None, **planner_settings: Any) -> Run:
