@@ -85,10 +85,15 @@ def _step_ms(process: TargetProcess) -> dict[str, float]:
 
 
 def _with_dense_output(int8: Path, out: Path) -> Path:
-    """The same checkpoint with the input embedding as its output layer, in the type that this has: only the config differs."""
+    """The same checkpoint without its output layer, tied to the input embedding instead, which is dense."""
+    from safetensors.torch import load_file, save_file
+
     out.mkdir()
     for file in int8.resolve().iterdir():
-        if file.name != "config.json":
+        if file.suffix == ".safetensors":
+            kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("lm_head.")}
+            save_file(kept, out / file.name, metadata={"format": "pt"})
+        elif file.name not in ("config.json", "model.safetensors.index.json"):
             (out / file.name).symlink_to(file)
     config = json.loads((int8 / "config.json").read_text())
     config["tie_word_embeddings"] = True

@@ -25,11 +25,11 @@ run = CliRunner().invoke
 
 def said(draft_s: dict[int, float], chosen: Sequence[str] = (), hooked_s: dict[int, float] | None = None) -> str:
     survey = Survey({1: 0.1, 2: 0.101}, 0.11, draft_s, TRACE, hooked_s or {})
-    return "\n".join(sentences([typed("auto", survey)], ["big one", "--draft", "d.gguf"], chosen))
+    return "\n".join(sentences([typed("auto", survey, 1, 4)], ["big one", "--draft", "d.gguf"], chosen))
 
 
-def typed(dtype: str, survey: Survey) -> TypeForecast:
-    return TypeForecast(dtype, survey, advise(survey, ["none", "pearl"], [1, 4]))
+def typed(dtype: str, survey: Survey, *concurrencies: int) -> TypeForecast:
+    return TypeForecast(dtype, survey, advise(survey, ["none", "pearl"], concurrencies or [1]))
 
 
 # 16 bits read half as much, but where they are emulated each further token costs a whole step.
@@ -66,6 +66,13 @@ def test_drafts_that_only_beat_their_own_slow_type_do_not_pay() -> None:
     assert types[0].best.speed > 1.1
     assert "it does not pay" in "\n".join(lines)
     assert lines[-1] == "  specbranch serve big --bare --dtype bfloat16"
+
+
+def test_the_fastest_with_drafts_drafts_even_where_that_does_not_pay() -> None:
+    slow = typed("float32", replace(WIDE, target_beside_s=0.12, draft_s={1: 0.2, 2: 0.3}))
+
+    assert slow.best.method.planner == "pearl"
+    assert slow.best_per_s < slow.bare_per_s
 
 
 def test_it_says_what_the_hook_costs_where_it_costs_something() -> None:

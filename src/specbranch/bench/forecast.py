@@ -123,8 +123,10 @@ class TypeForecast:
 
     @property
     def best(self) -> Forecast:
-        """The fastest planner at the least concurrency."""
-        return self.advice.best_at(self.advice.concurrencies[0])
+        """The fastest planner that drafts, at the least concurrency."""
+        few = self.advice.concurrencies[0]
+        drafting = [one for one in self.advice.forecasts if one.method.planner != _NONE and one.concurrency == few]
+        return max(drafting, key=lambda one: one.speed, default=self.advice.best_at(few))
 
     @property
     def bare_per_s(self) -> float:
