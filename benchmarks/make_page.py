@@ -336,8 +336,8 @@ def _published() -> str:
     heads = ("pair", *_SIMULATED, "SpecBranch, published")
     text = (
         "Acceptance is solved from PEARL's published speed, so only SpecBranch's speed is a forecast. It is in the paper's "
-        "form, as far as we know that: the target waits after a miss, confidence threshold 0.5, at most 6 branches "
-        "([study](../studies/01-weak-pair/README.md))."
+        "form, as far as we know that: the target waits after a miss, confidence threshold 0.5, at most 6 branches. "
+        "The column *as served* is what the service runs ([study](../studies/01-weak-pair/README.md))."
     )
     parts = ["## The simulator against the paper", textwrap.fill(text, 118), *_file_notes(path), _table(heads, rows)]
     return "\n\n".join(parts)

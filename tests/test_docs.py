@@ -34,7 +34,6 @@ SCRIPTS = sorted([*(ROOT / "studies").glob("*/*.py"), *(ROOT / "benchmarks").glo
 # Files from before result files named their source.
 WITHOUT_PROVENANCE = {
     "benchmarks/lookup-latency.jsonl",
-    "studies/01-weak-pair/result.json",
     "studies/02-budget/check.json",
     "studies/02-budget/replay.json",
     "studies/03-hrad/scores.json",
