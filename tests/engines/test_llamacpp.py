@@ -115,7 +115,6 @@ class TestQwenDraft(EngineConformance):
         return is_roughly_close
 
 
-@pytest.mark.timeout(300)
 def test_random_histories_never_give_a_wrong_distribution_or_leave_a_cell(dense: LlamaCppEngine) -> None:
     hundreds = settings(max_examples=200, stateful_step_count=10, deadline=None)
     run_state_machine_as_test(machine_for(dense, is_close), settings=hundreds)

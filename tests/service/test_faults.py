@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import zmq
 
 from specbranch.service.client import ClientOptions, Committed
@@ -81,7 +80,6 @@ def driving(traffic: list[Traffic]) -> Iterator[None]:
         sys.setswitchinterval(before_s)
 
 
-@pytest.mark.timeout(300)
 def test_a_service_killed_fifty_times_under_traffic_of_eight_clients_costs_speed_only(tmp_path: Path) -> None:
     rng = random.Random(0)
     with scripted_service(tmp_path) as service:

@@ -99,7 +99,6 @@ def test_the_lowest_free_descriptor_tells_how_many_are_in_use() -> None:
         os.close(copy)
 
 
-@pytest.mark.timeout(180)
 def test_more_connections_than_descriptors_leave_the_service_alive_and_go_after_a_while(tmp_path: Path) -> None:
     with (
         scripted_service(tmp_path, "--max-files", "256") as service,

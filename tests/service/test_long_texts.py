@@ -89,7 +89,6 @@ def test_a_text_of_twenty_thousand_tokens_is_drafted_for(model: Path, tmp_path: 
     assert messages(tmp_path, "warning") == []
 
 
-@pytest.mark.timeout(180)
 def test_texts_that_are_not_drafted_for_are_counted_by_reason_and_said_once(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     port = free_port()

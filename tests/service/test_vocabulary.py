@@ -190,7 +190,6 @@ def test_a_service_that_comes_back_with_the_right_draft_is_used_again(
     assert caplog.text.count("which has the target's vocabulary") == 2
 
 
-@pytest.mark.timeout(300)
 def test_a_real_draft_works_for_its_own_family_and_for_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,7 +32,7 @@ class Served:
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as reply:
+        with urllib.request.urlopen(request, timeout=400) as reply:
             return str(json.load(reply)["choices"][0]["text"])
 
     def scrape(self) -> tuple[str, float]:
@@ -96,7 +96,7 @@ def serving(model: Path, directory: Path, *arguments: str, **environment: str) -
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_until_up(url: str, process: subprocess.Popen[Any], log: Path, timeout_s: float = 300.0) -> None:
+def _wait_until_up(url: str, process: subprocess.Popen[Any], log: Path, timeout_s: float = 900.0) -> None:
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=30):

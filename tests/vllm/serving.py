@@ -97,14 +97,14 @@ def started(directory: Path, *words: str) -> Iterator[Served]:
 def serving(directory: Path, *words: str) -> Iterator[Served]:
     """The same, once it said that it is ready; asked to stop at the end."""
     with started(directory, *words) as served:
-        wait_for(lambda: "ready in" in served.out.read_text() or served.process.poll() is not None, 360)
+        wait_for(lambda: "ready in" in served.out.read_text() or served.process.poll() is not None, 900)
         assert served.process.poll() is None, served.err.read_text()[-4000:]
         yield served
         if served.process.poll() is None:
             served.stop()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 400.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen in time"

@@ -234,7 +234,6 @@ print(json.dumps([p.tolist(), counts(lambda q: q), counts(squared)]))
 """
 
 
-@pytest.mark.timeout(300)
 def test_vllms_kernels_test_drawn_tokens_by_their_probabilities() -> None:
     """By Triton's interpreter. Rows of another temperature give another distribution."""
     for name in ("vllm", "triton"):

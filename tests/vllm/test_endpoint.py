@@ -41,7 +41,7 @@ def state(page: str) -> str:
     return now
 
 
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(1200)
 def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_path: Path) -> None:
     target, draft = require_pair()
     with DraftProcess(DraftOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
@@ -61,7 +61,7 @@ def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_p
             assert_a_dead_service_is_told_and_costs_nothing(served, text)
 
 
-def scrape_when_on(served: Served, timeout_s: float = 60.0) -> str:
+def scrape_when_on(served: Served, timeout_s: float = 300.0) -> str:
     """The page as soon as the service has answered the process that makes it."""
     end_s = time.monotonic() + timeout_s
     while state(page := served.scrape()[0]) != "on":
@@ -70,7 +70,7 @@ def scrape_when_on(served: Served, timeout_s: float = 60.0) -> str:
     return page
 
 
-def scrape_when_settled(served: Served, timeout_s: float = 60.0) -> str:
+def scrape_when_settled(served: Served, timeout_s: float = 300.0) -> str:
     """The page as soon as the service has told all; it may answer late while the machine is busy."""
     end_s = time.monotonic() + timeout_s
     while True:

@@ -23,7 +23,7 @@ WAITING = [
     "30000",
 ]  # so that there are drafts on a machine that stands still
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 def generate(*arguments: str, said: str = "", with_draft: bool = True) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_the_proposer_refuses_pipeline_parallelism(tmp_path: Path) -> None:
     cores = usable_cores()
     if len(cores) < 2:

@@ -45,7 +45,7 @@ def test_vllms_sampler_rejects_pads_and_its_penalties_and_grammars_do_not_see_th
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_with_pads_the_output_is_that_of_bare_vllm_and_rows_are_equally_long() -> None:
     """Float32, greedy; also with penalties, log-probabilities, a schema, and sequences up to the longest length."""
     result = run_program("pads", pair=SHORT)

@@ -78,4 +78,4 @@ def complete(url: str) -> None:
     body = {"model": "m", "prompt": "Count to ten: 1, 2,", "max_tokens": 32, "temperature": 0}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    urllib.request.urlopen(request, timeout=120).close()
+    urllib.request.urlopen(request, timeout=400).close()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_hits_are_found_and_timed_in_all_their_parts(tmp_path: Path) -> None:
     model, _ = require_pair("torch", "transformers", name=SHORT)
     stand_in, out = tmp_path / "stand-in", tmp_path / "out.json"

@@ -16,7 +16,7 @@ from tests.engines.models import model_path
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_two_tensor_parallel_workers_say_the_same_with_and_without_drafts() -> None:
     """Float32; Qwen2.5-Coder-0.5B as target (dense) and as its own draft (packed)."""
     for module in ("vllm", "llama_cpp"):

@@ -76,7 +76,7 @@ def document(said: str) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_generate_drafts_for_two_workers_and_the_answer_is_that_of_one(model: str) -> None:
     """With and without drafts in one engine, so other settings reach all workers while it runs."""
     question = [model, "--raw", "--prompt", "A story about", "--max-tokens", "24", "--dtype", "float32", "--json"]

@@ -46,13 +46,13 @@ def check(result: Any, planners: list[str]) -> None:
     assert result["faults"] == 0
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_greedy_output_equals_bare_v2_though_requests_are_aborted_and_the_draft_is_killed() -> None:
     check(run("some"), SOME)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_the_same_holds_with_asynchronous_scheduling() -> None:
     result = run("async")
 
@@ -63,13 +63,13 @@ def test_the_same_holds_with_asynchronous_scheduling() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_the_same_holds_with_another_number_of_places_at_each_load() -> None:
     check(run("load"), SOME)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_two_tensor_parallel_workers_have_the_same_drafts() -> None:
     if not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip("cores 0 and 1 are needed")

@@ -16,7 +16,7 @@ from tests.vllm.pair import SHORT, require_pair
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(1200)
 def test_a_draft_of_another_family_costs_vllm_nothing_and_is_told(tmp_path: Path) -> None:
     target, _ = require_pair("prometheus_client", name=SHORT)
     draft = model_path("qwen-coder-0.5b")
