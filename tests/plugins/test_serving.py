@@ -24,8 +24,8 @@ def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OURS = {"address": "ipc:///d", "planner": "pearl"}  # what `specbranch serve` sets
 DEFAULTS = {
-    "settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True, "pad": "auto", "runner": "auto",
-    "rule": "auto",
+    "settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True, "pad": "auto", "runner": "v1",
+    "rule": "match",
 }  # fmt: skip
 
 

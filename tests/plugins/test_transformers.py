@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import transformers
 
 from specbranch import DraftServer, SpecBranchError
 from specbranch.draft_server import DraftKeywords
-from specbranch.plugins.transformers import DraftedDecoding
+from specbranch.plugins.transformers import DraftedDecoding, ServiceCandidates
 from specbranch.plugins.vllm.exactness.statistics import compare_counts, count_pairs
 from tests.engines.models import model_path
 from tests.plugins.texts import MORTAL, NUM_TOKENS, PARALLEL, PATIENT, PROMPTS, draft_server, kill, num_warnings
@@ -162,11 +163,13 @@ class Likely:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.num_proposed = 0
+        self.recurring: set[bool] = set()
 
     def expect(self, prompt: Any) -> None:
         pass
 
-    def after(self, text: Any, room: int) -> list[int]:
+    def after(self, text: Any, room: int, has_recurring_noise: bool) -> list[int]:
+        self.recurring.add(has_recurring_noise)
         tokens = text.tolist()
         for _ in range(min(2, room)):
             tokens.append(int(self._model(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -202,8 +205,18 @@ def test_sampled_output_has_the_distribution_of_the_model_alone() -> None:
     found = compare_counts(*count_pairs(alone, drafted), 1e-4, np.random.default_rng(0))
 
     assert likely.num_proposed > 700
+    assert likely.recurring == {True}, "such a text teaches no other: it may have been made with a seed"
     assert len(set(alone)) > 30
     assert found.p_value > 1e-4
+
+
+def test_greedy_text_may_teach_others() -> None:
+    likely = Likely(lambda text: SimpleNamespace(logits=torch.zeros(1, len(text[0]), 4)))
+    candidates = ServiceCandidates(likely, transformers.GenerationConfig(max_length=9))  # type: ignore[arg-type]
+    for _ in range(2):
+        candidates.get_candidates(torch.tensor([[1, 2, 3]]))
+
+    assert likely.recurring == {False}
 
 
 def test_it_relies_on_names_that_transformers_has() -> None:

@@ -41,15 +41,19 @@ def chosen(config: FakeConfig) -> str:
     return str(config.speculative_config.method)
 
 
-def test_vllm_decides_between_its_runners() -> None:
-    assert chosen(FakeConfig()) == "ngram_gpu"
-    assert chosen(FakeConfig(can_v2=False)) == "custom_class"
+def test_v1_is_used_unless_another_runner_is_asked_for() -> None:
+    assert chosen(FakeConfig()) == "custom_class"
     assert chosen(FakeConfig(runner="v1")) == "custom_class"
     assert chosen(FakeConfig(runner="v2")) == "ngram_gpu"
 
 
+def test_vllm_decides_between_its_runners_where_that_is_left_to_it() -> None:
+    assert chosen(FakeConfig(runner="auto")) == "ngram_gpu"
+    assert chosen(FakeConfig(can_v2=False, runner="auto")) == "custom_class"
+
+
 def test_a_trained_predictor_runs_on_v1() -> None:
-    assert chosen(FakeConfig(predictor="/somewhere/hrad")) == "custom_class"
+    assert chosen(FakeConfig(predictor="/somewhere/hrad", runner="auto")) == "custom_class"
     with pytest.raises(RunnerError, match="trained predictor"):
         chosen(FakeConfig(predictor="/somewhere/hrad", runner="v2"))
 
@@ -57,7 +61,7 @@ def test_a_trained_predictor_runs_on_v1() -> None:
 def test_what_is_asked_for_and_cannot_be_is_refused() -> None:
     with pytest.raises(RunnerError, match="'auto'"):
         chosen(FakeConfig(can_v2=False, runner="v2"))
-    with pytest.raises(SettingError, match="auto, v1, v2"):
+    with pytest.raises(SettingError, match="v1, v2, auto"):
         chosen(FakeConfig(runner="v3"))
 
 
@@ -97,7 +101,7 @@ def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: py
     monkeypatch.setattr(v2, "_speculator", lambda: lambda config, device, states: "ours")
     v2.install()
     v2.install()
-    config: Any = fresh()
+    config: Any = fresh(runner="v2")
     config.__post_init__()
 
     assert config.verified == ["ngram_gpu"]
@@ -143,8 +147,13 @@ def test_vllms_own_requests_are_known() -> None:
 
 
 def test_settings_name_the_runner() -> None:
-    assert read_settings({"runner": "v1"}).runner == "v1"
-    assert read_settings({}).runner == "auto"
+    assert read_settings({"runner": "v2"}).runner == "v2"
+    assert read_settings({}).runner == "v1"
+
+
+def test_settings_name_the_rule() -> None:
+    assert read_settings({"rule": "auto"}).rule == "auto"
+    assert read_settings({}).rule == "match"
 
 
 class Device:

@@ -72,7 +72,9 @@ class Rank:
         monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
         monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", Client)
         config = SimpleNamespace(
-            additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
+            additional_config={
+                "specbranch": {"address": "ipc:///nowhere", "is_gated": False, "rule": "auto", **section}
+            },
             speculative_config=SimpleNamespace(
                 num_speculative_tokens=GAMMA, method="ngram_gpu", enable_adaptive_verification=True
             ),

@@ -37,6 +37,7 @@ NUM_TOKENS = 6
 PARTS = (slice(1, 2), slice(3, 4), slice(5, 6), slice(0, 2))
 PLANNER = {
     "planner": "budget",
+    "rule": "auto",
     "deadline_ms": 30000,  # a step without drafts tests nothing
     "settings": {"gamma": 2, "max_rows": 2, "waits": True, "prices": False},
 }

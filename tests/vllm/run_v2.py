@@ -96,7 +96,7 @@ def two_ranks(target: str, draft: str) -> dict[str, Any]:
     known = _answers(bare)
     bare.llm.llm_engine.engine_core.shutdown()
     with _service(draft) as service:
-        settings = _settings(service.address, "sps", runner="v2")
+        settings = _settings(service.address, "sps")
         ours = Target(TargetOptions(target, arguments={**arguments, **proposer_arguments(settings, GAMMA)}))
         equal = num_equal(known, _answers(ours))
         drafted = ours.draft_tokens()
@@ -172,7 +172,7 @@ def _settings(address: str, planner: str = "budget", **more: Any) -> ProposerSet
     # A step takes a second here, and what it costs is not what is tested.
     settings = {"prices": False} if planner == "budget" else {}
     ours = {"address": address, "planner": planner, "settings": settings, "deadline_ms": 20000, "is_gated": False}
-    return ProposerSettings(**{**ours, **more})
+    return ProposerSettings(**{**ours, "runner": "v2", "rule": "auto", **more})
 
 
 def _prompts() -> list[list[int]]:

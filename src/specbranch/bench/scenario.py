@@ -59,7 +59,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predictor: str = "confidence"
     is_gated: bool = True
     pad: str = "auto"
-    rule: str = "auto"
+    rule: str = "match"
 
     @property
     def engine(self) -> str:

@@ -116,7 +116,8 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
         words += ["--deadline-ms", str(scenario.deadline_ms)]
         for key, value in method.settings.items():
             words += ["--set", f"{key}={json.dumps(value)}"]
-        words += ["--additional-config", json.dumps({"specbranch": {"is_gated": method.is_gated, "pad": method.pad}})]
+        section = {"is_gated": method.is_gated, "pad": method.pad, "rule": method.rule}
+        words += ["--additional-config", json.dumps({"specbranch": section})]
     words += ["--dtype", scenario.dtype, "--max-model-len", str(scenario.max_model_len)]
     words += ["--max-num-seqs", str(scenario.served.max_num_seqs), "--seed", str(scenario.seed)]
     return [*words, "--no-enable-prefix-caching", *flags_of(scenario.arguments)]

@@ -78,7 +78,9 @@ def generate(
     ] = False,
     max_tokens: MaxTokens = 256,
     temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.", min=0)] = 0.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Sampler seed; used if temperature > 0.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Sampler seed; used if temperature > 0, and then without drafts.")
+    ] = None,
     planner: Planner = DEFAULT_PLANNER,
     gamma: Gamma = None,
     settings: Settings = None,

@@ -1,8 +1,9 @@
 """The planner. A method of speculative decoding is a few answers over the same draft tree.
 
-A planner decides what is drafted and what is submitted, never what is accepted. So no planner can change the output
-distribution, with one condition where tokens are drawn by chance (`Node.drawn_from`, rule B): whether one is submitted
-may depend on the distribution that it was drawn from, not on which token it is, nor on what follows it.
+A planner decides what is drafted and what is submitted, never what is accepted. So by rule A, the default, no planner
+can change the output distribution. Where tokens are drawn by chance (`Node.drawn_from`, rule B) there is one condition:
+whether one is submitted may depend on the distribution that it was drawn from, not on which token it is, nor on what
+follows it.
 
 One planner object serves one sequence. It is asked on every verdict, so its answers must cost microseconds.
 """

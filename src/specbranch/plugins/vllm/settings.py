@@ -15,8 +15,8 @@ from specbranch.plugins.vllm.arguments import SECTION
 from specbranch.plugins.vllm.flags import FlagError
 
 PADS = ("auto", "on", "off")
-RUNNERS = ("auto", "v1", "v2")
-RULES = ("auto", "match")
+RUNNERS = ("v1", "v2", "auto")
+RULES = ("match", "auto")
 
 
 class RunnerError(SpecBranchError, ValueError):
@@ -28,14 +28,14 @@ class ProposerSettings(DraftSettings):
     """The settings of any target, and those for vLLM alone.
 
     `pad`: fill all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such
-    graphs. `runner` is vLLM's model runner: `auto` leaves it to vLLM. `rule`: with `auto`, draft tokens of sampled
-    requests are drawn by chance and tested against their probabilities where vLLM takes these; with `match`, the
-    likeliest are proposed and kept as often as the target would say them.
+    graphs. `runner` is vLLM's model runner: `v2` has not been run on a GPU, and `auto` leaves the choice to vLLM.
+    `rule`: with `match`, the likeliest tokens are proposed and kept as often as the target would say them; with `auto`,
+    draft tokens of sampled requests are drawn by chance and tested against their probabilities where vLLM takes these.
     """
 
     pad: str = "auto"
-    runner: str = "auto"
-    rule: str = "auto"
+    runner: str = "v1"
+    rule: str = "match"
 
     def __post_init__(self) -> None:
         if self.pad not in PADS:

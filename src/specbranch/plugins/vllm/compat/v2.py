@@ -1,9 +1,9 @@
 """vLLM's Model Runner V2: how our speculator gets into it, and what it reads there.
 
 V2 refuses `custom_class`, the method that brings our proposer into V1. Of the methods that V2 takes, `ngram_gpu` needs
-no draft model and goes with asynchronous scheduling. So a configuration that names our proposer is given this method
-where vLLM would then choose V2, and V2's runner is given our speculator in place of the one for n-grams. Everywhere
-else the configuration stays as it is, and vLLM runs V1.
+no draft model and goes with asynchronous scheduling. So a configuration that names our proposer and asks for V2 is
+given this method where vLLM would then choose V2, and V2's runner is given our speculator in place of the one for
+n-grams. Everywhere else, and by default, the configuration stays as it is, and vLLM runs V1.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def choose_runner(vllm_config: Any) -> None:
     settings = read_settings(config.own_config(vllm_config))
     cause = None
     if settings.runner == "v1":
-        cause = "set by `runner`"
+        cause = "`runner` is 'v1'"
     elif settings.trained_predictor is not None:
         cause = "a trained predictor reads the states of V1"
     else:
@@ -74,7 +74,7 @@ def choose_runner(vllm_config: Any) -> None:
             speculative.method = _HOOK
             cause = "vLLM's choice for this configuration"
     if cause is None:
-        _say("specbranch drafts for vLLM's Model Runner V2; set `runner` to 'v1' for V1")
+        _say("specbranch drafts for vLLM's Model Runner V2, on GPUs untested; leave out `runner` for V1")
     elif settings.runner == "v2":
         raise RunnerError(f"`runner` is 'v2', but Model Runner V2 cannot be used here ({cause}); set it to 'auto'")
     else:
