@@ -104,7 +104,7 @@ def test_what_was_drafted_under_other_settings_is_certain(monkeypatch: pytest.Mo
     rank.propose(("a", 1, 1))
     rank.speculator.use(ProposerSettings(address="ipc:///nowhere", rule="match", is_gated=False))
     assert rank.speculator.draft_logits is None
-    rank.speculator.use(ProposerSettings(address="ipc:///nowhere", is_gated=False))
+    rank.speculator.use(ProposerSettings(address="ipc:///nowhere", rule="auto", is_gated=False))
     rank.propose(("b", 0, 1))
 
     assert [probabilities(rank, 1, place, 1.0) for place in range(GAMMA)] == [{8: 1.0}, {9: 1.0}, {10: 1.0}]
