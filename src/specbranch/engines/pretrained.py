@@ -17,3 +17,10 @@ def load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+def load_config(source: str) -> Any:
+    """Read the configuration of a model of a class that Transformers itself has."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.engines.extras import extra
+from specbranch.engines.pretrained import load_config
 from specbranch.errors import SpecBranchError
 
 with extra("torch"):
@@ -22,7 +23,7 @@ with extra("torch"):
     from safetensors import safe_open
     from safetensors.torch import save_file
     from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
 MAX_INT8 = 127
 _MIN_PEAK = 1e-8  # of the weights that a scale is computed from, so that no scale is zero
@@ -122,7 +123,7 @@ def quantize_file(file: Path, layers: Layers) -> dict[str, torch.Tensor]:
 def find_layers(source: Path) -> Layers:
     """Find the linear layers of a model by building it without weights; refuse one with matrices of other kinds."""
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = load_config(str(source))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
