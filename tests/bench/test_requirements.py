@@ -125,6 +125,7 @@ def test_engines_that_do_not_fit_together_are_refused_with_how_many_do(
     with pytest.raises(ScenarioError, match=r"2 engines at once need 4\.1 GB.*4\.0 GB.*set engines_at_once = 1"):
         check(tmp_path, peer)
     check(tmp_path, peer, "engines_at_once = 1\n")
+    check(tmp_path, peer, "arguments = { kv_cache_memory_bytes = 100000000 }\n")
     check(tmp_path, f"{peer}\n[served]\nrates = [1.0]")
 
     monkeypatch.setattr("specbranch.memory.free_host_memory", lambda: 2 * 10**9)

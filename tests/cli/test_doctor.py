@@ -168,7 +168,8 @@ def test_what_could_not_be_compared_is_neither_ok_nor_a_failure(monkeypatch: pyt
     ("flags", "words"),
     [
         ("avx2 avx512f avx512_vnni amx_bf16", "bfloat16 targets and int8 drafts are fast"),
-        ("avx2 avx512f avx512_vnni", "int8 drafts are fast; bfloat16 is emulated"),
+        ("avx2 avx512f avx512_vnni avx512_bf16", "int8 drafts are fast, and bfloat16 targets are not emulated"),
+        ("avx2 avx512f avx512_vnni", "int8 is fast and bfloat16 is emulated"),
         ("avx2 avx512f", "int8 works at half speed"),
         ("avx2", "8-bit weights"),
         ("sse", "no vector instructions"),

@@ -129,6 +129,18 @@ def test_commands_that_draft_say_it_before_anything_loads(
     assert done.stderr.strip().endswith("error: now it would load")
 
 
+def test_doctor_says_it_of_a_target_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : avx2 avx512f avx512_vnni")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    monkeypatch.setattr(target_type, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(Preflight, "findings", lambda self: [])
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
+
+    assert "specbranch quantize" in json.loads(done.stdout)["choices"]["target data type"]
+
+
 def test_nothing_is_said_on_a_gpu_or_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
     assert target_type.slow_type_here("/nowhere/at/all", "auto") is None

@@ -48,7 +48,10 @@ def ran(command: list[str], home: Path, environment: dict[str, str]) -> str:
     return done.stdout + done.stderr
 
 
-def test_generate_answers_and_compares(home: Path, environment: dict[str, str]) -> None:
+def test_the_target_that_quantize_makes_answers_with_drafts_and_without(
+    home: Path, environment: dict[str, str]
+) -> None:
+    ran(COMMANDS["quantize"], home, environment)
     printed = ran(COMMANDS["generate"], home, environment)
 
     assert "accepted" in printed and "both answers are equal" in printed

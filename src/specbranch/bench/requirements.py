@@ -104,6 +104,7 @@ def _check_memory(scenario: Scenario) -> None:
 
 def _engine_bytes(scenario: Scenario, method: BenchMethod) -> int:
     cache_gb = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _CACHE_GB)
+    cache = scenario.arguments.get("kv_cache_memory_bytes") or int(cache_gb * (1 << 30))
     own_draft = (method.speculative_config or {}).get("model")
     drafted = weight_bytes(str(own_draft), scenario.dtype) if own_draft is not None else 0
-    return weight_bytes(scenario.target, scenario.dtype) + drafted + int(cache_gb * (1 << 30))
+    return weight_bytes(scenario.target, scenario.dtype) + drafted + int(cache)

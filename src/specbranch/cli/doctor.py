@@ -21,6 +21,7 @@ from specbranch.cli.installation import target_on_cpu, vllm_note
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDraft
 from specbranch.cli.placement import Choice, choose_device, usable_cores
 from specbranch.cli.preflight import Finding, Preflight, State
+from specbranch.cli.target_type import slow_type_here
 from specbranch.cli.topology import num_gpus, read_topology
 from specbranch.engines.cache_size import cache_size
 from specbranch.engines.protocol import EngineError
@@ -36,9 +37,10 @@ from specbranch.version import __version__
 _PACKAGES = ("torch", "transformers", "llama-cpp-python", "pyzmq", "msgspec", "numpy", "huggingface-hub", "matplotlib")
 _FAST = (
     ("amx_bf16", "bfloat16 targets and int8 drafts are fast, and verifying several tokens costs little more than one"),
-    ("avx512_vnni", "int8 drafts are fast; bfloat16 is emulated, so serve the target with --dtype float32 if it fits"),
-    ("avx512f", "int8 works at half speed and bfloat16 is emulated; serve the target with --dtype float32 if it fits"),
-    ("avx2", "8-bit weights are the fastest draft here; serve the target with --dtype float32 if it fits"),
+    ("avx512_bf16", "int8 drafts are fast, and bfloat16 targets are not emulated"),
+    ("avx512_vnni", "int8 is fast and bfloat16 is emulated; serve an int8 target (specbranch quantize)"),
+    ("avx512f", "int8 works at half speed and bfloat16 is emulated; `specbranch plan` compares the types of a target"),
+    ("avx2", "8-bit weights are the fastest draft here; `specbranch plan` compares the types of a target"),
 )
 _NONE = "no vector instructions that matter were found"
 _TOKEN_BYTES = 12_288  # of a draft of half a billion weights, such as Qwen2.5-Coder-0.5B: an example
@@ -64,6 +66,7 @@ def doctor(
     """
     with friendly_errors(SpecBranchError):
         found = {"machine": machine(), "software": software(), "choices": choices(draft, draft_engine, draft_device)}
+        found["choices"]["target data type"] = slow_type_here(target, None) if target else None
         findings = _findings(target, draft, draft_engine, draft_device)
     if as_json:
         print_json({**found, "checks": [one.as_json() for one in findings]})
