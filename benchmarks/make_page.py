@@ -39,6 +39,16 @@ class Run:
 
 RUNS = (
     Run(
+        "equal",
+        "Equal hardware: seven ways to use the same two cores, without AMX",
+        "What somebody with two cores would take. The target is an int8 checkpoint of `specbranch quantize`, the fastest type on "
+        "this CPU; `draft_model` has an int8 draft too. `budget` is as installed: the target on one core, the draft on the other, "
+        "with the gate. Six prompts of each task, twice. Three engines fit into memory, so each answers eight prompts before "
+        "the next. `bare` has one core, as where the draft's core is one that the target could not use. llama.cpp with a 4-bit file "
+        "on both cores is in [`equal-llamacpp.json`](../benchmarks/equal-llamacpp.json).",
+        "img/equal.svg",
+    ),
+    Run(
         "depth",
         "Guesses, prices and heads, without AMX",
         "The flagship pair in float32 on a CPU that only emulates bfloat16; a further token in the target's step is not free "
@@ -84,7 +94,8 @@ RUNS = (
     Run(
         "planners",
         "Every planner, four tasks",
-        "Three prompts of each task, methods interleaved prompt by prompt. This is the run of the headline.",
+        "Three prompts of each task, methods interleaved prompt by prompt. Our planners have two cores, one for the target and one "
+        "for the draft; bare vLLM has one of them.",
         "img/bench-planners-speed.svg",
     ),
     Run(
@@ -185,7 +196,7 @@ def _section(run: Run) -> str:
     else:
         parts.append(_by_task(results))
     if run.figure:
-        parts.append(f"![Speed over bare vLLM; whiskers: 95 % of resamples of the prompts]({run.figure})")
+        parts.append(f"![Speeds of the methods; lines: 95 % of resamples of the prompts]({run.figure})")
     if lost := _lost(results):
         parts.append(f"Where `{SUBJECT}` loses:\n\n{lost}")
     return "\n\n".join(parts)

@@ -21,7 +21,7 @@ CHARACTER, LINE = 7.25, 17  # pixels
 PANE, GAP, TOP, MARGIN = 410, 20, 62, 18
 LONGEST_S = 16.0  # of the picture; longer runs are shown faster, and it says so
 STILL_S = 4.0  # at the end
-LANES = {"without drafts": "bare vLLM", "with drafts": "with SpecBranch"}
+LANES = {"without drafts": "vLLM alone, both cores", "with drafts": "with SpecBranch, one core each"}
 INK, DIM, GREEN, PAPER, SHEET = "#d7dce2", "#8b949e", "#56d364", "#0d1117", "#161b22"
 
 Words = tuple[float, int, int, str, bool]  # seconds, line, column, text, whether it was drafted
@@ -47,12 +47,12 @@ def draw(document: dict[str, Any]) -> str:
         for index, (name, title) in enumerate(LANES.items())
         for element in pane(MARGIN + index * (PANE + GAP), title, lanes[name], pace, num_lines)
     ]
-    note = f"shown {pace:.1f} times as fast" if pace > 1 else "in real time"
+    note = f"played at {pace:.1f}x" if pace > 1 else "in real time"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
             ' font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="12">',
-            "<title>The same answer by bare vLLM and with SpecBranch, text by text as it came</title>",
+            "<title>The same answer by vLLM alone and with SpecBranch, text by text as it came</title>",
             f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"><animate id="run" attributeName="rx" from="8"'
             f' to="8" begin="0s;run.end" dur="{end_s / pace + STILL_S:.2f}s"/></rect>',
             *body,

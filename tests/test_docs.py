@@ -232,12 +232,21 @@ def test_a_script_can_be_started(script: Path) -> None:
     assert "usage:" in done.stdout
 
 
-def test_what_the_readme_says_that_a_command_prints_was_printed() -> None:
+def test_the_readmes_command_is_word_for_word_the_one_that_was_run_and_printed_its_figure() -> None:
     kept = json.loads((ROOT / "benchmarks" / "readme.json").read_text())
+    words = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))["command"]()
     quoted = [line.strip() for line in (ROOT / "README.md").read_text().splitlines() if "tokens/s, with drafts" in line]
 
-    assert len(quoted) == 1 and any(quoted[0] in line for line in kept["lines"])
+    assert words == kept["command"]
+    assert len(quoted) == 1 and quoted[0] in kept["lines"]
     assert not kept["provenance"]["commit"].endswith("+")
+
+
+def test_the_readmes_bars_and_sentences_on_equal_hardware_are_those_of_their_result_files() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "equal.py"))
+
+    assert (ROOT / "docs" / "img" / "equal.svg").read_text() == script["picture"](), "run benchmarks/equal.py draw"
+    assert script["words"]() in (ROOT / "README.md").read_text(), "put what benchmarks/equal.py words prints there"
 
 
 def test_the_table_of_step_costs_is_that_of_its_result_file() -> None:

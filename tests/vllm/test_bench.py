@@ -110,6 +110,8 @@ def test_a_plan_is_made_from_what_is_measured(directory: Path) -> None:
         *words,
         "--concurrency",
         "1,4",
+        "--dtype",
+        "float32",
         "--record",
         str(trace),
         "--json",
