@@ -29,12 +29,18 @@ SUBJECT = "budget"
 
 @dataclass(frozen=True)
 class Run:
-    """A result file of this directory, and what its section says before the table."""
+    """A result file of a directory, and what its section says before the table."""
 
     name: str
     title: str
     text: str
     figure: str = ""
+    directory: str = "benchmarks"
+
+    @property
+    def path(self) -> Path:
+        """The result file."""
+        return ROOT / self.directory / f"{self.name}.jsonl"
 
 
 RUNS = (
@@ -49,14 +55,6 @@ RUNS = (
         "img/equal.svg",
     ),
     Run(
-        "depth",
-        "Guesses, prices and heads, without AMX",
-        "The flagship pair in float32 on a CPU that only emulates bfloat16; a further token in the target's step is not free "
-        "there. Four prompts of each task. Our own methods take turns prompt by prompt; memory holds one engine at a time, so "
-        "vLLM's methods and bare vLLM are measured in turns of eight prompts. The commit that the file names was joined with "
-        "others before it came here.",
-    ),
-    Run(
         "not-flat",
         "A target whose verification is not flat",
         "bfloat16 on a CPU that only emulates it: a step with one draft token costs about as much as three plain steps. `budget` "
@@ -69,12 +67,14 @@ RUNS = (
         "The flagship pair in float32, four prompts of each task, 64 tokens. Rule A proposes the likeliest tokens; with "
         "[rule B](exactness.md#rule-b-as-it-is-served) they are drawn by chance and vLLM tests them by their probabilities. Both "
         "take turns prompt by prompt; memory holds one engine at a time, so bare vLLM answers eight prompts before them. Every answer "
-        "is another text, so a task of four prompts varies much.",
+        "is another text, so a task of four prompts varies much. Rule B was then deleted on the V1 runner, which this is.",
+        directory="studies/09-sampled",
     ),
     Run(
         "sampled-sharp",
         "Sampled text, at temperature 0.7 with top-p 0.9, without AMX",
         "As above, with sharper distributions: the likeliest token is more often right, and drawing it gains less.",
+        directory="studies/09-sampled",
     ),
     Run(
         "repeated",
@@ -178,7 +178,7 @@ def main() -> None:
     if args.figures:
         args.figures.mkdir(parents=True, exist_ok=True)
         for run in RUNS:
-            draw_figures(read_results(HERE / f"{run.name}.jsonl"), args.figures, f"bench-{run.name}")
+            draw_figures(read_results(run.path), args.figures, f"bench-{run.name}")
 
 
 def make_page() -> str:
@@ -186,8 +186,8 @@ def make_page() -> str:
 
 
 def _section(run: Run) -> str:
-    results = read_results(HERE / f"{run.name}.jsonl")
-    parts = [f"## {run.title}", textwrap.fill(run.text, 120), _facts(results), *_notes(results)]
+    results = read_results(run.path)
+    parts = [f"## {run.title}", textwrap.fill(run.text, 120), _facts(run, results), *_notes(results)]
     if results.scenario.served is not None:
         table = load_table(results)
         parts.append(_table(table.heads, table.rows))
@@ -214,9 +214,9 @@ def _bold_head(note: str) -> str:
     return textwrap.fill(f"**{head}:**{text}", 118)
 
 
-def _facts(results: Results) -> str:
+def _facts(run: Run, results: Results) -> str:
     scenario, source = results.scenario, results.provenance
-    path = f"benchmarks/{results.name}"
+    path = run.path.relative_to(ROOT)
     vllm = f"vLLM {source['vllm']}, " if "vllm" in source else ""
     draft = (
         f", draft {scenario.draft}" if any(method.planner not in (None, "none") for method in scenario.methods) else ""

@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""How fast Transformers and llama-cpp-python decode one text with drafts, against themselves.
+"""How fast Transformers decodes one text with drafts, against itself.
 
-benchmarks/seams.py transformers TARGET DRAFT    two directories of Transformers models
-benchmarks/seams.py llamacpp TARGET DRAFT        GGUF files; DRAFT may be any draft model
+benchmarks/seams.py TARGET DRAFT    two directories of Transformers models
 
 Four ways take turns on every prompt: the engine alone on the target's cores, alone on all cores, with its own method
-on all cores (Transformers' `assistant_model`, llama-cpp-python's prompt lookup), and with our drafts, which have cores
-of their own and no gate. Greedy. `--dtype` is of a Transformers target and its assistant.
+on all cores (`assistant_model`), and with our drafts, which have cores of their own and no gate. Greedy. `--dtype` is of
+the target and its assistant.
 """
 
 from __future__ import annotations
@@ -110,80 +109,30 @@ class Transformers(Engine):
         return decode
 
 
-class LlamaCpp(Engine):
-    def __init__(self, args: argparse.Namespace, draft: DraftServer, cores: Cores) -> None:
-        super().__init__(cores)
-        from llama_cpp import Llama
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-        self._draft_model = draft.llamacpp_draft(args.target, is_gated=False)
-
-        def llama(draft_model: Any = None) -> Any:
-            # With a draft model it keeps logits of all positions, so the context is no longer than needed.
-            return Llama(args.target, n_ctx=512, verbose=False, draft_model=draft_model)
-
-        alone = llama()
-        lookup, ours = llama(LlamaPromptLookupDecoding()), llama(self._draft_model)
-        self._llamas = [alone, lookup, ours]
-        self.ways = [
-            Way("alone, target's cores", self.target_cores, self._decode(alone)),
-            Way("alone, all cores", self.all_cores, self._decode(alone)),
-            Way("prompt lookup, all cores", self.all_cores, self._decode(lookup)),
-            Way("SpecBranch", self.target_cores, self._decode(ours)),
-        ]
-
-    def use_threads(self, count: int) -> None:
-        import llama_cpp
-
-        for llm in self._llamas:
-            llama_cpp.llama_set_n_threads(llm.ctx, count, count)
-
-    def num_accepted(self) -> int:
-        return int(self._draft_model.num_accepted)
-
-    def _decode(self, llm: Any) -> Decode:
-        def decode(prompt: str, num_tokens: int) -> list[int]:
-            llm.reset()
-            text: list[int] = []
-            for token in llm.generate(llm.tokenize(prompt.encode()), temp=0.0):
-                text.append(token)
-                if len(text) == num_tokens or token == llm.token_eos():
-                    break
-            return text
-
-        return decode
-
-
-ENGINES = {"transformers": (Transformers, ("transformers", "torch")), "llamacpp": (LlamaCpp, ("llama-cpp-python",))}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("target")
     parser.add_argument("draft")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--out", type=Path, help="default: benchmarks/seams-ENGINE.json")
+    parser.add_argument("--out", type=Path, default=OUT / "seams-transformers.json")
     args = parser.parse_args()
     where = provenance()
     cores = split(usable_cores(), target_on_cpu=True, draft_on_cpu=True)
-    kind, packages = ENGINES[args.engine]
     with DraftServer(args.draft, cores=cores.draft) as draft:
-        runs = measure(kind(args, draft, cores), PROMPTS[: args.prompts], args.tokens)
+        runs = measure(Transformers(args, draft, cores), PROMPTS[: args.prompts], args.tokens)
     document = {
         "provenance": where,
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in ("transformers", "torch")},
         "target": Path(args.target).name,
         "draft": Path(args.draft).name,
-        "dtype": args.dtype if args.engine == "transformers" else None,
+        "dtype": args.dtype,
         "cores": asdict(cores),
         "speeds": speeds(runs),
         "runs": [asdict(run) for run in runs],
     }
-    out = args.out or OUT / f"seams-{args.engine}.json"
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["speeds"], runs))
 
 

@@ -20,11 +20,11 @@ for name in {HEAVY!r}:
 import specbranch
 from specbranch.cli import app
 from specbranch.engines.protocol import EngineError
-on_torch = ("answer", "arena", "attention", "dtype", "engine", "flashinfer", "forward", "fused", "graph", "guess")
+on_torch = ("answer", "arena", "attention", "dtype", "engine", "flashinfer", "forward", "fused", "graph")
 on_torch += ("head", "int8", "joined", "load", "paged", "spans", "static", "step")
 extras = {{f"specbranch.engines.torch.{{name}}": "specbranch[torch]" for name in on_torch}}
 extras["specbranch.engines.quantize"] = extras["specbranch.plugins.transformers"] = "specbranch[torch]"
-extras |= {{f"specbranch.{{name}}.llamacpp": "specbranch[llamacpp]" for name in ("engines", "plugins")}}
+extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"
 for module in pkgutil.walk_packages(specbranch.__path__, "specbranch."):
     try:
         importlib.import_module(module.name)

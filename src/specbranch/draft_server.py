@@ -13,7 +13,7 @@ import multiprocessing.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.plugins.settings import DraftSettings
@@ -22,9 +22,6 @@ from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.endpoint import check_reachable, each_address
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions, StartError
-
-if TYPE_CHECKING:
-    from specbranch.plugins.llamacpp import DraftModel
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +88,6 @@ class DraftAddress:
         from specbranch.plugins.transformers import DraftedDecoding
 
         return {"custom_generate": DraftedDecoding(*self._settings(how))}
-
-    def llamacpp_draft(self, target: str | Path, **how: Unpack[DraftKeywords]) -> DraftModel:
-        """What `llama_cpp.Llama(target, draft_model=...)` takes; `target` is its GGUF file."""
-        from specbranch.plugins.llamacpp import DraftModel
-
-        return DraftModel(target, *self._settings(how))
 
     def _settings(self, how: DraftKeywords) -> tuple[DraftSettings, int]:
         """The settings, and the most draft tokens to verify at once; what would be refused later raises now."""

@@ -89,13 +89,6 @@ def test_a_scenario_is_known_again_from_its_results(data: Path) -> None:
     assert scenario_of({**document, "seed": 1}) != scenario
 
 
-def test_the_old_name_of_the_timeline_is_still_known(data: Path) -> None:
-    old = read_scenario(written(data, 'draft_arguments = ["--trace", "run.json"]\n' + SMALL))
-    new = read_scenario(written(data, 'draft_arguments = ["--timeline", "run.json"]\n' + SMALL))
-
-    assert old == new == scenario_of({**new.as_json(), "draft_arguments": ["--trace", "run.json"]})
-
-
 def test_speed_is_divided_by_devices_where_none_are_pinned(data: Path) -> None:
     scenario = read_scenario(
         written(data, "target_cores = []\ndraft_cores = []\narguments = {tensor_parallel_size = 2}\n" + SMALL)

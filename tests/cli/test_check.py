@@ -28,8 +28,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--planner", "perl"], "pearl"),
         (["--alpha", "0"], "give a number between 0 and 1"),
         (["--vllm-arg", "x"], "--vllm-arg is 'x'; give KEY=VALUE"),
-        (["--vllm-arguments", "x"], "--vllm-arguments is not a JSON object"),
-        (["--vllm-arguments", "[]"], "--vllm-arguments is not a JSON object"),
         (["--report", "/no/such/place/report.md"], "there is no directory"),
         (["--target-cores", "0,999"], "this process may use"),
         (["--draft-cores", "one"], "give whole numbers"),

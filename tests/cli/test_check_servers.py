@@ -135,10 +135,3 @@ def test_wrong_usage_names_the_way_out(words: list[str], advice: str) -> None:
 
     assert result.exit_code == 2
     assert advice in result.stderr
-
-
-def test_an_old_name_of_an_option_works_here_too() -> None:
-    result = check(Toy(seed=2), "--samples", "2")
-
-    assert result.exit_code == 0
-    assert "--samples is now --num-samples" in result.stderr

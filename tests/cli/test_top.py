@@ -254,7 +254,6 @@ def test_a_description_has_what_the_service_tells() -> None:
     assert lines(Overview(1, settings, figures)) == {
         "model": "draft",
         "engine": "torch, device cpu, int8, 500 MB of weights",
-        "heads": "none",
         "vocabulary": "151,936 tokens",
         "cache": "65,536 tokens, 256 branches",
         "limits": "64 sessions, 32 rows a step",

@@ -41,7 +41,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "budget": ("budget", {"gamma": GAMMA, "max_rows": 2}),
     "budget without guesses": ("budget", {"gamma": GAMMA, "max_rows": 2, "uses_text": False, "uses_memory": False}),
     "specbranch": ("specbranch", {"gamma": GAMMA, "confidence": 0.6, "max_branches": 4}),
-    "double": ("double", {"gamma": GAMMA}),
 }
 
 

@@ -330,30 +330,6 @@ def test_a_thrifty_specbranch_runs_one_row_while_it_knows_no_cost_and_stops_at_i
     assert session.rows() == []
 
 
-def test_double_looks_up_what_follows_its_chain_in_every_step_and_what_follows_the_targets_token() -> None:
-    session = session_of("double", prompt=[5, 6, 7, 8, 9, 1, 2, 5, 6], gamma=4, lookup=2)
-
-    assert session.propose() == [7, 8]
-    assert [node.token for node in session.rows()] == [6, 7, 8], "what is under verification runs too, in one step"
-    session.grow(session.tree.root, Distribution((7, 1), (0.9, 0.1), 0.3))
-    session.grow(session.tree.root.children[0], SURE)
-    assert [node.token for node in session.rows()] == [1], "the draft has turned away from the text"
-    run(session, SURE, 9)
-    assert session.rows() == ()
-    session.commit([7, 8, 9], 2)
-    assert session.rows() == (), "the target waits"
-    assert session.propose() == [1, 2]
-
-
-def test_double_does_not_look_up_where_its_draft_is_not_at_the_tip() -> None:
-    session = session_of("double", prompt=[5, 6, 7, 5, 6], gamma=3)
-    session.stand_aside()
-    run(session, SURE, 5)
-    session.commit([1], 0)
-
-    assert session.propose() == [1, 1]
-
-
 def test_budget_submits_all_that_is_drafted_and_never_waits() -> None:
     session = session_of("budget", gamma=3)
 

@@ -23,7 +23,7 @@ DISTRIBUTIONS = [
     Distribution((), (), 0.0),
 ]
 ALL = [(planner, name) for planner in PLANNERS for name in setting_names(planner)]
-SWITCHES = {"waits", "is_thrifty", "uses_text", "uses_memory", "uses_heads", "deepens", "prices"}
+SWITCHES = {"waits", "is_thrifty", "uses_text", "uses_memory", "deepens", "prices"}
 COUNTS = {"gamma", "num_guesses", "max_rows", "max_branches"}
 
 NO_NUMBERS: list[Any] = ["", "x", "4", "0.5", b"4", None, [], [1], {}, (1,), 1j, math.nan, math.inf, -math.inf]

@@ -456,5 +456,5 @@ def test_rows_that_fill_up_a_step_leave_the_cache_alone(llama: TorchEngine) -> N
 def test_the_top_k_by_blocks_is_the_top_k(vocab_len: int) -> None:
     logits = 3 * torch.randn(5, vocab_len, generator=torch.Generator().manual_seed(0))
 
-    plain, by_blocks = (answer.pack(logits, TOP_K, None, by_blocks=how).numpy() for how in (False, True))
+    plain, by_blocks = (answer.pack(logits, TOP_K, by_blocks=how).numpy() for how in (False, True))
     assert answer.unpack(plain, TOP_K) == answer.unpack(by_blocks, TOP_K)

@@ -9,11 +9,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from specbranch.core.distribution import Distribution
 from specbranch.core.planners import PLANNERS, longest_submission
-from specbranch.engines.heads import Heads, HeadsCard, write_heads
 from specbranch.predictor.hrad import write_hrad
 from specbranch.service import wire
 from specbranch.service.digest import DIGEST_LEN
@@ -85,13 +82,6 @@ def _tree() -> Snapshot:
 
 def _hrad() -> Iterator[bytes]:
     yield _two_files(lambda place: write_hrad(place, small_tensors(), CARD), "card.json", "hrad.safetensors")
-
-
-def _heads() -> Iterator[bytes]:
-    card = HeadsCard(draft="tiny", hidden_len=4, vocab_len=16)
-    block = (np.ones(shape, np.float16) for shape in ((2, 8), (2,), (4, 2)))
-    found = Heads(card, np.arange(5, dtype=np.int32), *block)
-    yield _two_files(lambda place: write_heads(place, found), "card.json", "heads.safetensors")
 
 
 def _two_files(write: Callable[[Path], None], first: str, second: str) -> bytes:

@@ -18,7 +18,6 @@ from specbranch.bench.scenario import BARE, read_scenario
 from specbranch.bench.timeline_file import read_timeline, shares
 from specbranch.core.distribution import Distribution
 from specbranch.engines import gguf as gguf_file
-from specbranch.engines import heads as heads_files
 from specbranch.engines.vocabulary import difference, read_vocabulary, sampled
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.settings import read_settings
@@ -85,14 +84,6 @@ def hrad(data: bytes) -> None:
     predictor.predict(np.ones((1, predictor.d_in), np.float32))
 
 
-def heads(data: bytes) -> None:
-    """Heads of a draft: card and weights."""
-    card, _, weights = data.partition(SEPARATOR)
-    _file(f"heads/{heads_files.CARD}", card)
-    _file(f"heads/{heads_files.WEIGHTS}", weights)
-    heads_files.read_heads(_PLACE / "heads").require_fit(4, 16)
-
-
 def planner(data: bytes) -> None:
     """The settings of a target as vLLM hands them over; whatever is accepted can draft."""
     try:
@@ -132,7 +123,7 @@ def tokenizer(data: bytes) -> None:
 
 
 TARGETS: dict[str, Target] = {
-    one.__name__: one for one in (request, reply, trace, timeline, hrad, heads, planner, scenario, gguf, tokenizer)
+    one.__name__: one for one in (request, reply, trace, timeline, hrad, planner, scenario, gguf, tokenizer)
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.plugins.vllm.flags import Flags
+from specbranch.plugins.vllm.flags import Flags, layout_of
 from specbranch.plugins.vllm.layout import Layout, LayoutError
 from specbranch.plugins.vllm.serving import ServeOptions
 from specbranch.plugins.vllm.settings import ProposerSettings
@@ -42,7 +42,7 @@ def test_other_layouts_are_not(layout: Layout) -> None:
 
 @pytest.mark.parametrize("words", [["-pp", "2"], ["--pipeline_parallel_size=2"], ["--pipeline-parallel-size", "2"]])
 def test_the_flags_of_a_server_are_read(words: list[str]) -> None:
-    assert Layout.of_flags(Flags(words)).pipeline == 2
+    assert layout_of(Flags(words)).pipeline == 2
     with pytest.raises(LayoutError, match="Use tensor parallelism"):
         ServeOptions("m", "m", settings=ProposerSettings(), flags=Flags(words))
     ServeOptions("m", "m", settings=None, flags=Flags(words))  # bare vLLM can do it
@@ -68,4 +68,4 @@ def test_the_arguments_of_the_python_class_are_read() -> None:
     ],
 )
 def test_only_devices_of_this_machine_count(words: list[str], devices: int) -> None:
-    assert Layout.of_flags(Flags(words)).num_devices == devices
+    assert layout_of(Flags(words)).num_devices == devices

@@ -152,8 +152,10 @@ def test_settings_name_the_runner() -> None:
 
 
 def test_settings_name_the_rule() -> None:
-    assert read_settings({"rule": "auto"}).rule == "auto"
+    assert read_settings({"rule": "auto", "runner": "v2"}).rule == "auto"
     assert read_settings({}).rule == "match"
+    with pytest.raises(SettingError, match="set `runner` to 'v2', or leave `rule` out"):
+        read_settings({"rule": "auto"})
 
 
 class Device:

@@ -162,7 +162,7 @@ def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
 
 
 def test_the_told_predictor_repeats_the_outlook_and_leaves_the_rest_to_confidence() -> None:
-    begun = Round(0, Tree([1], TopDraw(), Costs().calibration), Costs(), Guesser([1], Costs()))
+    begun = Round(0, Tree([1], TopDraw(), Costs().calibration), Costs(), Guesser([1], Costs().memory))
     assert ToldPredictor().predict(begun) == Signal.SOME
 
     for signal in Signal:

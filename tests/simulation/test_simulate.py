@@ -85,15 +85,15 @@ def test_specbranch_in_the_papers_form_is_no_slower_than_pearl_on_any_preset(nam
 
 @pytest.mark.parametrize("acceptance", [0.01, 0.7, 0.95])
 def test_whoever_looks_tokens_up_learns_nothing_from_a_made_trace(acceptance: float) -> None:
-    """So `double` is a `pearl` that now and then guesses in vain; reading ranks off ids it had 1.28x at 0.01."""
+    """Token ids must not tell the draft's ranks: a lookup over such ids reads the answer off them."""
     pair = Pair("x", 8.0, 8, acceptance, "test")
     trace = make_trace(pair, 8, 250, random.Random(0))
-    double, pearl = (
-        simulate(trace, method_for(planner, pair), Layout(pair.c, pair.row_cost)).speedup
-        for planner in ("double", "pearl")
+    with_text, without = (
+        simulate(trace, Method("budget", {"gamma": 8, "uses_text": uses}), Layout(pair.c, pair.row_cost)).speedup
+        for uses in (True, False)
     )
 
-    assert double == pytest.approx(pearl, rel=0.01)
+    assert with_text <= 1.01 * without
 
 
 def test_a_setting_that_its_planner_cannot_take_ends_a_simulation_before_it_begins(weak_trace: Trace) -> None:

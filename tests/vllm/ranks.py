@@ -64,6 +64,9 @@ class States:
         self.last[slot] = text[-1]
 
 
+OURS = {"address": "ipc:///nowhere", "is_gated": False, "rule": "auto", "runner": "auto"}
+
+
 class Rank:
     """A worker with our speculator."""
 
@@ -72,9 +75,7 @@ class Rank:
         monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
         monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", Client)
         config = SimpleNamespace(
-            additional_config={
-                "specbranch": {"address": "ipc:///nowhere", "is_gated": False, "rule": "auto", **section}
-            },
+            additional_config={"specbranch": {**OURS, **section}},
             speculative_config=SimpleNamespace(
                 num_speculative_tokens=GAMMA, method="ngram_gpu", enable_adaptive_verification=True
             ),

@@ -19,7 +19,6 @@ from specbranch.plugins.vllm.compat import runner
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.v2 import draft_logits as module
 from tests.vllm.ranks import GAMMA, SLOTS, VOCAB_LEN, Group, Rank
-from tests.vllm.test_sampled import chi_square
 
 torch = pytest.importorskip("torch")
 
@@ -104,7 +103,7 @@ def test_what_was_drafted_under_other_settings_is_certain(monkeypatch: pytest.Mo
     rank.propose(("a", 1, 1))
     rank.speculator.use(ProposerSettings(address="ipc:///nowhere", rule="match", is_gated=False))
     assert rank.speculator.draft_logits is None
-    rank.speculator.use(ProposerSettings(address="ipc:///nowhere", rule="auto", is_gated=False))
+    rank.speculator.use(ProposerSettings(address="ipc:///nowhere", rule="auto", runner="auto", is_gated=False))
     rank.propose(("b", 0, 1))
 
     assert [probabilities(rank, 1, place, 1.0) for place in range(GAMMA)] == [{8: 1.0}, {9: 1.0}, {10: 1.0}]
@@ -249,3 +248,9 @@ def test_vllms_kernels_test_drawn_tokens_by_their_probabilities() -> None:
     assert chi_square(firsts, p) < 13  # p = 0.02 at 5 degrees
     assert chi_square(seconds, p) < 13
     assert chi_square(wrong[0], p) > 20
+
+
+def chi_square(counts: list[int], p: list[float]) -> float:
+    total = sum(counts)
+    assert all(count == 0 for count, prob in zip(counts, p, strict=True) if prob == 0)
+    return sum((count - total * prob) ** 2 / (total * prob) for count, prob in zip(counts, p, strict=True) if prob)

@@ -15,7 +15,7 @@ from tests.world.limits import LONGEST_TEXT
 from tests.world.network import Network, WorldLink
 from tests.world.schedule import Actor, Schedule
 
-_PLANNERS = ("budget", "budget", "pearl", "specbranch", "sps", "ssd", "double", "adaedl")
+_PLANNERS = ("budget", "budget", "pearl", "specbranch", "sps", "ssd", "adaedl")
 _CALM_STEP_S = 0.02
 
 

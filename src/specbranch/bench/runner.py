@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from specbranch.bench.energy import read_joules
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
@@ -159,9 +158,9 @@ class _Engines:
             while not self._has_room():
                 self._close_oldest()
             self._start(trial.method)
-        before, joules = self._stats(trial.method), read_joules()
+        before = self._stats(trial.method)
         done = self._generate(trial.method, trial.messages, self.scenario.max_tokens)
-        after, joules_after = self._stats(trial.method), read_joules()
+        after = self._stats(trial.method)
         return {
             "task": trial.task,
             "concurrency": trial.concurrency,
@@ -176,7 +175,6 @@ class _Engines:
             "digests": [_digest(answer.tokens) for answer in done.answers],
             "counts": done.counts,
             "verified": [done.submitted, done.accepted],
-            "joules": None if joules is None or joules_after is None else joules_after - joules,
             "draft": {name: after[name] - before.get(name, 0) for name in after},
             "draft_us": self._draft_us(trial.method),
         }

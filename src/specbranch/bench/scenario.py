@@ -20,7 +20,6 @@ from specbranch.service.process import DraftOptions
 from specbranch.service.wire import MAX_WAIT_MS
 
 BARE = "bare"
-_RENAMED = {"--trace": "--timeline"}  # options of `specbranch draft`, by the names that older files have
 
 _Natural = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -178,19 +177,14 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def scenario_of(document: dict[str, Any]) -> Scenario:
     """The scenario of a result file; what it does not name has its default."""
-    return _with_new_names(msgspec.convert(document, Scenario))
-
-
-def _with_new_names(scenario: Scenario) -> Scenario:
-    words = [_RENAMED.get(word, word) for word in scenario.draft_arguments]
-    return msgspec.structs.replace(scenario, draft_arguments=words)
+    return msgspec.convert(document, Scenario)
 
 
 def read_scenario(path: Path) -> Scenario:
     """The scenario of a file, checked."""
     load_planners()
     try:
-        scenario = _with_new_names(msgspec.toml.decode(path.read_bytes(), type=Scenario))
+        scenario = msgspec.toml.decode(path.read_bytes(), type=Scenario)
     except OSError as error:
         raise ScenarioError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

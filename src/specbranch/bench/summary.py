@@ -65,7 +65,6 @@ class Line:
     hit_rate: float | None  # of the draft; None where nothing was drafted
     rolled_back: Mapping[str, float] | None  # drafted tokens rolled back per emitted token, by cause
     rows_per_round: float | None
-    joules_per_token: float | None
     same_as_bare: float  # share of answers equal to bare vLLM's, token by token
     first_s: float  # mean time to first token
 
@@ -180,7 +179,6 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
     wait_s = sum(record["counts"].get("wait_s", 0.0) for record in own)
     rounds, emitted = sum(record["rounds"] for record in own), sum(record["tokens"] for record in own)
     verified = [sum(record.get("verified", (0, 0))[position] for record in own) for position in (0, 1)]
-    joules = [record["joules"] for record in own if record.get("joules") is not None]
     steps_ms = [record["step_ms"] for record in own if record.get("step_ms") is not None]
     same = [
         a == b for mine, theirs in _paired(own, bare) for a, b in zip(mine["digests"], theirs["digests"], strict=True)
@@ -203,7 +201,6 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
         hit_rate=hit_rate,
         rolled_back=rolled_back,
         rows_per_round=rows_per_round,
-        joules_per_token=sum(joules) / emitted if len(joules) == len(own) else None,
         same_as_bare=sum(same) / len(same),
         first_s=sum(record["first_s"] for record in own) / len(own),
     )

@@ -14,7 +14,7 @@ from specbranch.cli.doctor import doctor
 from specbranch.cli.draft import draft, keys
 from specbranch.cli.drain import drain
 from specbranch.cli.generate import generate
-from specbranch.cli.options import FLAGS_GO_THROUGH, Command, example
+from specbranch.cli.options import FLAGS_GO_THROUGH, example
 from specbranch.cli.ping import ping
 from specbranch.cli.plan import plan
 from specbranch.cli.profile import profile
@@ -74,6 +74,6 @@ for command, panel, line in (
     (doctor, _OPERATE, "specbranch doctor TARGET --draft DRAFT"),
 ):
     settings = FLAGS_GO_THROUGH if command in (serve, generate, plan, check) else None
-    app.command(cls=Command, rich_help_panel=panel, epilog=example(line), context_settings=settings)(command)
+    app.command(rich_help_panel=panel, epilog=example(line), context_settings=settings)(command)
 app.add_typer(bench, name="bench", rich_help_panel=_JUDGE)
 app.add_typer(train, name="train", rich_help_panel=_STUDY)

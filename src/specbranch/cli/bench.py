@@ -20,7 +20,7 @@ from specbranch.bench.scenario import BARE, Scenario, read_scenario
 from specbranch.bench.served import run_load
 from specbranch.bench.summary import NO_RANGE, Line, summarize
 from specbranch.cli.console import console_for, friendly_errors, print_help_alone, print_json
-from specbranch.cli.options import AsJson, Command, example
+from specbranch.cli.options import AsJson, example
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import DEFAULT_PLANNER
@@ -42,7 +42,7 @@ bench.callback()(print_help_alone)
 _RESULTS = typer.Argument(metavar="FILE", help="Result file of `specbranch bench run`.", show_default=False)
 
 
-@bench.command(cls=Command, epilog=example("specbranch bench run benchmarks/small.toml --data prompts --out r.jsonl"))
+@bench.command(epilog=example("specbranch bench run benchmarks/small.toml --data prompts --out r.jsonl"))
 def run(
     scenario: Annotated[
         Path, typer.Argument(metavar="SCENARIO", help="TOML file that says what to measure.", show_default=False)
@@ -75,14 +75,14 @@ def run(
         _print(out, as_json=False)
 
 
-@bench.command(cls=Command, epilog=example("specbranch bench show benchmarks/planners.jsonl"))
+@bench.command(epilog=example("specbranch bench show benchmarks/planners.jsonl"))
 def show(results: Annotated[Path, _RESULTS], as_json: AsJson = False) -> None:
     """Show the speed of every method relative to bare vLLM, as a table."""
     with friendly_errors(ResultError):
         _print(results, as_json)
 
 
-@bench.command(cls=Command, epilog=example("specbranch bench report benchmarks/planners.jsonl --out report"))
+@bench.command(epilog=example("specbranch bench report benchmarks/planners.jsonl --out report"))
 def report(
     results: Annotated[
         list[Path],

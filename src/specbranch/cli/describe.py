@@ -51,7 +51,6 @@ def lines(overview: Overview) -> dict[str, str]:
         "model": _joined(settings, "{model}"),
         "engine": _joined(settings, "{engine}", "device {device}", "{dtype}")
         + (f", {memory(float(weights))} of weights" if isinstance(weights, int) else ""),
-        "heads": _joined(settings, "{heads}") or "none",
         "vocabulary": _joined(settings, "{vocab_len} tokens"),
         "cache": _joined(settings, "{cache_tokens} tokens", "{max_handles} branches"),
         "limits": _joined(

@@ -26,7 +26,7 @@ from specbranch.cli.options import (
     TimelineFile,
     check_directory,
 )
-from specbranch.engines.options import EngineOptions, local_model
+from specbranch.engines.options import EngineOptions
 from specbranch.engines.protocol import EngineError
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
@@ -45,15 +45,6 @@ def draft(
     engine: Engine = None,
     device: Device = "cpu",
     dtype: ModelDtype = "auto",
-    heads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Heads of `specbranch train heads` that belong to the model: a directory, or a name in "
-            "$SPECBRANCH_MODELS; torch engine only.",
-            show_default=False,
-        ),
-    ] = None,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -118,7 +109,6 @@ def draft(
             device=device,
             threads=threads,
             dtype=dtype,
-            heads=str(local_model(heads) or heads) if heads else None,
             max_tokens=cache_tokens,
             max_handles=max_handles,
             row_limit=row_limit,
@@ -130,7 +120,6 @@ def draft(
             service_keys(keys),
             max_sessions,
             engine=name,
-            heads=heads or "",
             max_wait_s=max_wait,
         )
         timeline_recorder = TimelineRecorder() if timeline else None

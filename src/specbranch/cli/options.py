@@ -1,4 +1,4 @@
-"""The options that several commands share, each with one name and one help text; and the old names of options.
+"""The options that several commands share, each with one name and one help text.
 
 Planners and draft engines are strings: other packages may register more of them.
 """
@@ -6,12 +6,10 @@ Planners and draft engines are strings: other packages may register more of them
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from specbranch.cli.console import UsageError
 from specbranch.cli.remote import RemoteDraft
@@ -174,22 +172,6 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document as the last line; other output goes to stderr.")
 ]
 
-# For one release: by command, the old name of an option and its new one. MODEL is now an argument.
-_OLD_NAMES = {
-    "serve": {"--trace": "--timeline"},
-    "generate": {"--trace": "--timeline"},
-    "plan": {"--trace": "--record", "--count": "--num-prompts", "--answer": "--max-tokens"},
-    "check": {
-        "--prompts": "--num-prompts",
-        "--tokens": "--num-tokens",
-        "--samples": "--num-samples",
-        "--draft-len": "--gamma",
-        "--vllm-arguments": "--vllm-arg",
-    },
-    "profile": {"--model": "MODEL"},
-    "draft": {"--trace": "--timeline", "--model": "MODEL"},
-    "collect": {"--prompts": "--task", "--answer": "--max-tokens"},
-}
 _SET_BY_US = ("listen", "keys", "until-eof")  # options of `specbranch draft` that belong to whoever starts it
 _NEAR = 0.82  # how alike two flags are, from 0 to 1, when one is taken for a misspelling of the other
 
@@ -197,52 +179,6 @@ _NEAR = 0.82  # how alike two flags are, from 0 to 1, when one is taken for a mi
 def example(command: str) -> str:
     """The last lines of a command's help."""
     return f"Example:\n\n{command}"
-
-
-class Command(TyperCommand):
-    """A command that also takes the old names of its options, with one warning for each."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words under their new names."""
-        parsed: list[str] = super().parse_args(ctx, with_new_names(self.name or "", args))
-        return parsed
-
-
-def with_new_names(command: str, words: list[str]) -> list[str]:
-    """The words of a command line with every old name replaced; what follows `--` is left as it is."""
-    old_names = _OLD_NAMES.get(command, {})
-    end = words.index("--") if "--" in words else len(words)
-    found: list[str] = []
-    rest = iter(words[:end])
-    for word in rest:
-        name, is_joined, value = word.partition("=")
-        new = old_names.get(name)
-        if new is None:
-            found.append(word)
-            continue
-        what = new if new.startswith("-") else f"the argument {new}"
-        typer.echo(f"warning: {name} is now {what}; the old name will go in the next release", err=True)
-        found += _renamed(name, new, value if is_joined else next(rest, None))
-    return found + words[end:]
-
-
-def _renamed(old: str, new: str, value: str | None) -> list[str]:
-    if value is None:
-        return [new]  # it is then refused under its new name
-    if old == "--vllm-arguments":
-        return [word for pair in _pairs(old, value) for word in (new, pair)]
-    return [new, value] if new.startswith("-") else [value]
-
-
-def _pairs(option: str, text: str) -> list[str]:
-    """A JSON object as KEY=VALUE."""
-    try:
-        table = json.loads(text)
-    except ValueError:
-        table = None
-    if not isinstance(table, dict):
-        raise typer.BadParameter(f"{option} is not a JSON object; use --vllm-arg KEY=VALUE instead")
-    return [f"{key}={json.dumps(value)}" for key, value in table.items()]
 
 
 def refuse_misspelt(context: typer.Context) -> None:

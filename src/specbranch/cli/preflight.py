@@ -27,7 +27,7 @@ from specbranch.plugins.vllm.binding import refuse_too_few
 from specbranch.plugins.vllm.compat import launch, patches
 from specbranch.plugins.vllm.compat.source import known_arguments
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.flags import FlagError, Flags, layout_of
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
 from specbranch.service.process import DraftOptions
@@ -122,7 +122,7 @@ class Preflight:
         if self.draft is not None or self.remote is not None:
             if self.arguments.get("speculative_config") is not None:
                 raise FlagError("speculative_config is set by this command; use its own options, or --bare")
-            Layout.of_flags(self.flags).refuse()
+            layout_of(self.flags).refuse()
             Layout.of_arguments(self.arguments).refuse()
         if self.target_cores is not None:
             refuse_too_few(self.target_cores, Layout.of_arguments(self.arguments).num_devices)

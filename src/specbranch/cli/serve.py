@@ -50,8 +50,7 @@ from specbranch.engines.registry import engine_for
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import Flags
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.flags import Flags, layout_of
 from specbranch.plugins.vllm.server import VllmServer
 from specbranch.plugins.vllm.serving import ServeOptions
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
@@ -154,7 +153,7 @@ def serve(
         if no_gate:
             section["is_gated"] = False
         flags = Flags(context.args)
-        device = place_draft(draft_device, draft, draft_engine, Layout.of_flags(flags))
+        device = place_draft(draft_device, draft, draft_engine, layout_of(flags))
         cores = divide_cores(device.device, target_cores, draft_cores)
         engine, options = "", None
         if draft is not None:

@@ -1,45 +1,36 @@
-"""`specbranch train`: collect examples of a pair, fit H-RAD on them, and judge it; or train heads of a draft."""
+"""`specbranch train`: collect examples of a pair, fit H-RAD on them, and judge it."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.table import Table
 
 from specbranch.bench.prompts import TASKS, PromptError, read_prompts
 from specbranch.cli.console import UsageError, console_for, friendly_errors, print_help_alone, print_json
-from specbranch.cli.options import AsJson, Command, Device, example
+from specbranch.cli.options import AsJson, Device, example
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import longest_submission
-from specbranch.engines.heads import HeadsCard, HeadsError, write_heads
-from specbranch.engines.options import found_model
-from specbranch.engines.pretrained import load_model, load_tokenizer
 from specbranch.predictor.hrad import HradError
-from specbranch.trace import TraceError, read_trace
 from specbranch.train.collect import CollectOptions
 from specbranch.train.collect import collect as collect_examples
 from specbranch.train.evaluation import evaluate
 from specbranch.train.examples import ExamplesError, read_examples
 from specbranch.train.fit import FitOptions
-from specbranch.train.heads import HeadsOptions, fit_heads, judge
 from specbranch.train.score import Score
-from specbranch.train.states import StatesOptions, Text, collect_states, read_over, task_of
 
 train = typer.Typer(
     invoke_without_command=True,
-    help="Train H-RAD, a predictor of acceptance that looks at the target's hidden states; or heads of a draft.",
+    help="Train H-RAD, a predictor of acceptance that looks at the target's hidden states.",
 )
 train.callback()(print_help_alone)
 
 
 @train.command(
-    cls=Command,
     epilog=example("specbranch train collect TARGET --draft DRAFT --task gsm8k=gsm8k.jsonl:160 --out ex"),
 )
 def collect(
@@ -101,7 +92,7 @@ def collect(
     console_for(False).print(f"{len(examples)} positions of {num_prompts} prompts in {out}", highlight=False)
 
 
-@train.command(name="fit", cls=Command, epilog=example("specbranch train fit ex --out my-hrad"))
+@train.command(name="fit", epilog=example("specbranch train fit ex --out my-hrad"))
 def fit_command(
     examples: Annotated[
         list[Path],
@@ -140,103 +131,6 @@ def fit_command(
             print_json(found.as_json())
 
 
-@train.command(
-    cls=Command,
-    epilog=example("specbranch train heads DRAFT --task gsm8k=gsm8k.jsonl:160 --test recorded.jsonl.gz --out my-heads"),
-)
-def heads(
-    draft: Annotated[
-        str,
-        typer.Argument(
-            metavar="DRAFT",
-            help="Draft model with unquantized weights: a path, a name in $SPECBRANCH_MODELS, or a Hugging Face name.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Directory for the heads; interrupted work is resumed.", show_default=False),
-    ],
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--task",
-            metavar="TASK=FILE:COUNT",
-            help=f"Let the draft answer COUNT prompts from FILE; repeatable. Tasks: {', '.join(TASKS)}.",
-            show_default=False,
-        ),
-    ] = None,
-    traces: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Train on the answers of a trace; repeatable.", show_default=False
-        ),
-    ] = None,
-    tests: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--test",
-            metavar="FILE",
-            help="Judge on the answers of a trace, and train on none of its prompts; repeatable. Default: one prompt "
-            "in eight.",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(metavar="N", help="Most tokens that can be guessed: the most frequent ones.", min=2)
-    ] = 8192,
-    width: Annotated[int, typer.Option(metavar="N", help="Width of the network.", min=1)] = 448,
-    epochs: Annotated[int, typer.Option(metavar="N", help="How often every text is seen.", min=1)] = 3,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens in one answer.", min=8)] = 160,
-    batch: Annotated[int, typer.Option(metavar="N", help="Answers that are generated together.", min=1)] = 40,
-    device: Device = "cpu",
-    as_json: AsJson = False,
-) -> None:
-    """Train heads, which guess the token behind the draft's next one in the same draft step.
-
-    --out then holds the heads, with their scores on prompts that they have not seen.
-    Use them with `specbranch draft --heads`.
-    """
-    with friendly_errors(UsageError, PromptError, ExamplesError, HeadsError, TraceError, ImportError, OSError):
-        import torch
-
-        states = StatesOptions(
-            draft,
-            dict(_messages(text) for text in tasks or ()),
-            [read_trace(path) for path in traces or ()],
-            max_new_tokens=max_tokens,
-            batch=batch,
-            device=device,
-        )
-        unseen = [read_trace(path) for path in tests or ()]
-        with Progress() as progress:
-            progress.show("loading the draft")
-            dtype = torch.float32 if device == "cpu" else torch.bfloat16
-            path = found_model(draft)
-            model = load_model(path, dtype=dtype).to(device).eval()
-            tokenizer = load_tokenizer(path)
-            texts = collect_states(states, model, tokenizer, out / "states", partial(progress.show, "reading texts"))
-            progress.show("reading test texts")
-            judged = read_over(model, [(task_of(one), answer) for one in unseen for answer in one.answers], device)
-            learned, judged = _apart(texts, judged)
-            options = HeadsOptions(num_tokens=tokens, width=width, epochs=epochs)
-            found = fit_heads(Path(path).name, model, learned, options, partial(progress.show, "fitting"))
-            progress.show("judging")
-            found = judge(found, model, judged)
-        write_heads(out, found)
-        _print_heads(found.card, as_json)
-        if as_json:
-            print_json(msgspec.to_builtins(found.card))
-
-
-def _apart(texts: list[Text], judged: list[Text]) -> tuple[list[Text], list[Text]]:
-    """Texts to learn from and texts to judge on, which have no prompt in common."""
-    if not judged:
-        judged = [text for text in texts if zlib.crc32(repr(text.prompt).encode()) % 8 == 0]
-    prompts = {text.prompt for text in judged}
-    return [text for text in texts if text.prompt not in prompts], judged
-
-
 def _messages(text: str) -> tuple[str, list[str]]:
     """A task and its messages from TASK=FILE:COUNT."""
     task, _, rest = text.partition("=")
@@ -251,12 +145,4 @@ def _print(scores: Mapping[str, Score], as_json: bool) -> None:
     for name, one in scores.items():
         values = (one.accuracy, one.macro_f1, one.log_loss, one.calibration_error)
         table.add_row(name, *(f"{value:.3f}" for value in values))
-    console_for(as_json).print(table)
-
-
-def _print_heads(card: HeadsCard, as_json: bool) -> None:
-    table = Table("task", "positions", "draft right", "head right behind it", "sure", "right where sure", box=None)
-    for task, one in card.scores.items():
-        shares = (one[name] for name in ("first_right", "guess_right", "sure", "sure_right"))
-        table.add_row(task, str(int(one["positions"])), *(f"{share:.3f}" for share in shares))
     console_for(as_json).print(table)

@@ -20,15 +20,11 @@ Dense = NDArray[Any]  # [vocab]; float64, or object holding Fractions
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The most likely next tokens, their probabilities at temperature 1, and the entropy of all tokens in nats.
-
-    `guess`, where the engine has heads: the token that it expects behind the most likely one, and how sure it is.
-    """
+    """The most likely next tokens, their probabilities at temperature 1, and the entropy of all tokens in nats."""
 
     ids: tuple[int, ...]
     probs: tuple[Prob, ...]
     entropy: float
-    guess: tuple[int, float] | None = None
 
     @property
     def confidence(self) -> Prob:

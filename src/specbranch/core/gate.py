@@ -14,30 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class GateSettings:
-    """Steps of a measurement with and without drafts, steps to let pass after a change, steps between measurements.
-
-    After opening, a trial begins when the first drafts have come, at the latest after `longest_settle_steps`: a draft
-    has to prefill the sequence first, and that is not what is to be judged. Drafts must give `margin` times the tokens
-    per second of plain decoding; a trial that gives less than `hopeless` times ends early, and so does the wait for its
-    first drafts. One measurement may be wrong, so the gate first opens for `first_open_steps`, and for twice as many
-    each time that plain decoding loses again, up to `open_steps`. What a trial of drafts has lost may be `most_lost` of
-    the steps until the next one.
-    """
-
-    plain_steps: int = 8
-    trial_steps: int = 16
-    settle_steps: int = 4
-    longest_settle_steps: int = 64
-    first_open_steps: int = 64
-    open_steps: int = 512
-    closed_steps: int = 256
-    longest_closed_steps: int = 8192
-    margin: float = 1.02
-    hopeless: float = 0.8
-    most_lost: float = 0.02
+_PLAIN_STEPS = 8  # of a measurement without drafts
+_TRIAL_STEPS = 16  # of one with drafts
+_SETTLE_STEPS = 4  # that are let pass after a change
+# A trial begins when the first drafts have come, at the latest after so many steps: a draft has to prefill the sequence
+# first, and that is not what is to be judged.
+_LONGEST_SETTLE_STEPS = 64
+# One measurement may be wrong, so the gate first opens for few steps, and for twice as many each time that plain
+# decoding loses again.
+_FIRST_OPEN_STEPS, _OPEN_STEPS = 64, 512
+_CLOSED_STEPS, _LONGEST_CLOSED_STEPS = 256, 8192  # between two trials
+_MARGIN = 1.02  # drafts must give so many times the tokens per second of plain decoding
+_HOPELESS = 0.8  # a trial that gives less than this ends early, and so does the wait for its first drafts
+_MOST_LOST = 0.02  # what a trial of drafts has lost may be this share of the steps until the next one
 
 
 @dataclass(slots=True)
@@ -94,8 +83,7 @@ class Decision:
 class Gate:
     """Ask `is_open` before each engine step and report by `observe` what the step gave. No clock in here."""
 
-    def __init__(self, settings: GateSettings | None = None) -> None:
-        self._settings = settings or GateSettings()
+    def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
         self.decisions: dict[int, Decision] = {}  # the last of each load, by its most rows
         self._was_open = False
@@ -127,7 +115,7 @@ class Gate:
         load = self._load(num_rows)
         self._since_change += 1
         # The first steps after a change still show the other way: sequences in prefill, drafts on their way.
-        is_settled = self._since_change > self._settings.settle_steps and (
+        is_settled = self._since_change > _SETTLE_STEPS and (
             not load.is_open or self._has_seen_drafts or self._has_waited(load, num_tokens, step_s)
         )
         self._has_seen_drafts |= has_drafts
@@ -139,64 +127,61 @@ class Gate:
 
     def _has_waited(self, load: _Load, num_tokens: int, step_s: float) -> bool:
         """Whether the first drafts need not be waited for any longer: it took too long, or costs too much itself."""
-        settings, waited = self._settings, load.awaiting
-        if waited.steps >= settings.trial_steps // 2 and waited.value < settings.hopeless * load.plain.value:
+        waited = load.awaiting
+        if waited.steps >= _TRIAL_STEPS // 2 and waited.value < _HOPELESS * load.plain.value:
             load.drafted, load.steps, load.awaiting = waited, waited.steps, _Rate()  # that was trial enough
             return True
         waited.observe(num_tokens, step_s)
-        return self._since_change > settings.longest_settle_steps
+        return self._since_change > _LONGEST_SETTLE_STEPS
 
     def _decide(self, load: _Load) -> None:
-        settings = self._settings
         if load.is_measuring:
             if load.is_open:
-                is_hopeless = load.steps >= settings.trial_steps // 2 and not self._pays(load, settings.hopeless)
-                if load.steps >= settings.trial_steps or is_hopeless:
+                is_hopeless = load.steps >= _TRIAL_STEPS // 2 and not self._pays(load, _HOPELESS)
+                if load.steps >= _TRIAL_STEPS or is_hopeless:
                     self._conclude(load)
-            elif load.steps >= settings.plain_steps:
+            elif load.steps >= _PLAIN_STEPS:
                 # Drafts gone stale say nothing of now; those that just ran do.
                 if load.drafted.steps:
                     self._conclude(load)
                 else:
                     self._turn(load, is_open=True, is_measuring=True)
         elif load.is_open:
-            if load.steps >= load.stretch or not self._pays(load, settings.margin):
+            if load.steps >= load.stretch or not self._pays(load, _MARGIN):
                 load.plain = _Rate()
                 self._turn(load, is_open=False, is_measuring=True)
         elif load.steps >= load.pause:
             self._turn(load, is_open=True, is_measuring=True)
 
     def _conclude(self, load: _Load) -> None:
-        settings = self._settings
         drafted, plain = load.drafted.value, load.plain.value
-        is_open = self._pays(load, settings.margin)
-        was_free = load.is_open and not self._has_seen_drafts and self._pays(load, 1 / settings.margin)
+        is_open = self._pays(load, _MARGIN)
+        was_free = load.is_open and not self._has_seen_drafts and self._pays(load, 1 / _MARGIN)
         self._turn(load, is_open=is_open, is_measuring=False)
         if is_open:
-            if load.pause > 2 * settings.closed_steps:
+            if load.pause > 2 * _CLOSED_STEPS:
                 self._hurry()
-            load.pause = settings.closed_steps
-            load.stretch = min(max(2 * load.stretch, settings.first_open_steps), settings.open_steps)
+            load.pause = _CLOSED_STEPS
+            load.stretch = min(max(2 * load.stretch, _FIRST_OPEN_STEPS), _OPEN_STEPS)
         else:
             load.stretch = 0
             # A trial in which no draft came and no time was lost, as while the service is away, may soon be repeated.
-            longer = min(max(2 * load.pause, self._steps_to_regain(load)), settings.longest_closed_steps)
-            load.pause = settings.closed_steps if was_free else longer
+            longer = min(max(2 * load.pause, self._steps_to_regain(load)), _LONGEST_CLOSED_STEPS)
+            load.pause = _CLOSED_STEPS if was_free else longer
             load.drafted = _Rate()
         num_steps = load.stretch if is_open else load.pause
         self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
 
     def _steps_to_regain(self, load: _Load) -> int:
         """So many plain steps make what a trial has lost a small part; not very many, for it may have been chance."""
-        settings = self._settings
-        num_steps = settings.settle_steps + min(load.drafted.steps, settings.trial_steps)
+        num_steps = _SETTLE_STEPS + min(load.drafted.steps, _TRIAL_STEPS)
         lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)
-        return int(min(lost / settings.most_lost, 4 * settings.closed_steps))
+        return int(min(lost / _MOST_LOST, 4 * _CLOSED_STEPS))
 
     def _hurry(self) -> None:
         """Drafts pay again at a load where they had not for long: the others find out soon whether they do there."""
         for load in self._loads.values():
-            load.pause = min(load.pause, self._settings.closed_steps)
+            load.pause = min(load.pause, _CLOSED_STEPS)
 
     def _pays(self, load: _Load, margin: float) -> bool:
         return load.drafted.value >= margin * load.plain.value
@@ -208,5 +193,5 @@ class Gate:
         """Loads of 1, 2, 3-4, 5-8, ... rows."""
         key = max(num_rows - 1, 0).bit_length()
         if key not in self._loads:
-            self._loads[key] = _Load(1 << key, self._settings.closed_steps // 2)
+            self._loads[key] = _Load(1 << key, _CLOSED_STEPS // 2)
         return self._loads[key]

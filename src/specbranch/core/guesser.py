@@ -1,4 +1,4 @@
-"""Guesses of the next tokens that cost next to nothing: what followed the same tokens before, the draft's heads.
+"""Guesses of the next tokens that cost next to nothing: what followed the same tokens before.
 
 A guess is planted in the draft tree below a node that was not run. The draft then runs the node and all that is guessed
 behind it in one step, and its distributions confirm the guess or not; or the target verifies it at once. Either way a
@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from specbranch.core.calibration import Grounds
-from specbranch.core.costs import Costs
-from specbranch.core.memory import Answer
+from specbranch.core.memory import Answer, AnswerMemory
 from specbranch.core.node import Node
 from specbranch.core.suffix import LENGTHS, SuffixIndex
 from specbranch.core.tree import Tree
 
 TEXT = "text"  # the sequence's own repetitions
 MEMORY = "memory"  # past answers of the same target
-HEADS = "heads"  # small networks beside the draft
-SOURCES = (TEXT, MEMORY, HEADS)
-_BUCKETS = 10  # of a head's confidence
+SOURCES = (TEXT, MEMORY)
 
 Guess = list[tuple[int, Grounds]]  # tokens in a row
 
@@ -28,10 +25,10 @@ Guess = list[tuple[int, Grounds]]  # tokens in a row
 class Guesser:
     """Guesses for one sequence. `answer` is its own part of the memory, which it does not guess from."""
 
-    def __init__(self, tokens: list[int], costs: Costs, answer: Answer | None = None) -> None:
+    def __init__(self, tokens: list[int], memory: AnswerMemory, answer: Answer | None = None) -> None:
         self._tokens = tokens
         self._suffixes = SuffixIndex(tokens)
-        self._costs = costs
+        self._memory = memory
         self._answer = answer
 
     def catch_up(self, most: int = 2048) -> None:
@@ -65,10 +62,7 @@ class Guesser:
             found.append(_repeated(TEXT, *self._suffixes.after(tail, count)))
         if MEMORY in sources:
             end = [*self._tokens[-LENGTHS[0] :], *tail][-LENGTHS[0] :]
-            found.append(_repeated(MEMORY, *self._costs.memory.after(end, count, other_than=self._answer)))
-        if HEADS in sources and tip.guess is not None:
-            token, confidence = tip.guess
-            found.append([(token, (HEADS, min(int(confidence * _BUCKETS), _BUCKETS - 1)))])
+            found.append(_repeated(MEMORY, *self._memory.after(end, count, other_than=self._answer)))
         chance = tree.calibration.guess_chance
         return max(filter(None, found), key=lambda guess: chance(guess[0][1]), default=[])
 

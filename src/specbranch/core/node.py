@@ -31,7 +31,6 @@ class Node:
     is_submitted: bool = False
     fate: Fate | None = None
     grounds: Grounds | None = None  # of a token that was guessed, not drawn from a distribution
-    guess: tuple[int, float] | None = None  # by the draft's head: the token that follows, and how sure it is
     drawn_from: Distribution | None = None  # by chance, to be tested against it; None for the likeliest and for guesses
     has_served: bool = False  # a token drawn after this one was committed
     log_chance: float = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated

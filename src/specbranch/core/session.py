@@ -59,7 +59,7 @@ class Session:
         self._answer = costs.memory.begin()
         self._is_secluded = False
         tree = Tree(prompt, draw, costs.calibration)
-        self.round = Round(0, tree, costs, Guesser(self.tokens, costs, self._answer))
+        self.round = Round(0, tree, costs, Guesser(self.tokens, costs.memory, self._answer))
 
     @property
     def tree(self) -> Tree:

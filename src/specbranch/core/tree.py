@@ -190,7 +190,6 @@ class Tree:
         distribution, drawn = node.distribution, _drawn_child(node)
         assert distribution is not None, "a node that was run"
         for child in node.children:
-            _tell_first(child, distribution)
             if child.token in distribution.ids:
                 chance = self._chance(distribution, child.token, drawn)
                 self._shift(child, node.log_chance + math.log(max(chance, _LEAST)) - child.log_chance)
@@ -296,8 +295,7 @@ class Tree:
         token = self._draw.further(node.distribution, [child.token for child in node.children])
         if token is None:
             return False
-        child = self._add(node, token, self._chance(node.distribution, token, _drawn_child(node)))
-        _tell_first(child, node.distribution)
+        self._add(node, token, self._chance(node.distribution, token, _drawn_child(node)))
         return True
 
     def _draw_first(self, node: Node) -> bool:
@@ -318,7 +316,6 @@ class Tree:
         if child is None:
             chance = self.calibration.chance(distribution, token) if q is None else self.calibration.kept_chance(q)
             child = self._add(node, token, chance)
-            _tell_first(child, distribution)
         child.drawn_from = q
         return True
 
@@ -351,9 +348,3 @@ class Tree:
 def _drawn_child(node: Node) -> Node | None:
     """The child that was drawn by chance, if one was."""
     return next((child for child in node.children if child.drawn_from is not None), None)
-
-
-def _tell_first(child: Node, distribution: Distribution) -> None:
-    """The first choice of a distribution hears what is guessed behind it. It outlives its parent."""
-    if distribution.ids[:1] == (child.token,):
-        child.guess = distribution.guess

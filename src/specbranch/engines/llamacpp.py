@@ -63,8 +63,6 @@ class LlamaCppEngine:
     """A GGUF model in llama.cpp."""
 
     def __init__(self, options: EngineOptions) -> None:
-        if options.heads is not None:
-            raise EngineError("the llamacpp engine has no heads; leave --heads out, or take the torch engine")
         llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = model_params(options.device)
@@ -258,23 +256,6 @@ def model_params(device: str) -> Any:
     params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
     params.main_gpu = int(index or 0)
     return params
-
-
-def refuse_recurrent(path: Path, advice: str) -> None:
-    """Raise `EngineError`, with this advice, for a model whose state cannot be truncated; its weights are not read."""
-    params = model_params("cpu")
-    params.vocab_only = True
-    talk = logging.getLogger("llama-cpp-python")
-    level = talk.level
-    talk.setLevel(logging.ERROR)
-    try:
-        model = _load_model(path, params)
-    finally:
-        talk.setLevel(level)
-    try:
-        _require_attention_only(model, path, advice)
-    finally:
-        llama_cpp.llama_model_free(model)
 
 
 def _require_attention_only(model: Any, path: Path, advice: str) -> None:

@@ -25,7 +25,6 @@ class EngineOptions:
     `repo:file.gguf` for llama.cpp). `threads` None leaves the choice to the engine. `dtype` is one of `DTYPES`, for
     torch: int8 quantizes weights and activations, w8a16 only weights, and auto takes the fastest on a CPU and the
     model's own dtype on other devices. llama.cpp leaves weights as they are; float32 gives it a cache of 32 bits.
-    `heads` is a directory of trained heads that belong to the model, for torch: see `specbranch train heads`.
     `max_tokens` None leaves the size of the cache to the engine, which has `EngineInfo.max_tokens` tell it.
     """
 
@@ -33,7 +32,6 @@ class EngineOptions:
     device: str = "cpu"
     threads: int | None = None
     dtype: str = "auto"
-    heads: str | None = None
     max_tokens: int | None = None  # in the cache, shared ones counted once; by memory if None
     max_handles: int = 128  # open at once
     row_limit: int = 64  # rows in one step

@@ -45,8 +45,8 @@ _STOP_S = 5.0  # for the step under way when the service ends
 class ServiceOptions:
     """Where to listen, how much to remember, and how many tokens of a sequence are prefilled at a time.
 
-    `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` and `heads` are only
-    told to who asks what runs here. `max_wait_s`: no answer is held back longer, whatever its client asks for.
+    `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only told
+    to who asks what runs here. `max_wait_s`: no answer is held back longer, whatever its client asks for.
     """
 
     address: str
@@ -55,7 +55,6 @@ class ServiceOptions:
     max_session_tokens: int = 4_000_000
     piece_len: int | None = None
     engine: str = ""
-    heads: str = ""
     max_wait_s: float = 1.0
 
 
@@ -226,7 +225,6 @@ def _settings(info: EngineInfo, options: ServiceOptions, piece_len: int) -> dict
         "engine": options.engine,
         "device": info.device,
         "dtype": info.dtype,
-        "heads": options.heads[-256:],
         "weight_bytes": info.weight_bytes or 0,
         "vocab_len": info.vocab_len,
         "cache_tokens": info.max_tokens,

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from specbranch.core.planners.adaedl import AdaedlPlanner
 from specbranch.core.planners.budget import BudgetPlanner
-from specbranch.core.planners.double import DoublePlanner
 from specbranch.core.planners.none import NonePlanner
 from specbranch.core.planners.pearl import PearlPlanner
 from specbranch.core.planners.protocol import Planner, Predictor
@@ -33,7 +32,6 @@ _PLANNERS: dict[str, type[Planner[Any]]] = {
     "sps": SpsPlanner,
     "adaedl": AdaedlPlanner,
     "pearl": PearlPlanner,
-    "double": DoublePlanner,
     "ssd": SsdPlanner,
     "specbranch": SpecbranchPlanner,
     "budget": BudgetPlanner,

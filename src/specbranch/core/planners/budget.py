@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specbranch.core.guesser import HEADS, MEMORY, TEXT
+from specbranch.core.guesser import MEMORY, TEXT
 from specbranch.core.node import Node
 from specbranch.core.planners.protocol import Planner, Predictor
 from specbranch.core.planners.rows import rows_that_pay
@@ -35,19 +35,17 @@ _LEAST_REPEAT = 0.1  # a token that is verified in vain costs the target a littl
 class BudgetSettings(Settings):
     """Longest submission, the most rows of one draft step, and where guesses come from that cost no model.
 
-    `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target; `uses_heads`: the
-    draft's heads, if it has any. `deepens`: what is guessed also runs behind a node in its draft step. Guesses are
-    certain: accepted as often as the target says them. `prices`: what is less likely to be accepted than its
-    verification is worth is not submitted. `least_chance`: nor is what is less likely than this, also where verifying
-    is free: less of the target's work is in vain, for some of the speed. `waits`: the target waits for a submission of
-    full length, which only makes sense in tests.
+    `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target. `deepens`: what is
+    guessed also runs behind a node in its draft step. Guesses are certain: accepted as often as the target says them.
+    `prices`: what is less likely to be accepted than its verification is worth is not submitted. `least_chance`: nor is
+    what is less likely than this, also where verifying is free: less of the target's work is in vain, for some of the
+    speed. `waits`: the target waits for a submission of full length, which only makes sense in tests.
     """
 
     gamma: Window = 15  # with the target's own token a power of two, as kernels like it
     max_rows: Rows = 12
     uses_text: bool = True
     uses_memory: bool = True
-    uses_heads: bool = True
     deepens: bool = True
     prices: bool = True
     least_chance: Share = 0.0
@@ -61,7 +59,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
 
     def __init__(self, settings: BudgetSettings, predictor: Predictor) -> None:
         super().__init__(settings, predictor)
-        used = {TEXT: settings.uses_text, MEMORY: settings.uses_memory, HEADS: settings.uses_heads}
+        used = {TEXT: settings.uses_text, MEMORY: settings.uses_memory}
         self._sources = [source for source, is_used in used.items() if is_used]
 
     @property

@@ -6,8 +6,6 @@ vocabulary leaves the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,15 +15,13 @@ from specbranch.engines.extras import extra
 with extra("torch"):
     import torch
 
-# From the first choices [outputs], tokens that follow them and how sure that is, each [outputs].
-Guesser = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Words = NDArray[np.int32]
 _LEAST = -80.0  # of a log probability; below, its exponential is no normal number, and takes a CPU ten times as long
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 
 
-def pack(logits: torch.Tensor, top_k: int, guesser: Guesser | None, *, by_blocks: bool = False) -> torch.Tensor:
-    """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, entropy, and perhaps a guess.
+def pack(logits: torch.Tensor, top_k: int, *, by_blocks: bool = False) -> torch.Tensor:
+    """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, and entropy.
 
     `by_blocks` finds the top-k with more operations that look at less, and bounds log probabilities before their
     exponentials: faster on a CPU, where operations are cheap.
@@ -34,10 +30,7 @@ def pack(logits: torch.Tensor, top_k: int, guesser: Guesser | None, *, by_blocks
     probs = log_probs.clamp(min=_LEAST).exp_() if by_blocks else log_probs.exp()
     mean = probs.mul_(log_probs).sum(dim=-1, keepdim=True)  # minus the entropy
     ids, values = _top_by_blocks(log_probs, top_k) if by_blocks else _top(log_probs, top_k)
-    parts = [ids, values, mean]
-    if guesser is not None:
-        parts += [part[:, None] for part in guesser(ids[:, 0])]
-    return torch.cat([part.view(torch.int32) for part in parts], dim=-1)
+    return torch.cat([part.view(torch.int32) for part in (ids, values, mean)], dim=-1)
 
 
 def _top(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,15 +58,9 @@ def unpack(words: Words, top_k: int) -> list[Distribution]:
     ids = _longs(words[:, : 2 * top_k])
     probs = np.exp(_floats(words[:, 2 * top_k : 3 * top_k]))
     entropies = -_floats(words[:, 3 * top_k : 3 * top_k + 1])[:, 0]
-    rest = words[:, 3 * top_k + 1 :]
-    guesses: list[tuple[int, float] | None] = [None] * len(words)
-    if rest.shape[1]:
-        guesses = list(zip(_longs(rest[:, :2])[:, 0].tolist(), _floats(rest[:, 2:])[:, 0].tolist(), strict=True))
     return [
-        Distribution(tuple(one_ids), tuple(one_probs), max(entropy, 0.0), guess)
-        for one_ids, one_probs, entropy, guess in zip(
-            ids.tolist(), probs.tolist(), entropies.tolist(), guesses, strict=True
-        )
+        Distribution(tuple(one_ids), tuple(one_probs), max(entropy, 0.0))
+        for one_ids, one_probs, entropy in zip(ids.tolist(), probs.tolist(), entropies.tolist(), strict=True)
     ]
 
 

@@ -54,14 +54,14 @@ class TorchEngine:
         self._static: StaticSteps | None = None
         self._cells = Cells(sum(map(len, _PROBE)), 1)
         self._arena = Arena(self._cells.max_cells, options.device, by_head=buckets is None)
-        self._forward = Forward(loaded.model, None, self._arena, 1, by_blocks=False)
+        self._forward = Forward(loaded.model, self._arena, 1, by_blocks=False)
         vocab_len = self._probe()
         size = self._cache_size()
         log.info("the draft's KV cache: %s", size)
         self._cells = Cells(size.tokens, options.max_handles)
         self._arena = Arena.sized_like(self._arena, size.tokens)
         top_k, by_blocks = min(options.top_k, vocab_len), buckets is None
-        self._forward = Forward(loaded.model, loaded.guess_head, self._arena, top_k, by_blocks=by_blocks)
+        self._forward = Forward(loaded.model, self._arena, top_k, by_blocks=by_blocks)
         self.info = EngineInfo(
             model=options.model,
             device=options.device,

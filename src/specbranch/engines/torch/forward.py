@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specbranch.engines.extras import extra
-from specbranch.engines.torch.answer import Guesser, pack
+from specbranch.engines.torch.answer import pack
 from specbranch.engines.torch.arena import Arena
 from specbranch.engines.torch.paged import Attention
 from specbranch.engines.torch.step import Step
@@ -17,9 +17,8 @@ with extra("torch"):
 class Forward:
     """A model with the arena that it reads and writes. Its tensors are on the model's device."""
 
-    def __init__(self, model: Any, guesser: Guesser | None, arena: Arena, top_k: int, *, by_blocks: bool) -> None:
+    def __init__(self, model: Any, arena: Arena, top_k: int, *, by_blocks: bool) -> None:
         self.model = model
-        self.guesser = guesser
         self.arena = arena
         self.top_k = top_k
         self.by_blocks = by_blocks  # see `pack`
@@ -34,7 +33,7 @@ class Forward:
     ) -> torch.Tensor:
         """The words of some of the tokens, or of all; tokens, positions and slots to write to are [tokens]."""
         logits = self.logits(tokens, positions, slots, attention, outputs)
-        return pack(logits, self.top_k, self.guesser, by_blocks=self.by_blocks)
+        return pack(logits, self.top_k, by_blocks=self.by_blocks)
 
     def logits(
         self,

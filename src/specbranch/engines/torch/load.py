@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.engines.extras import extra
-from specbranch.engines.heads import read_heads
 from specbranch.engines.model_config import read_config
 from specbranch.engines.options import DTYPES, EngineOptions, local_model
 from specbranch.engines.pretrained import load_model
@@ -16,7 +15,6 @@ from specbranch.engines.protocol import EngineError
 from specbranch.engines.torch.attention import PlainModel
 from specbranch.engines.torch.dtype import PLAIN, fastest_dtype
 from specbranch.engines.torch.fused import FusedModel, Kind, can_fuse
-from specbranch.engines.torch.guess import GuessHead, narrowed
 from specbranch.engines.torch.int8 import PACKED, can_int8, pack_linears, packed_bytes
 from specbranch.engines.torch.joined import JoinedLinear
 from specbranch.engines.torch.support import first_line, require_full_attention, text_config
@@ -35,14 +33,12 @@ class Loaded:
     model: Any  # a FusedModel or a PlainModel
     dtype: str  # of its weights
     config: Any  # of its language model, as Transformers has it
-    guess_head: GuessHead | None  # what its heads guess, if it is to have any
 
 
 def load(options: EngineOptions) -> Loaded:
     """The model of the options, with our attention in its layers."""
     _require_dtype(options)
     _require_dense(options)
-    heads = read_heads(Path(options.heads)) if options.heads else None
     source, arguments = _source(options.model)
     is_here = local_model(options.model) is not None
     options.tell("loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache")
@@ -51,7 +47,6 @@ def load(options: EngineOptions) -> Loaded:
         require_full_attention(given, options.max_tokens)
         name, config = type(given).__name__, text_config(given)
         given = given.to(options.device).eval()
-        narrow = narrowed(given, heads) if heads else None  # before the output layer is packed
         model, dtype = _converted(given, options)
     except EngineError:
         raise
@@ -61,11 +56,7 @@ def load(options: EngineOptions) -> Loaded:
             "config.json and safetensors, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face "
             "hub"
         ) from error
-    if heads is None or narrow is None:
-        return Loaded(name, model, dtype, config, None)
-    if heads.card.draft != Path(options.model).name:
-        log.warning("the heads were trained for %s, the draft is %s", heads.card.draft, options.model)
-    return Loaded(name, model, dtype, config, GuessHead(heads, model, narrow, PACKED.get(dtype)))
+    return Loaded(name, model, dtype, config)
 
 
 def weight_bytes(model: Any) -> int:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from specbranch.errors import SpecBranchError
+from specbranch.plugins.vllm.layout import Layout
 
 FLAG_NAME = re.compile(r"--?[A-Za-z]")  # not a negative number
 _SHORT = {
@@ -151,3 +152,20 @@ def json_or_text(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def layout_of(flags: Flags) -> Layout:
+    """Return the layout that the flags of `vllm serve` ask for."""
+    return Layout(
+        tensor=flags.number("--tensor-parallel-size", "-tp"),
+        pipeline=flags.number("--pipeline-parallel-size", "-pp"),
+        data=_local_data(flags),
+        num_nodes=flags.number("--nnodes", "-n"),
+        executor=flags.value("--distributed-executor-backend"),
+    )
+
+
+def _local_data(flags: Flags) -> int:
+    """Return how many data-parallel engines run on this machine."""
+    local = "--data-parallel-size-local", "-dpl"
+    return flags.number(*local) if flags.has(*local) else flags.number("--data-parallel-size", "-dp")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.flags import Flags
 
 _ONE_PROCESS = "uni"
 _EVERY_RANK = "external_launcher"
@@ -29,17 +28,6 @@ class Layout:
     data: int = 1
     num_nodes: int = 1
     executor: str | None = None
-
-    @classmethod
-    def of_flags(cls, flags: Flags) -> Layout:
-        """The layout that the flags of `vllm serve` ask for."""
-        return cls(
-            tensor=flags.number("--tensor-parallel-size", "-tp"),
-            pipeline=flags.number("--pipeline-parallel-size", "-pp"),
-            data=_local_data(flags),
-            num_nodes=flags.number("--nnodes", "-n"),
-            executor=flags.value("--distributed-executor-backend"),
-        )
 
     @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any]) -> Layout:
@@ -80,12 +68,6 @@ class Layout:
                 f"{self.tensor} workers cannot run in one process (executor {_ONE_PROCESS}); leave the executor to "
                 "vLLM, or use one worker"
             )
-
-
-def _local_data(flags: Flags) -> int:
-    """How many data-parallel engines run on this machine."""
-    local = "--data-parallel-size-local", "-dpl"
-    return flags.number(*local) if flags.has(*local) else flags.number("--data-parallel-size", "-dp")
 
 
 def _size(arguments: Mapping[str, Any], name: str) -> int:

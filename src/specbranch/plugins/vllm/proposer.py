@@ -21,7 +21,6 @@ from specbranch.core.gate import Decision, Gate
 from specbranch.core.sampling import Sampling
 from specbranch.engines.vocabulary import read_sample
 from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
-from specbranch.plugins.vllm.compat.probs import DraftProbs
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.limits import Limits
 from specbranch.plugins.vllm.pace import Pace
@@ -64,9 +63,6 @@ class SpecBranchProposer:
         self._embed: Callable[[Sequence[int]], Any] | None = None
         self._hrad: Hrad | None = None
         self._foresight: Foresight | None = None
-        # V1's other ranks would have to get the same probabilities; with several, drafts stay certain there.
-        is_alone = config.layout(vllm_config).tensor == 1
-        self._probs = DraftProbs(config.vocab_len(vllm_config), self._most) if is_alone else None
         self.drawn_from: dict[int, Sequence[Distribution | None]] = {}  # of the last drafts, by row
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.num_pads = 0  # that vLLM has verified, or rather rejected
@@ -155,7 +151,7 @@ class SpecBranchProposer:
         token_ids_cpu: _Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for every row of the batch.
+        """Drafts for every row of the batch; vLLM's V1 runner, which calls this, verifies all of them as certain.
 
         Where vLLM gains by it, all rows are filled up with pads, also when nothing is drafted.
         """
@@ -164,10 +160,7 @@ class SpecBranchProposer:
             for index, sampled in enumerate(sampled_token_ids)
             if len(sampled)
         }
-        drafts = self.draft(sampled_token_ids, texts, self._samplings(list(texts)))
-        if self._probs is not None and self.drawn_from:
-            self._probs.hand_over(self._runner, drafts, self.drawn_from)
-            return drafts
+        drafts = self.draft(sampled_token_ids, texts, {})
         return self._padded(drafts) if self._can_pad(texts, len(drafts)) else drafts
 
     def draft(
@@ -215,12 +208,6 @@ class SpecBranchProposer:
         self._had_drafts = any(drafts)
         self._show()
         return drafts
-
-    def _samplings(self, rows: Sequence[int]) -> dict[int, Sampling]:
-        """How rows of V1's runner sample whose draft tokens may be drawn by chance."""
-        if self._probs is None or self._runner is None or self._client is None or not self.draws:
-            return {}
-        return self._probs.samplings(self._runner, rows)
 
     def _can_pad(self, texts: Mapping[int, _Array], num_rows: int) -> bool:
         """Whether to fill up all rows: they must then be equal, and few enough for tokens to be cheap."""

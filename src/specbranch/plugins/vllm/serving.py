@@ -13,8 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.binding import is_bound_by_user, threads_of_workers
-from specbranch.plugins.vllm.flags import FlagError, Flags
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.flags import FlagError, Flags, layout_of
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 _EXECUTOR = "--distributed-executor-backend"
@@ -42,7 +41,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.settings is None:
             return
-        Layout.of_flags(self.flags).refuse()
+        layout_of(self.flags).refuse()
         for name in ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"):
             if self.flags.has(name):
                 raise FlagError(
@@ -52,7 +51,7 @@ class ServeOptions:
     @property
     def num_workers(self) -> int:
         """How many worker processes vLLM starts on this machine."""
-        return Layout.of_flags(self.flags).num_devices
+        return layout_of(self.flags).num_devices
 
     @property
     def in_one_process(self) -> bool:

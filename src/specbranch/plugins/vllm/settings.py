@@ -30,7 +30,8 @@ class ProposerSettings(DraftSettings):
     `pad`: fill all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such
     graphs. `runner` is vLLM's model runner: `v2` has not been run on a GPU, and `auto` leaves the choice to vLLM.
     `rule`: with `match`, the likeliest tokens are proposed and kept as often as the target would say them; with `auto`,
-    draft tokens of sampled requests are drawn by chance and tested against their probabilities where vLLM takes these.
+    draft tokens of sampled requests are drawn by chance and tested against their probabilities, which is experimental
+    and for vLLM's V2 runner only.
     """
 
     pad: str = "auto"
@@ -44,6 +45,8 @@ class ProposerSettings(DraftSettings):
             raise SettingError(f"`runner` is {self.runner!r}; {suggest(str(self.runner), RUNNERS)}")
         if self.rule not in RULES:
             raise SettingError(f"`rule` is {self.rule!r}; {suggest(str(self.rule), RULES)}")
+        if self.rule == "auto" and self.runner == "v1":
+            raise SettingError("`rule` 'auto' is for vLLM's Model Runner V2; set `runner` to 'v2', or leave `rule` out")
 
 
 def read_settings(section: Any) -> ProposerSettings:

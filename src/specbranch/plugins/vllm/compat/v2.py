@@ -19,7 +19,6 @@ from typing import Any
 from specbranch.core.sampling import Sampling
 from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.plugins.vllm.compat import config
-from specbranch.plugins.vllm.compat.probs import is_sampled, logits_len
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.settings import RunnerError, read_settings
 
@@ -28,6 +27,8 @@ log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose lev
 _HOOK, _CARRIER = "custom_class", "ngram_gpu"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+_LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
+_MOST_TEMPERATURE = 100.0
 
 
 def install() -> None:
@@ -168,14 +169,14 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Sampli
     only the batch tells. Nothing where the runner's logits are not as wide as the vocabulary.
     """
     try:
-        if input_batch.has_structured_output_reqs or logits_len(runner, vocab_len) != vocab_len:
+        if input_batch.has_structured_output_reqs or _logits_len(runner, vocab_len) != vocab_len:
             return {}
         states = runner.sampler.sampling_states
         has_budget = getattr(runner.sampler.thinking_budget_state, "use_thinking_budget", None)  # None: nobody can
         found = {}
         for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
             temperature = float(states.temperature.np[slot])
-            if is_sampled(temperature) and (has_budget is None or not has_budget[slot]):
+            if _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE and (has_budget is None or not has_budget[slot]):
                 top_k = int(states.top_k.np[slot])
                 top_p = float(states.top_p.np[slot])
                 found[row] = Sampling(temperature, top_p, top_k if top_k < states.vocab_size else 0)
@@ -183,6 +184,12 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Sampli
         _warn_of_sampler(repr(error))
         return {}
     return found
+
+
+def _logits_len(runner: Any, vocab_len: int) -> int:
+    """How many tokens the logits of a runner's model have; `vocab_len` if it does not tell."""
+    processor = getattr(getattr(runner, "model", None), "logits_processor", None)
+    return int(getattr(processor, "org_vocab_size", vocab_len))
 
 
 @functools.cache

@@ -13,9 +13,9 @@ import numpy as np
 
 from specbranch.core.distribution import Distribution
 from specbranch.core.sampling import MOST_IDS, Sampling
-from specbranch.plugins.vllm.compat.probs import MOST_BYTES
 from specbranch.plugins.vllm.v2.texts import Array
 
+MOST_BYTES = 256 << 20  # of logits that are kept for a runner
 WIDTH = 2 * MOST_IDS  # numbers for a place: ids, and the bits of their logits
 _OWN = -1  # in place of ids: the token that the place has, whichever it is
 
