@@ -40,7 +40,7 @@ from specbranch.service.wire import MAX_FRAME, VERSION, Hello, Open, Setting, St
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.service.harness import VOCAB, Walk  # noqa: E402
+from tests.service.harness import VOCAB, Walk
 
 RESULT = Path(__file__).parent / "attacks.json"
 ATTACK_S = 5.0

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.head import LEARNED, CandidateHead, is_worth_narrowing  # noqa: E402
-from specbranch.engines.torch.int8 import Int8Linear, can_int8  # noqa: E402
+from specbranch.engines.torch.head import LEARNED, CandidateHead, is_worth_narrowing
+from specbranch.engines.torch.int8 import Int8Linear, can_int8
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 VOCAB, WIDTH, TRUE_WIDTH = 131072, 64, 12

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.int8 import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow  # noqa: E402
+from specbranch.engines.torch.int8 import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 KINDS = list(PACKED.values())

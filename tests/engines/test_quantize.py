@@ -11,14 +11,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="quantizing needs torch")
 transformers = pytest.importorskip("transformers", reason="quantizing needs Transformers")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file, save_file
 
-from specbranch.engines.model_size import weight_bytes  # noqa: E402
-from specbranch.engines.options import EngineOptions  # noqa: E402
-from specbranch.engines.protocol import EngineError  # noqa: E402
-from specbranch.engines.quantize import MAX_INT8, QuantizeError, quantize_checkpoint, quantize_weight  # noqa: E402
-from specbranch.engines.registry import open_engine  # noqa: E402
-from specbranch.engines.vocabulary import refuse_other_vocabulary  # noqa: E402
+from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.options import EngineOptions
+from specbranch.engines.protocol import EngineError
+from specbranch.engines.quantize import MAX_INT8, QuantizeError, quantize_checkpoint, quantize_weight
+from specbranch.engines.registry import open_engine
+from specbranch.engines.vocabulary import refuse_other_vocabulary
 
 SHAPE = {
     "vocab_size": 96,

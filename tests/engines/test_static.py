@@ -24,17 +24,17 @@ from hypothesis.stateful import run_state_machine_as_test
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from specbranch.engines.options import EngineOptions  # noqa: E402
-from specbranch.engines.protocol import DraftEngine, EngineFull, Row  # noqa: E402
-from specbranch.engines.torch import TorchEngine, answer, engine, static  # noqa: E402
-from specbranch.engines.torch.flashinfer import FlashInfer  # noqa: E402
-from specbranch.engines.torch.graph import Graphs  # noqa: E402
-from specbranch.engines.torch.int8 import can_int8  # noqa: E402
-from specbranch.engines.torch.paged import Bucket, Buckets, Frame, Gathered  # noqa: E402
-from tests.engines.closeness import close_distributions  # noqa: E402
-from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
+from specbranch.engines.options import EngineOptions
+from specbranch.engines.protocol import DraftEngine, EngineFull, Row
+from specbranch.engines.torch import TorchEngine, answer, engine, static
+from specbranch.engines.torch.flashinfer import FlashInfer
+from specbranch.engines.torch.graph import Graphs
+from specbranch.engines.torch.int8 import can_int8
+from specbranch.engines.torch.paged import Bucket, Buckets, Frame, Gathered
+from tests.engines.closeness import close_distributions
+from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for
 
 SMALL = Buckets(rows=(1, 4, 8), contexts=(8, 64))  # most steps of the tests are filled up, some are too large
 MOST_OPERATIONS = 350  # of a step of 24 layers

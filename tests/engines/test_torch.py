@@ -18,19 +18,19 @@ from hypothesis.stateful import run_state_machine_as_test
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
-from specbranch.core.distribution import Distribution  # noqa: E402
-from specbranch.engines.options import DTYPES, EngineOptions  # noqa: E402
-from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row  # noqa: E402
-from specbranch.engines.registry import open_engine  # noqa: E402
-from specbranch.engines.top_k import top_k_of  # noqa: E402
-from specbranch.engines.torch import TorchEngine  # noqa: E402
-from specbranch.engines.torch.dtype import Choice  # noqa: E402
-from specbranch.engines.vocabulary import read_sample  # noqa: E402
-from tests.counting import num_calls  # noqa: E402
-from tests.engines.closeness import close_distributions  # noqa: E402
-from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for  # noqa: E402
-from tests.engines.models import model_path  # noqa: E402
-from tests.results import record  # noqa: E402
+from specbranch.core.distribution import Distribution
+from specbranch.engines.options import DTYPES, EngineOptions
+from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
+from specbranch.engines.registry import open_engine
+from specbranch.engines.top_k import top_k_of
+from specbranch.engines.torch import TorchEngine
+from specbranch.engines.torch.dtype import Choice
+from specbranch.engines.vocabulary import read_sample
+from tests.counting import num_calls
+from tests.engines.closeness import close_distributions
+from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for
+from tests.engines.models import model_path
+from tests.results import record
 
 TINY = {
     "vocab_size": 64,

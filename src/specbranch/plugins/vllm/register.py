@@ -15,9 +15,9 @@ def register() -> None:
     The metrics appear as soon as our proposer runs.
     """
     try:
-        from specbranch.plugins.vllm.compat import v2
+        from specbranch.plugins.vllm.compat.v2 import install
 
-        v2.install()
+        install()
     except Exception:
         log.warning("drafts can be used with vLLM's Model Runner V1 only", exc_info=True)
     try:
