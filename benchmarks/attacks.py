@@ -32,7 +32,7 @@ import numpy as np
 import zmq
 
 from specbranch.child import Child
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.endpoint import connected

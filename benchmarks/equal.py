@@ -21,7 +21,7 @@ from typing import Any
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, read_results
 from specbranch.bench.scenario import read_scenario
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -39,7 +39,7 @@ from under_load.relay import Relay
 from under_load.servers import ACCEPTED, Served, Service, free_port, own_cores, serving
 from under_load.traffic import STREAM, WHOLE, Request, read_prompts
 
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import ClientKeys, make_keys
 from specbranch.service.process import DraftOptions

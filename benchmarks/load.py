@@ -35,7 +35,7 @@ from under_load.servers import ACCEPTED, SUBMITTED, Served, memory_of, own_cores
 from under_load.traffic import Request, draw, read_prompts, window
 from under_load.trend import percentiles, slope
 
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 
 RESULT = Path(__file__).parent / "load.json"
 OURS, BARE = "specbranch", "bare"

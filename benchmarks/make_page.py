@@ -19,7 +19,7 @@ from specbranch.bench.report import load_table, same_note
 from specbranch.bench.results import Record, Results, read_results
 from specbranch.bench.scenario import BARE
 from specbranch.bench.summary import NO_RANGE, Cell, Line, Ratio, cells, compare, losses, mean_ratio, summarize
-from specbranch.provenance import commit_note
+from specbranch.machine import commit_note
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -27,12 +27,12 @@ from typing import Any, TextIO
 
 from specbranch.bench.prompts import read_prompts
 from specbranch.core.planners import DEFAULT_PLANNER, setting_names
-from specbranch.engines.options import found_model
+from specbranch.engines.models import found_model
+from specbranch.machine import provenance
 from specbranch.plugins.vllm.messages import Ask, Done, Run
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.target import TargetOptions
-from specbranch.provenance import provenance
 from specbranch.service.process import DraftOptions, DraftProcess
 
 RESULT = Path(__file__).parent / "never-slower.json"

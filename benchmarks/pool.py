@@ -26,10 +26,8 @@ import numpy as np
 
 from specbranch.child import PIPE, Child
 from specbranch.core.distribution import Distribution
-from specbranch.core.verify import match
-from specbranch.engines.protocol import Row
-from specbranch.engines.scripted import ScriptedEngine, TextScript
-from specbranch.provenance import provenance
+from specbranch.engines.base import Row
+from specbranch.machine import provenance
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.connection import Connection
 from specbranch.service.link import SocketLink
@@ -37,6 +35,7 @@ from specbranch.service.pool import draft_client
 from specbranch.service.reporter import Reporter
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.wire import Drain
+from specbranch.simulation.scripted import ScriptedEngine, TextScript, match
 
 RESULT = Path(__file__).parent / "pool.json"
 TRACE = Path(__file__).parents[1] / "traces" / "qwen-coder-humaneval.jsonl.gz"

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 
 ROOT = Path(__file__).parents[1]
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from specbranch import DraftServer
 from specbranch.cli.placement import Cores, split, usable_cores
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 
 OUT = Path(__file__).parent
 PROMPTS = (

@@ -28,9 +28,9 @@ import numpy as np
 
 from specbranch.child import PIPE, Child
 from specbranch.core.planners import DEFAULT_PLANNER
+from specbranch.machine import provenance
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
-from specbranch.provenance import provenance
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.process import DraftOptions
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from specbranch.bench.served import server
 from specbranch.cli.source import open_source
 from specbranch.cli.top_view import as_screen
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 
 RESULT = Path(__file__).parent / "top-cost.json"
 AT_ONCE = 16

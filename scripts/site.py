@@ -24,9 +24,8 @@ PAGES = ("docs", "studies", "benchmarks", "examples", "deploy", "CHANGELOG.md", 
 NO_PAGES = shutil.ignore_patterns("__pycache__", "*.pyc")
 INTERFACE = (
     "specbranch.DraftServer",
-    "specbranch.core.planners.protocol",
-    "specbranch.core.planners.settings",
-    "specbranch.engines.protocol",
+    "specbranch.core.planner",
+    "specbranch.engines.base",
     "specbranch.service.client",
     "specbranch.core.session",
     "specbranch.simulation.simulate",

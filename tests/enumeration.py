@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
-from specbranch.core.chance import Chance
-from specbranch.core.distribution import Prob
+from specbranch.core.distribution import Chance, Prob
 
 T = TypeVar("T", bound=Hashable)
 

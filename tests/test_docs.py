@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.engines.extras import TORCH_CPU_INDEX
-from specbranch.provenance import commit_note
+from specbranch.extensions import TORCH_CPU_INDEX
+from specbranch.machine import commit_note
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

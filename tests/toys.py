@@ -7,19 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from specbranch.core.chance import Chance, RandomChance
 from specbranch.core.costs import Costs, StepCost
-from specbranch.core.distribution import Distribution, Prob, distribution_of
-from specbranch.core.draw import Draw, SampledDraw, ServedDraw, TopDraw
-from specbranch.core.node import Node
+from specbranch.core.distribution import Chance, Distribution, Prob, RandomChance, distribution_of
+from specbranch.core.node import Draw, Node, SampledDraw, ServedDraw, TopDraw
+from specbranch.core.planner import Planner, Predictor
 from specbranch.core.planners import make_planner
-from specbranch.core.planners.protocol import Planner, Predictor
+from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.round import Signal
 from specbranch.core.session import Ending, Session
 from specbranch.core.tree import Tree
-from specbranch.engines.scripted import EngineLane, Rule, ScriptedEngine, ScriptedTarget, TextScript
-from specbranch.predictor.fixed import ConstantPredictor
 from specbranch.simulation.loop import Loop
+from specbranch.simulation.scripted import EngineLane, Rule, ScriptedEngine, ScriptedTarget, TextScript
 from specbranch.trace import Answer, Header, Trace
 
 SOME = ConstantPredictor(Signal.SOME)

@@ -14,7 +14,7 @@ from specbranch.version import __version__
 if TYPE_CHECKING:
     from specbranch.core.planners import Planner, Settings, register_planner
     from specbranch.draft_server import DraftServer
-    from specbranch.engines.protocol import DraftEngine
+    from specbranch.engines.base import DraftEngine
     from specbranch.engines.registry import register_engine
     from specbranch.errors import SpecBranchError
     from specbranch.simulation.simulate import simulate
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DraftEngine": "specbranch.engines.protocol",
+    "DraftEngine": "specbranch.engines.base",
     "DraftServer": "specbranch.draft_server",
     "Planner": "specbranch.core.planners",
     "Settings": "specbranch.core.planners",

@@ -1,5 +1,7 @@
 """`python -m specbranch`."""
 
+from __future__ import annotations
+
 from specbranch.cli import app
 
 if __name__ == "__main__":

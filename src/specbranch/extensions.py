@@ -1,4 +1,6 @@
-"""Planners of other packages, found by their entry points.
+"""What other packages bring: planners by entry points, and libraries that only some extras install.
+
+Planners of other packages, found by their entry points.
 
 A package names its planner class in its pyproject.toml:
 
@@ -7,16 +9,24 @@ A package names its planner class in its pyproject.toml:
 
 Then `mine` is a planner wherever a name is asked for: in the simulator, in a draft service, in vLLM. Engines join in
 the same way by the group `specbranch.engines` (`specbranch.engines.registry`).
+
+Libraries that an engine needs and a plain installation lacks.
+
+The one place that loads matplotlib: late, without a screen, and with a word on what to install if it is missing.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, distributions
+from typing import Any
 
 from specbranch.core.planners import register_planner
+from specbranch.errors import EngineError
 
 log = logging.getLogger(__name__)
 
@@ -49,3 +59,43 @@ def offers(group: str) -> Iterator[tuple[str, EntryPoint]]:
         if damage is not None:
             log.warning("ignoring the package %r: its entry points cannot be read (%s)", package.name, damage)
         yield from ((package.name, point) for point in points)
+
+
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# On PyPI torch comes with several gigabytes for CUDA.
+_MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Imports of an engine's libraries; one that fails becomes an error that says what to install."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError) as missing:  # also a library that lacks another, such as CUDA's
+        raise _missing(name, str(missing)) from missing
+
+
+def require_extra(name: str, modules: tuple[str, ...]) -> None:
+    """Raise the same error for a module that is not installed; nothing is imported."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise _missing(name, f"No module named {module!r}")
+
+
+def _missing(name: str, cause: str) -> EngineError:
+    return EngineError(
+        f"the {name} engine cannot import its libraries ({cause}); install them with: pip install 'specbranch[{name}]'"
+        + _MORE.get(name, "")
+    )
+
+
+def load_pyplot() -> Any:
+    """Matplotlib's pyplot, drawing to files only."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'specbranch[bench]'") from error
+    return pyplot

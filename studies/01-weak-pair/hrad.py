@@ -13,7 +13,7 @@ import json
 import math
 from pathlib import Path
 
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace
 

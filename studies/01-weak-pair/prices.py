@@ -12,7 +12,7 @@ import random
 import statistics
 from pathlib import Path
 
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.simulation.presets import PAIRS, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 

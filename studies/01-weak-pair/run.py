@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from specbranch.provenance import provenance
-from specbranch.pyplot import load_pyplot
+from specbranch.extensions import load_pyplot
+from specbranch.machine import provenance
 from specbranch.simulation.presets import PAIRS, Pair, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 from specbranch.trace import Trace, read_trace

@@ -21,7 +21,7 @@ from run import traces_in
 from specbranch.core.calibration import Calibration
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 

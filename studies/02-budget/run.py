@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from specbranch.provenance import provenance
-from specbranch.pyplot import load_pyplot
+from specbranch.extensions import load_pyplot
+from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace, read_trace
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specbranch.predictor.hrad import Hrad, read_hrad, survival
-from specbranch.provenance import provenance
-from specbranch.train.examples import Array, Examples, read_examples, split_of
+from specbranch.hrad.examples import Array, Examples, read_examples, split_of
+from specbranch.hrad.network import Hrad, read_hrad, survival
+from specbranch.machine import provenance
 
 HERE = Path(__file__).parent
 _LEAST = 1e-4

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from specbranch.predictor.hrad import read_hrad
+from specbranch.hrad.examples import read_answers, read_card, read_examples, split_of
+from specbranch.hrad.network import read_hrad
 from specbranch.trace import Header, Trace, write_trace
-from specbranch.train.examples import read_answers, read_card, read_examples, split_of
 
 
 def main() -> None:

@@ -20,10 +20,9 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.profile import measure
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import engine_for, open_engine
-from specbranch.provenance import onednn_limits, provenance
+from specbranch.machine import onednn_limits, provenance
 
 HERE = Path(__file__).parent
 ROWS = (1, 4, 8, 16)
@@ -90,7 +89,7 @@ def _opened(model: str, dtype: str) -> DraftEngine:
 
 def _teach(engines: dict[str, DraftEngine]) -> None:
     """Let the output layers of 8 bits see traffic, as they would in service; one engine reads for all of them."""
-    from specbranch.engines.torch.head import LEARNED, CandidateHead
+    from specbranch.engines.torch.lm_head import LEARNED, CandidateHead
 
     torch_engines: dict[str, Any] = {name: one for name, one in engines.items() if hasattr(one, "_forward")}
     models = {name: engine._forward.model for name, engine in torch_engines.items()}

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specbranch.engines.options import local_model
-from specbranch.engines.torch.head import LEARNED, CandidateHead
-from specbranch.engines.torch.int8 import Int8Linear
-from specbranch.provenance import provenance
+from specbranch.engines.models import local_model
+from specbranch.engines.torch.linear import Int8Linear
+from specbranch.engines.torch.lm_head import LEARNED, CandidateHead
+from specbranch.hrad.examples import read_answers, split_of
+from specbranch.machine import provenance
 from specbranch.trace import Answer
-from specbranch.train.examples import read_answers, split_of
 
 HERE = Path(__file__).parent
 _LONGEST = 300  # tokens of a text

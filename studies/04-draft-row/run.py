@@ -20,13 +20,12 @@ from typing import Any
 from specbranch.bench.profile import measure
 from specbranch.bench.survey import record_distributions
 from specbranch.core.distribution import Distribution
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import engine_for, open_engine
-from specbranch.provenance import provenance
+from specbranch.hrad.examples import read_answers, split_of
+from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace
-from specbranch.train.examples import read_answers, split_of
 
 HERE = Path(__file__).parent
 ROWS = (1, 4, 8, 16)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from specbranch.provenance import commit, provenance
+from specbranch.machine import commit, provenance
 
 ROWS = (1, 2, 4, 8, 16)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import mean_speeds
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 

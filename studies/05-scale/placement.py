@@ -17,7 +17,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from specbranch.cli.placement import split
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
 

@@ -16,8 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from specbranch.provenance import provenance
-from specbranch.pyplot import load_pyplot
+from specbranch.extensions import load_pyplot
+from specbranch.machine import provenance
 from specbranch.simulation.presets import ROW_COST, Pair, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 

@@ -21,8 +21,8 @@ from specbranch.bench.scenario import BARE
 from specbranch.bench.summary import cells, compare
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
-from specbranch.predictor.fixed import CONSTANTS
-from specbranch.provenance import provenance
+from specbranch.core.planners.predictors import CONSTANTS
+from specbranch.machine import provenance
 from specbranch.simulation.simulate import Method
 from specbranch.trace import Trace, read_trace
 

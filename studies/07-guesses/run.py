@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specbranch.core.calibration import Calibration, Grounds
 from specbranch.core.costs import Costs
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from specbranch.simulation.loop import DraftStep, Step
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbranch.bench.prompts import read_prompts
-from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import MOST_IDS, Sampling
-from specbranch.provenance import provenance
+from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
+from specbranch.machine import provenance
 
 TASKS = {"humaneval": "humaneval", "gsm8k": "gsm8k", "summarization": "spec_bench", "chat": "spec_bench"}
 SAMPLINGS = {"temperature 1": Sampling(1.0), "temperature 0.7, top-p 0.9": Sampling(0.7, 0.9)}

@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specbranch.engines.options import local_model
+from specbranch.engines.models import local_model
+from specbranch.machine import provenance
 from specbranch.plugins.vllm.messages import Ask, Run, step_gaps_s
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.target import TargetOptions
-from specbranch.provenance import provenance
 
 OUT = Path(__file__).parent / "result.json"
 SIZES = (1, 2, 4, 8, 16)

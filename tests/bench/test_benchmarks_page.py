@@ -12,7 +12,7 @@ import pytest
 
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import summarize
-from specbranch.provenance import commit_note
+from specbranch.machine import commit_note
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()

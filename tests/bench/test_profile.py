@@ -23,9 +23,10 @@ from specbranch.bench.profile import (
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.core.costs import StepCost
 from specbranch.core.distribution import Distribution
-from specbranch.engines.protocol import EngineFull, EngineInfo, Row
-from specbranch.engines.scripted import ScriptedEngine
-from specbranch.provenance import cpu_name, instruction_sets, onednn_limits, provenance
+from specbranch.engines.base import EngineInfo, Row
+from specbranch.errors import EngineFull
+from specbranch.machine import cpu_name, instruction_sets, onednn_limits, provenance
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.toys import random_script
 
 # Sums of powers of two: floats add them without error.

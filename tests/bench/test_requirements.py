@@ -50,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(requirements, "known_speculation", lambda: KNOWN)
     monkeypatch.setattr(requirements, "weight_bytes", lambda model, dtype=None: 10**9)
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
-    monkeypatch.setattr("specbranch.memory.free_host_memory", lambda: 10**12)
+    monkeypatch.setattr("specbranch.machine.free_host_memory", lambda: 10**12)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("SPECBRANCH_MODELS", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -121,19 +121,19 @@ def test_engines_that_do_not_fit_together_are_refused_with_how_many_do(
 ) -> None:
     """Each engine has a gigabyte of weights and a GiB of cache; the draft has a gigabyte too."""
     peer = 'speculative_config = { method = "ngram" }'
-    monkeypatch.setattr("specbranch.memory.free_host_memory", lambda: 5 * 10**9)
+    monkeypatch.setattr("specbranch.machine.free_host_memory", lambda: 5 * 10**9)
     with pytest.raises(ScenarioError, match=r"2 engines at once need 4\.1 GB.*4\.0 GB.*set engines_at_once = 1"):
         check(tmp_path, peer)
     check(tmp_path, peer, "engines_at_once = 1\n")
     check(tmp_path, peer, "arguments = { kv_cache_memory_bytes = 100000000 }\n")
     check(tmp_path, f"{peer}\n[served]\nrates = [1.0]")
 
-    monkeypatch.setattr("specbranch.memory.free_host_memory", lambda: 2 * 10**9)
+    monkeypatch.setattr("specbranch.machine.free_host_memory", lambda: 2 * 10**9)
     with pytest.raises(ScenarioError, match="use smaller models"):
         check(tmp_path, peer, "engines_at_once = 1\n")
 
     for free in (None, 2 * 10**9):
-        monkeypatch.setattr("specbranch.memory.free_host_memory", lambda free=free: free)
+        monkeypatch.setattr("specbranch.machine.free_host_memory", lambda free=free: free)
         monkeypatch.setattr(launch, "runs_on_cpu", lambda free=free: free is None)  # a GPU has memory of its own
         check(tmp_path, peer)
 

@@ -12,7 +12,7 @@ from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.runner import plan_trials
 from specbranch.bench.scenario import ScenarioError, read_scenario, scenario_of
 from specbranch.core.planners import SettingError
-from specbranch.predictor.hrad import write_hrad
+from specbranch.hrad.network import write_hrad
 
 ROOT = Path(__file__).parents[2]
 SMALL = """

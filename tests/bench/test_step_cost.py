@@ -78,7 +78,7 @@ def test_a_stand_in_has_the_vocabulary_of_its_model_and_is_sure_of_what_it_says(
     pytest.importorskip("torch", reason="the torch engine needs torch")
     pytest.importorskip("transformers", reason="the torch engine needs transformers")
     pytest.importorskip("safetensors")
-    from specbranch.engines.options import EngineOptions
+    from specbranch.engines.base import EngineOptions
     from specbranch.engines.torch import TorchEngine
     from tests.engines.conformance import fresh_distribution
 

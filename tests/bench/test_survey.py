@@ -7,10 +7,10 @@ from typing import Any
 
 from specbranch.bench.survey import MESSAGES, record_distributions, take_survey, time_steps
 from specbranch.core.distribution import Distribution
-from specbranch.engines.scripted import ScriptedEngine, TextScript
 from specbranch.plugins.vllm.messages import Answer, Done, Run
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.target import TargetOptions
+from specbranch.simulation.scripted import ScriptedEngine, TextScript
 
 
 class FakeTarget(TargetProcess):

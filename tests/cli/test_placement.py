@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.cli.placement import HOST_CPU, Choice, Cores, beside_gpus, choose_device, split, without_siblings
-from specbranch.cli.topology import Topology
+from specbranch.machine import Topology
 
 
 @pytest.mark.parametrize(

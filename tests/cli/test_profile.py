@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import EngineError
-from specbranch.engines.scripted import ScriptedEngine
+from specbranch.engines.base import EngineOptions
+from specbranch.errors import EngineError
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.engines.models import model_path
 from tests.toys import random_script
 

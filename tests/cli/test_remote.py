@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.cli.console import UsageError
 from specbranch.cli.options import remote_draft
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.remote import RemoteDraft, _ask
 from specbranch.draft_server import DraftServer
 from specbranch.engines.vocabulary import VocabularyError
+from specbranch.errors import UsageError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.client import DraftClient

@@ -100,7 +100,7 @@ def test_a_type_fits_if_its_weights_and_the_drafts_do(tmp_path: Path, monkeypatc
     pair = str(tmp_path / "target"), str(tmp_path / "draft")
 
     for free, has_both in ((3000, True), (2999, False), (None, True)):
-        monkeypatch.setattr("specbranch.memory.free_host_memory", lambda free=free: free)
+        monkeypatch.setattr("specbranch.machine.free_host_memory", lambda free=free: free)
         assert ("float32" in types_here(*pair, "auto")) == has_both
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: False)
     assert types_here(*pair, "auto") == ["auto"]

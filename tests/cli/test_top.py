@@ -28,7 +28,7 @@ from specbranch.cli.measures import Measure, measures
 from specbranch.cli.reading import Reading, of_overview, of_page
 from specbranch.cli.top_view import as_json, as_line, as_screen, count, duration, memory
 from specbranch.core.gate import Decision
-from specbranch.core.stats import Stats
+from specbranch.core.round import Stats
 from specbranch.plugins.vllm.metrics import Collector
 from specbranch.plugins.vllm.page import read_page
 from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.cli import topology
-from specbranch.cli.topology import Topology, num_gpus, parse_cores, read_topology, visible_gpus
+from specbranch import machine
+from specbranch.machine import Topology, num_gpus, parse_cores, read_topology, visible_gpus
 
 
 def write(path: Path, text: str) -> None:
@@ -73,12 +73,12 @@ def test_gpus_are_counted_by_nvidias_tool(tmp_path: Path, monkeypatch: pytest.Mo
     tool.chmod(0o755)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(topology, "read_topology", lambda: Topology(gpus={0: 3}))
+    monkeypatch.setattr(machine, "read_topology", lambda: Topology(gpus={0: 3}))
     counts = []
     for prepare in (lambda: None, lambda: tool.write_text("#!/bin/sh\nexit 9\n"), tool.unlink):
         prepare()
-        topology._list_gpus.cache_clear()
+        machine._list_gpus.cache_clear()
         counts.append(num_gpus())
-    topology._list_gpus.cache_clear()
+    machine._list_gpus.cache_clear()
 
     assert counts == [2, 3, 3]  # without the tool, by the bus

@@ -6,9 +6,8 @@ import random
 from collections import Counter
 from fractions import Fraction
 
-from specbranch.core.chance import RandomChance
-from specbranch.core.distribution import Distribution, distribution_of
-from specbranch.core.draw import SampledDraw, TopDraw
+from specbranch.core.distribution import Distribution, RandomChance, distribution_of
+from specbranch.core.node import SampledDraw, TopDraw
 
 
 class Fixed(random.Random):

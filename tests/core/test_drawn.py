@@ -6,10 +6,8 @@ import pytest
 
 from specbranch.core.calibration import Calibration
 from specbranch.core.costs import Costs
-from specbranch.core.distribution import Distribution
-from specbranch.core.draw import SampledDraw, ServedDraw, TopDraw, served_draw
-from specbranch.core.node import Node
-from specbranch.core.sampling import Sampling, number, pick
+from specbranch.core.distribution import Distribution, Sampling, number, pick
+from specbranch.core.node import Node, SampledDraw, ServedDraw, TopDraw, served_draw
 from specbranch.core.session import Session
 from specbranch.core.tree import Tree
 from tests.toys import planner_of, stream

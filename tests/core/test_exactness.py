@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbranch.core import verify
-from specbranch.core.chance import Chance
+from specbranch.core.distribution import Chance
 from specbranch.core.node import Node
+from specbranch.core.planner import Planner, Predictor
 from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
-from specbranch.core.planners.protocol import Planner, Predictor
+from specbranch.core.planners.predictors import ConstantPredictor, RandomPredictor
 from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
-from specbranch.core.round import Round, Signal
+from specbranch.core.round import Round, Signal, Verdict
 from specbranch.core.session import Ending, Session
-from specbranch.core.verdict import Verdict
-from specbranch.engines.scripted import Rule, TextScript, served_offers
-from specbranch.predictor.fixed import ConstantPredictor, RandomPredictor
+from specbranch.simulation import scripted
+from specbranch.simulation.scripted import Rule, TextScript, served_offers
 from tests.enumeration import exact_distribution
 from tests.toys import (
     assert_every_drafted_token_is_accounted_for,
@@ -181,14 +180,16 @@ def test_guesses_and_drawn_tokens_in_one_submission_leave_the_distribution_exact
 def test_a_distribution_that_was_not_drawn_from_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that tells another temperature than it draws at."""
 
-    def wrong(session: Session, vocab_len: int) -> list[verify.Offer]:
+    def wrong(session: Session, vocab_len: int) -> list[scripted.Offer]:
         told = served_offers(session, vocab_len)
         return [
-            verify.Offer(offer.distribution**2 / (offer.distribution**2).sum(), offer.tokens) if offer.tokens else offer
+            scripted.Offer(offer.distribution**2 / (offer.distribution**2).sum(), offer.tokens)
+            if offer.tokens
+            else offer
             for offer in told
         ]
 
-    monkeypatch.setattr("specbranch.engines.scripted.served_offers", wrong)
+    monkeypatch.setattr("specbranch.simulation.scripted.served_offers", wrong)
     ending = Ending(max_new_tokens=3)
     make = lambda chance: planner_of("sps", {"gamma": 2})  # noqa: E731
 
@@ -290,7 +291,7 @@ _MUTATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_broken_rule_b_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exactness test above can fail: each of these one-line mistakes changes the enumerated distribution."""
     attribute, broken = _MUTATIONS[name]
-    monkeypatch.setattr(verify, attribute, broken)
+    monkeypatch.setattr(scripted, attribute, broken)
     pair = misaligned_pair()
     ending = Ending(max_new_tokens=2)
     make = lambda chance: planner_of("specbranch", {**PAPER, "gamma": 1, "confidence": 0.7})  # noqa: E731
@@ -311,7 +312,7 @@ def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def lenient(submitted: list[int], sample: Callable[[int], int]) -> Verdict:
         return Verdict(len(submitted), sample(len(submitted)))
 
-    monkeypatch.setattr("specbranch.engines.scripted.match", lenient)
+    monkeypatch.setattr("specbranch.simulation.scripted.match", lenient)
     ending = Ending(max_new_tokens=3)
     make = lambda chance: planner_of("sps", {"gamma": 2})  # noqa: E731
 

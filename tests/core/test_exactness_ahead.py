@@ -15,18 +15,14 @@ from typing import Any
 
 import pytest
 
-from specbranch.core import session as session_module
+from specbranch.core import session as core_session
 from specbranch.core.calibration import Calibration
-from specbranch.core.chance import Chance
 from specbranch.core.costs import Costs
-from specbranch.core.distribution import Distribution, Prob
-from specbranch.core.draw import ServedDraw, TopDraw
-from specbranch.core.node import Node
-from specbranch.core.sampling import Sampling
+from specbranch.core.distribution import Chance, Distribution, Prob, Sampling
+from specbranch.core.node import Node, ServedDraw, TopDraw
+from specbranch.core.round import Verdict
 from specbranch.core.session import Ending, Session
-from specbranch.core.verdict import Verdict
-from specbranch.core.verify import Offer, match, reject
-from specbranch.engines.scripted import TextScript
+from specbranch.simulation.scripted import Offer, TextScript, match, reject
 from tests.enumeration import exact_distribution
 from tests.toys import plain, planner_of, text_to, three_token_pair, two_token_pair
 
@@ -134,7 +130,7 @@ def chances(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chance]]:
 
         return ServedDraw(lambda one: one, pick_at, calibration)
 
-    monkeypatch.setattr(session_module, "served_draw", served_draw)
+    monkeypatch.setattr(core_session, "served_draw", served_draw)
     yield current
 
 

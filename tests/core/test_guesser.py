@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
-from specbranch.core.guesser import MEMORY, TEXT, Guesser
+from specbranch.core.ngram import MEMORY, TEXT, Guesser
+from specbranch.core.node import TopDraw
 from specbranch.core.tree import Tree
 
 

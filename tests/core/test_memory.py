@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbranch.core.memory import Answer, AnswerMemory, Room
-from specbranch.core.suffix import LENGTHS
+from specbranch.core.ngram import LENGTHS, Answer, AnswerMemory, Room
 
 
 def remembering(*answers: list[int], room: Room | None = None) -> tuple[AnswerMemory, list[Answer]]:

@@ -10,16 +10,14 @@ import pytest
 
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
-from specbranch.core.guesser import TEXT
-from specbranch.core.node import Node
+from specbranch.core.ngram import TEXT
+from specbranch.core.node import Node, TopDraw
 from specbranch.core.planners import PLANNERS, SettingError, longest_submission, make_planner, setting_names
-from specbranch.core.planners.adaedl import AdaedlPlanner, AdaedlSettings
+from specbranch.core.planners.baselines import AdaedlPlanner, AdaedlSettings
+from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.planners.ssd import fan_out
-from specbranch.core.round import Signal
+from specbranch.core.round import Signal, Verdict
 from specbranch.core.session import Session
-from specbranch.core.verdict import Verdict
-from specbranch.predictor.fixed import ConstantPredictor
 from tests.toys import SOME
 
 SURE = Distribution((1, 2, 3, 4, 5, 6), (0.9, 0.04, 0.03, 0.01, 0.01, 0.01), 0.5)

@@ -10,7 +10,7 @@ import pytest
 from specbranch.core import planners
 from specbranch.core.node import Node
 from specbranch.core.planners import Planner, SettingError, Settings, make_planner, planner_names, register_planner
-from specbranch.core.planners.pearl import PearlPlanner
+from specbranch.core.planners.baselines import PearlPlanner
 from specbranch.core.round import Round
 from tests.toys import SOME
 

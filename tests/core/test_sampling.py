@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import TEXT_LEN, Sampling, number, pick
+from specbranch.core.distribution import TEXT_LEN, Distribution, Sampling, number, pick
 
 DISTRIBUTION = Distribution((7, 3, 9, 1), (0.5, 0.2, 0.1, 0.05), 1.3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specbranch.core.costs import StepCost
 from specbranch.core.node import Node
-from specbranch.core.schedule import LEAST_PIECE, Wish, schedule
+from specbranch.core.scheduler import LEAST_PIECE, Wish, schedule
 
 
 def wish(name: str, *worths: float, is_awaited: bool = False, num_unread: int = 0) -> Wish[str]:

@@ -6,9 +6,8 @@ import pytest
 
 from specbranch.core.calibration import Calibration
 from specbranch.core.costs import Costs
-from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
-from specbranch.core.sampling import Sampling
+from specbranch.core.distribution import Distribution, Sampling
+from specbranch.core.node import TopDraw
 from specbranch.core.session import Session
 from tests.toys import planner_of
 

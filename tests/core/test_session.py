@@ -6,11 +6,9 @@ import pytest
 
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
-from specbranch.core.round import Outlook, Signal
+from specbranch.core.node import TopDraw
+from specbranch.core.round import Outlook, Signal, Stats, Verdict
 from specbranch.core.session import Ending, Session
-from specbranch.core.stats import Stats
-from specbranch.core.verdict import Verdict
 from tests.toys import nodes, planner_of
 
 SURE = Distribution((1, 2), (0.9, 0.1), 0.3)

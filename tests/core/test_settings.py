@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
+from specbranch.core.node import TopDraw
 from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
+from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.round import Signal
 from specbranch.core.session import Session
-from specbranch.predictor.fixed import ConstantPredictor
 
 DISTRIBUTIONS = [
     Distribution((1, 2, 3, 4), (0.9, 0.05, 0.04, 0.01), 0.4),

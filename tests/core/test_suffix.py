@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbranch.core.suffix import LENGTHS, SuffixIndex
+from specbranch.core.ngram import LENGTHS, SuffixIndex
 
 
 def test_the_longest_agreement_counts_and_of_those_the_last() -> None:

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
-from specbranch.core.node import Fate, Node
-from specbranch.core.rollback import Settled
-from specbranch.core.tree import Tree
+from specbranch.core.node import Fate, Node, TopDraw
+from specbranch.core.tree import Settled, Tree
 from tests.toys import find, nodes
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbranch.core.distribution import Dense, distribution_of
-from specbranch.core.draw import SampledDraw
-from specbranch.core.verdict import Verdict
-from specbranch.core.verify import Offer, choose, keep_chance, match, recovery_distribution, reject, without
+from specbranch.core.node import SampledDraw
+from specbranch.core.round import Verdict
+from specbranch.simulation.scripted import Offer, choose, keep_chance, match, recovery_distribution, reject, without
 from tests.enumeration import exact_distribution
 
 

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.base import DraftEngine, Row
 from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 
 Close = Callable[[Distribution, Distribution], bool]

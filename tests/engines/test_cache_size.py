@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.engines.cache_size import MOST, USUAL, cache_size, cache_tokens
-from specbranch.memory import free_host_memory, process_memory
+from specbranch.engines.kv_cache import MOST, USUAL, cache_size, cache_tokens
+from specbranch.machine import free_host_memory, process_memory
 
 GB = 10**9
 

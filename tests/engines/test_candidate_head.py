@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.head import LEARNED, CandidateHead, is_worth_narrowing
-from specbranch.engines.torch.int8 import Int8Linear, can_int8
+from specbranch.engines.torch.linear import Int8Linear, can_int8
+from specbranch.engines.torch.lm_head import LEARNED, CandidateHead, is_worth_narrowing
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 VOCAB, WIDTH, TRUE_WIDTH = 131072, 64, 12
@@ -72,7 +72,7 @@ def test_its_output_has_the_shape_of_its_input(linear: Any) -> None:
 def test_it_goes_back_to_the_full_layer_when_sequences_change_and_learns_anew(
     linear: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbranch.engines.torch.head._AUDIT_EVERY", 1)
+    monkeypatch.setattr("specbranch.engines.torch.lm_head._AUDIT_EVERY", 1)
     head = learned(CandidateHead(linear, Int8Linear), seed=1)
     others = states(512, seed=2)
     full = others @ linear.weight.detach().T

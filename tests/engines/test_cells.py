@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from specbranch.engines.cells import Cells
-from specbranch.engines.protocol import EngineFull, Row
+from specbranch.engines.base import Row
+from specbranch.engines.kv_cache import Cells
+from specbranch.errors import EngineFull
 
 
 def test_forks_share_cells_until_the_last_holder_lets_go() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.dtype import ROWS, fastest_dtype
-from specbranch.engines.torch.int8 import PACKED, Int8Linear, can_int8, sums_overflow
+from specbranch.engines.torch.linear import PACKED, Int8Linear, can_int8, sums_overflow
+from specbranch.engines.torch.loading import ROWS, fastest_dtype
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 
@@ -66,8 +66,10 @@ def test_a_dtype_that_this_torch_only_names_is_left_out(model: Any, monkeypatch:
 
 
 def test_the_cost_of_a_few_layers_stands_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbranch.engines.torch.dtype._SAMPLE", 2 * 512 * 512)
-    monkeypatch.setattr("specbranch.engines.torch.dtype._seconds", lambda products, linears, rows: float(len(linears)))
+    monkeypatch.setattr("specbranch.engines.torch.loading._SAMPLE", 2 * 512 * 512)
+    monkeypatch.setattr(
+        "specbranch.engines.torch.loading._seconds", lambda products, linears, rows: float(len(linears))
+    )
 
     assert fastest_dtype(model).seconds["float32"] == (4.0,) * len(ROWS)
 

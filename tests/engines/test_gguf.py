@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.engines import gguf
-from specbranch.engines.gguf import read_tokens
-from specbranch.engines.protocol import EngineError
+from specbranch.engines import vocabulary
+from specbranch.engines.vocabulary import read_tokens
+from specbranch.errors import EngineError
 from tests.engines.models import model_path
 
 TOKENS = ["<s>", "Ġthe", "ü", "", "x" * 300]
@@ -111,14 +111,14 @@ def test_a_file_with_changed_bytes_is_read_or_refused_and_nothing_else(
 ) -> None:
     """Whatever it claims, there are no more parts to look at than bytes in it."""
     num_parts = 0
-    count = gguf._Metadata._count
+    count = vocabulary._Metadata._count
 
-    def counted(metadata: gguf._Metadata, length: int) -> None:
+    def counted(metadata: vocabulary._Metadata, length: int) -> None:
         nonlocal num_parts
         num_parts += 1
         count(metadata, length)
 
-    monkeypatch.setattr(gguf._Metadata, "_count", counted)
+    monkeypatch.setattr(vocabulary._Metadata, "_count", counted)
     rng = random.Random(0)
     path = gguf_file(tmp_path / "a.gguf", *BEFORE, token_pair(TOKENS))
     whole = path.read_bytes()

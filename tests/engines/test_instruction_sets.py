@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="the torch engine needs torch")
 pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
-from specbranch.provenance import onednn_limits, provenance
+from specbranch.machine import onednn_limits, provenance
 from tests.engines.models import model_path
 from tests.results import record
 from tests.service.harness import START_S, Service, running
@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[2]
 LIMITS = onednn_limits(provenance()["instruction_sets"])
 STEPS = """
 import json, sys, time
-from specbranch.engines.options import EngineOptions
+from specbranch.engines.base import EngineOptions
 from specbranch.engines.registry import open_engine
-from specbranch.engines.protocol import Row
+from specbranch.engines.base import Row
 model, found = sys.argv[1], {}
 engines = {dtype: open_engine("torch", EngineOptions(model, threads=1, dtype=dtype)) for dtype in ("auto", "float32")}
 trunks = {dtype: engine.open() for dtype, engine in engines.items()}

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.int8 import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow
+from specbranch.engines.torch.linear import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 KINDS = list(PACKED.values())
@@ -88,6 +88,6 @@ def test_weights_of_eight_bits_are_used_exactly_where_sums_are_whole(monkeypatch
     """If the CPU's own answer is not believed, the largest sums show it."""
     linear, rows = ones()
     overflows = sums_overflow()
-    monkeypatch.setattr("specbranch.engines.torch.int8.sums_overflow", lambda: False)
+    monkeypatch.setattr("specbranch.engines.torch.linear.sums_overflow", lambda: False)
 
     assert (apart(Int8Linear(linear)(rows), linear(rows)) > 0.1) == overflows

@@ -17,12 +17,11 @@ from hypothesis.stateful import run_state_machine_as_test
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.ggml_gpus import GgmlGpus
-from specbranch.engines.llamacpp import LlamaCppEngine, gguf_path, model_params
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
+from specbranch.engines.base import DraftEngine, EngineOptions, Row
+from specbranch.engines.llamacpp import GgmlGpus, LlamaCppEngine, gguf_path, model_params
 from specbranch.engines.registry import engine_for, open_engine, runs_on_gpu
 from specbranch.engines.vocabulary import read_sample
+from specbranch.errors import EngineError, EngineFull
 from tests.counting import num_calls
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for

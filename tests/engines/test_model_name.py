@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.engines import model_name
-from specbranch.engines.model_name import require_model
-from specbranch.engines.model_size import weight_bytes
-from specbranch.engines.protocol import EngineError
+from specbranch.engines import models
+from specbranch.engines.models import require_model, weight_bytes
+from specbranch.errors import EngineError
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def no_hub(refusal: str | None = None, unknown: str | None = None) -> object:
-    return lambda repository: model_name.HubAnswer(refusal, unknown)
+    return lambda repository: models.HubAnswer(refusal, unknown)
 
 
 @pytest.mark.parametrize("model", ["good", "whole.gguf"])
@@ -54,7 +53,7 @@ def test_what_is_in_a_store_of_vllm_is_left_to_vllm(store: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch, model: str, cause: str) -> None:
-    monkeypatch.setattr(model_name, "ask_hub", no_hub("not on the Hugging Face hub either"))
+    monkeypatch.setattr(models, "ask_hub", no_hub("not on the Hugging Face hub either"))
     with pytest.raises(EngineError) as refused:
         require_model("TARGET", model)
     assert cause in str(refused.value)
@@ -67,7 +66,7 @@ def test_a_near_name_beside_a_wrong_path_is_named(store: Path) -> None:
 
 
 def test_a_name_on_the_hub_is_left_to_the_libraries(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_name, "ask_hub", no_hub())
+    monkeypatch.setattr(models, "ask_hub", no_hub())
     for model in ("owner/name", "owner/name:file.gguf", "owner/name:folder/file.gguf"):
         assert require_model("--draft", model) is None
 
@@ -75,7 +74,7 @@ def test_a_name_on_the_hub_is_left_to_the_libraries(store: Path, monkeypatch: py
 def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     constants = pytest.importorskip("huggingface_hub.constants")
-    monkeypatch.setattr(model_name, "_HUB_S", 0.2)
+    monkeypatch.setattr(models, "_HUB_S", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     is_over = threading.Event()
     heard: list[bool] = []

@@ -12,10 +12,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="models are loaded by torch")
 transformers = pytest.importorskip("transformers", reason="models are loaded by Transformers")
 
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.pretrained import load_model, load_tokenizer
-from specbranch.engines.protocol import EngineError
+from specbranch.engines.base import EngineOptions
+from specbranch.engines.models import load_model, load_tokenizer
 from specbranch.engines.torch import TorchEngine
+from specbranch.errors import EngineError
 
 SOURCE = Path(__file__).parents[2] / "src"
 SIZES = {

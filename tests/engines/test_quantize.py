@@ -13,12 +13,12 @@ transformers = pytest.importorskip("transformers", reason="quantizing needs Tran
 
 from safetensors.torch import load_file, save_file
 
-from specbranch.engines.model_size import weight_bytes
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import EngineError
+from specbranch.engines.base import EngineOptions
+from specbranch.engines.models import weight_bytes
 from specbranch.engines.quantize import MAX_INT8, QuantizeError, quantize_checkpoint, quantize_weight
 from specbranch.engines.registry import open_engine
 from specbranch.engines.vocabulary import refuse_other_vocabulary
+from specbranch.errors import EngineError
 
 SHAPE = {
     "vocab_size": 96,

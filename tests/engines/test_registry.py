@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from specbranch.engines import registry
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import DraftEngine, EngineError
+from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.registry import ENGINES, engine_for, engine_names, open_engine, register_engine
-from specbranch.engines.scripted import ScriptedEngine
+from specbranch.errors import EngineError
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.toys import random_script
 
 Install = Callable[..., None]
 
 OPENER = """
-from specbranch.engines.scripted import ScriptedEngine
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.toys import random_script
 
 def open_toy(options):

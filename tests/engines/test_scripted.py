@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from specbranch.core.costs import Costs, StepCost
-from specbranch.core.draw import TopDraw
+from specbranch.core.node import TopDraw
 from specbranch.core.session import Ending, Session
-from specbranch.engines.binding import Binding
-from specbranch.engines.protocol import DraftEngine, EngineFull
-from specbranch.engines.scripted import ScriptedEngine, ScriptedTarget
+from specbranch.engines.base import DraftEngine
+from specbranch.engines.tree_cache import Binding
+from specbranch.errors import EngineFull
 from specbranch.simulation.loop import Loop
+from specbranch.simulation.scripted import ScriptedEngine, ScriptedTarget
 from tests.engines.conformance import STATEFUL, EngineConformance, machine_for
 from tests.toys import CheckedLane, greedy, planner_of, random_script, stream, text_to
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from specbranch.engines.spelling import speller
+from specbranch.engines.vocabulary import speller
 
 
 def write_vocabulary(path: Path, *tokens: str) -> str:

@@ -26,13 +26,12 @@ transformers = pytest.importorskip("transformers", reason="the torch engine need
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import DraftEngine, EngineFull, Row
-from specbranch.engines.torch import TorchEngine, answer, engine, static
-from specbranch.engines.torch.flashinfer import FlashInfer
-from specbranch.engines.torch.graph import Graphs
-from specbranch.engines.torch.int8 import can_int8
-from specbranch.engines.torch.paged import Bucket, Buckets, Frame, Gathered
+from specbranch.engines.base import DraftEngine, EngineOptions, Row
+from specbranch.engines.torch import TorchEngine, cuda_graphs, engine, step
+from specbranch.engines.torch.attention import Bucket, Buckets, Frame, Gathered
+from specbranch.engines.torch.cuda_graphs import FlashInfer, Graphs
+from specbranch.engines.torch.linear import can_int8
+from specbranch.errors import EngineFull
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for
 
@@ -179,11 +178,14 @@ BUFFERS = ("indptr", "indices", "last_page_len")
 def recorded(save: Save) -> TorchEngine:
     def ways(forward: Any, buckets: Buckets) -> Any:
         frame = Frame(buckets, forward.arena.scratch, "cpu")
-        yield "a recorder", lambda: static.StaticSteps(forward, frame, Gathered(64, "cpu", torch.float32), record=True)
+        yield (
+            "a recorder",
+            lambda: cuda_graphs.StaticSteps(forward, frame, Gathered(64, "cpu", torch.float32), record=True),
+        )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static, "_ways", ways)
-        patch.setattr(static, "Graphs", RecordedGraphs)
+        patch.setattr(cuda_graphs, "_ways", ways)
+        patch.setattr(cuda_graphs, "Graphs", RecordedGraphs)
         one = TorchEngine(EngineOptions(save("qwen2"), dtype="float32", max_tokens=2000), SMALL)
     assert one._static is not None and isinstance(one._static._run, RecordedGraphs)
     return one
@@ -194,12 +196,12 @@ def documented(save: Save) -> TorchEngine:
     def ways(forward: Any, buckets: Buckets) -> Any:
         frame = Frame(buckets, forward.arena.scratch, "cpu")
         reader = FlashInfer(buckets, forward.arena, forward.model.num_heads, forward.model.scaling)
-        yield "FlashInfer", lambda: static.StaticSteps(forward, frame, reader, record=False)
+        yield "FlashInfer", lambda: cuda_graphs.StaticSteps(forward, frame, reader, record=False)
 
     library = ModuleType("flashinfer")
     library.BatchDecodeWithPagedKVCacheWrapper = DocumentedWrapper  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static, "_ways", ways)
+        patch.setattr(cuda_graphs, "_ways", ways)
         patch.setitem(sys.modules, "flashinfer", library)
         one = TorchEngine(EngineOptions(save("llama"), dtype="float32", max_tokens=2000), SMALL)
     assert one._static is not None
@@ -279,7 +281,7 @@ def test_no_more_contexts_are_prepared_than_the_cache_can_hold() -> None:
 def test_a_way_that_fails_or_differs_is_left_out(
     save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ways = static._ways
+    ways = cuda_graphs._ways
 
     def more(forward: Any, buckets: Buckets) -> Iterator[tuple[str, Callable[[], Any]]]:
         ((_, plain),) = ways(forward, buckets)
@@ -295,12 +297,12 @@ def test_a_way_that_fails_or_differs_is_left_out(
 
         yield from (("failing", failing), ("wrong", wrong), ("plain", plain))
 
-    monkeypatch.setattr(static, "_ways", more)
+    monkeypatch.setattr(cuda_graphs, "_ways", more)
     options = EngineOptions(save("llama"), dtype="float32", max_tokens=100)
-    with caplog.at_level("INFO", logger="specbranch.engines.torch.static"):
+    with caplog.at_level("INFO", logger="specbranch.engines.torch.cuda_graphs"):
         TorchEngine(options, SMALL)
 
-    messages = [entry.getMessage() for entry in caplog.records if entry.name == "specbranch.engines.torch.static"]
+    messages = [entry.getMessage() for entry in caplog.records if entry.name == "specbranch.engines.torch.cuda_graphs"]
     assert [message.removeprefix("the draft's steps are ") for message in messages] == [
         "not run with failing: no such kernel",
         "not run with wrong: they differ from those without",
@@ -373,13 +375,13 @@ def test_a_step_ends_with_one_copy_to_the_host_and_none_is_as_large_as_the_vocab
 
     def counted(words: Any) -> Any:
         sizes.append(words.numel())
-        return answer.to_host(words)
+        return step.to_host(words)
 
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("a second way to the host")
 
     with forks(deep, 8, 2) as rows, monkeypatch.context() as patch:
-        for module in (engine, static):
+        for module in (engine, cuda_graphs):
             patch.setattr(module, "to_host", counted)
         for method in ("tolist", "item", "__array__"):
             patch.setattr(torch.Tensor, method, fail)
@@ -456,5 +458,5 @@ def test_rows_that_fill_up_a_step_leave_the_cache_alone(llama: TorchEngine) -> N
 def test_the_top_k_by_blocks_is_the_top_k(vocab_len: int) -> None:
     logits = 3 * torch.randn(5, vocab_len, generator=torch.Generator().manual_seed(0))
 
-    plain, by_blocks = (answer.pack(logits, TOP_K, by_blocks=how).numpy() for how in (False, True))
-    assert answer.unpack(plain, TOP_K) == answer.unpack(by_blocks, TOP_K)
+    plain, by_blocks = (step.pack(logits, TOP_K, by_blocks=how).numpy() for how in (False, True))
+    assert step.unpack(plain, TOP_K) == step.unpack(by_blocks, TOP_K)

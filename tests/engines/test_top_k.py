@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbranch.engines.top_k import top_k_of
+from specbranch.core.distribution import top_k_of
 
 
 @given(

@@ -18,14 +18,13 @@ from hypothesis.stateful import run_state_machine_as_test
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
-from specbranch.core.distribution import Distribution
-from specbranch.engines.options import DTYPES, EngineOptions
-from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull, Row
+from specbranch.core.distribution import Distribution, top_k_of
+from specbranch.engines.base import DTYPES, DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import open_engine
-from specbranch.engines.top_k import top_k_of
 from specbranch.engines.torch import TorchEngine
-from specbranch.engines.torch.dtype import Choice
+from specbranch.engines.torch.loading import Choice
 from specbranch.engines.vocabulary import read_sample
+from specbranch.errors import EngineError, EngineFull
 from tests.counting import num_calls
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for
@@ -187,7 +186,7 @@ def test_fused_layers_say_what_the_layers_one_by_one_say(
     more = {"sliding_window": None} if name == "mistral" else {}
     options = EngineOptions(save(name, head_dim=8, **more), dtype=dtype)
     fused = TorchEngine(options)
-    monkeypatch.setattr("specbranch.engines.torch.load.can_fuse", lambda model: False)
+    monkeypatch.setattr("specbranch.engines.torch.loading.can_fuse", lambda model: False)
     plain = TorchEngine(options)
     kinds = [{type(module).__name__ for module in engine._forward.model.modules()} for engine in (fused, plain)]
 
@@ -377,7 +376,7 @@ def test_positions_keep_their_32_bits_in_every_type(
     llama_path: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded frequencies would put tokens of a long sequence at wrong distances."""
-    monkeypatch.setattr("specbranch.engines.torch.load.fastest_dtype", lambda model: Choice("bfloat16", {}))
+    monkeypatch.setattr("specbranch.engines.torch.loading.fastest_dtype", lambda model: Choice("bfloat16", {}))
     engine = TorchEngine(EngineOptions(llama_path, dtype=dtype))
 
     assert engine.info.dtype == "bfloat16"
@@ -455,11 +454,11 @@ def test_a_cache_of_no_given_size_takes_a_share_of_the_memory_or_the_sliding_win
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "specbranch.engines.torch.load")
+    monkeypatch.delitem(sys.modules, "specbranch.engines.torch.loading")
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     with pytest.raises(EngineError, match=r"pip install 'specbranch\[torch\]'"):
-        import_module("specbranch.engines.torch.load")
+        import_module("specbranch.engines.torch.loading")
 
 
 def test_distributions_are_close_if_only_a_near_tie_swaps() -> None:

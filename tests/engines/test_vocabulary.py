@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from specbranch.engines.protocol import EngineError
 from specbranch.engines.vocabulary import (
     HASH_LEN,
     STRIDE,
@@ -25,6 +24,7 @@ from specbranch.engines.vocabulary import (
     sample_difference,
     sampled,
 )
+from specbranch.errors import EngineError
 from tests.counting import num_calls
 from tests.engines.models import model_path
 from tests.engines.test_gguf import gguf_file, token_pair

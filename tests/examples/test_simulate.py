@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from specbranch.core.planners.predictors import CONSTANTS
 from specbranch.core.session import Ending
-from specbranch.predictor.fixed import CONSTANTS
 from specbranch.simulation.presets import PAIRS, make_trace
 from tests.core.test_exactness import emitted_distribution, target_distribution
 from tests.examples.running import EXAMPLES, run

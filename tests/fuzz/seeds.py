@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specbranch.core.distribution import Distribution
 from specbranch.core.planners import PLANNERS, longest_submission
-from specbranch.predictor.hrad import write_hrad
+from specbranch.hrad.network import write_hrad
 from specbranch.service import wire
 from specbranch.service.digest import DIGEST_LEN
 from specbranch.service.draft_probs import pack_probs

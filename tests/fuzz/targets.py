@@ -17,11 +17,11 @@ from specbranch.bench.replay import replay_document
 from specbranch.bench.scenario import BARE, read_scenario
 from specbranch.bench.timeline_file import read_timeline, shares
 from specbranch.core.distribution import Distribution
-from specbranch.engines import gguf as gguf_file
+from specbranch.engines import vocabulary as engines_vocabulary
 from specbranch.engines.vocabulary import difference, read_vocabulary, sampled
 from specbranch.errors import SpecBranchError
+from specbranch.hrad import network
 from specbranch.plugins.vllm.settings import read_settings
-from specbranch.predictor import hrad as hrad_files
 from specbranch.service import wire
 from specbranch.service.draft_probs import unpack_probs
 from specbranch.simulation.simulate import Method, simulate
@@ -78,9 +78,9 @@ def timeline(data: bytes) -> None:
 def hrad(data: bytes) -> None:
     """A trained predictor: card and weights."""
     card, _, weights = data.partition(SEPARATOR)
-    _file(f"hrad/{hrad_files.CARD}", card)
-    _file(f"hrad/{hrad_files.WEIGHTS}", weights)
-    predictor = hrad_files.read_hrad(_PLACE / "hrad")
+    _file(f"hrad/{network.CARD}", card)
+    _file(f"hrad/{network.WEIGHTS}", weights)
+    predictor = network.read_hrad(_PLACE / "hrad")
     predictor.predict(np.ones((1, predictor.d_in), np.float32))
 
 
@@ -108,7 +108,7 @@ def scenario(data: bytes) -> None:
 
 def gguf(data: bytes) -> None:
     """The metadata of a GGUF file."""
-    gguf_file.read_tokens(_file("model.gguf", data))
+    engines_vocabulary.read_tokens(_file("model.gguf", data))
 
 
 def tokenizer(data: bytes) -> None:

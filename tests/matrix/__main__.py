@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from specbranch.provenance import provenance
+from specbranch.machine import provenance
 from tests.matrix import RELEASES, page, results
 from tests.matrix.overlay import prepare
 from tests.matrix.runs import RUNS, carry_out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from specbranch.errors import FlagError
 from specbranch.plugins.vllm.binding import refuse_too_few, threads
-from specbranch.plugins.vllm.flags import FlagError
 from specbranch.plugins.vllm.layout import Layout
 
 TWO = Layout(tensor=2)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm.flags import FlagError, Flags, flags_of
+from specbranch.errors import FlagError
+from specbranch.plugins.vllm.flags import Flags, flags_of
 
 
 @pytest.mark.parametrize(

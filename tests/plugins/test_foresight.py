@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from specbranch.core.round import Outlook, Signal
+from specbranch.hrad.network import Hrad, HradError, read_hrad, write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer
 from specbranch.plugins.vllm.compat.features import FeatureError
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.predictor.hrad import Hrad, HradError, read_hrad, write_hrad
 from tests.plugins.test_proposer import proposer_with, tokens
 
 torch = pytest.importorskip("torch", reason="the stand-in target is made with torch")

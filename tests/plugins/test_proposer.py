@@ -18,14 +18,14 @@ from specbranch.core.gate import Decision
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import HASH_LEN
+from specbranch.hrad.network import write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer, limits
-from specbranch.plugins.vllm import proposer as proposer_module
+from specbranch.plugins.vllm import proposer as vllm_proposer
 from specbranch.plugins.vllm.compat import config, patches, runner
 from specbranch.plugins.vllm.compat.runner import PAD
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
-from specbranch.predictor.hrad import write_hrad
 from specbranch.service.client import ClientOptions, Committed
 
 
@@ -350,7 +350,7 @@ def test_rows_that_are_sampled_with_a_seed_stand_aside(
     monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sent twice, the second would be drafted from the first, and tested with the numbers that made it."""
-    proposer_module._say_of_seeds.cache_clear()
+    vllm_proposer._say_of_seeds.cache_clear()
     proposer = proposer_with(monkeypatch)
     runner = runner_class(proposer, samplings=SEEDED)
     new = [new_request([1], temperature=0.7, seed=0), new_request([2], temperature=0.7), new_request([3], seed=0)]

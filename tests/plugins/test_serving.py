@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
+from specbranch.errors import FlagError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.flags import Flags
 from specbranch.plugins.vllm.serving import ServeOptions
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from specbranch.errors import FlagError
 from specbranch.plugins.vllm.compat import source
 from specbranch.plugins.vllm.compat.source import KnownArguments, known_arguments, read_arguments
-from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.plugins.vllm.flags import Flags
 from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
 
 ENGINE = """

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.verify import match
 from specbranch.engines.vocabulary import VocabSample
 from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.text_drafts import TextDrafts
 from specbranch.service.client import DraftClient
+from specbranch.simulation.scripted import match
 from tests.service.harness import PATIENCE_S, TARGET, VOCAB, Service, scripted_service
 
 LONGEST = 4

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from specbranch.core.costs import Costs
-from specbranch.core.draw import TopDraw
-from specbranch.core.guesser import Guesser
+from specbranch.core.ngram import Guesser
+from specbranch.core.node import TopDraw
+from specbranch.core.planners.predictors import ToldPredictor
 from specbranch.core.round import Outlook, Round, Signal
 from specbranch.core.tree import Tree
-from specbranch.predictor.hrad import Card, Hrad, HradError, read_hrad, survival, write_hrad
-from specbranch.predictor.told import ToldPredictor
+from specbranch.hrad.network import Card, Hrad, HradError, read_hrad, survival, write_hrad
 
 pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from specbranch.cli.cores import divide_cores
 from specbranch.cli.progress import Progress
-from specbranch.cli.topology import num_gpus
 from specbranch.cli.values import table
-from specbranch.provenance import provenance
+from specbranch.machine import num_gpus, provenance
 from tests.proof import report
 from tests.proof.plan import Proof
 from tests.proof.stages import Outcome, carry_out

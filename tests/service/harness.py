@@ -20,12 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.core.verify import match
-from specbranch.engines.scripted import ScriptedEngine, TextScript
 from specbranch.service.client import ClientOptions, Committed, DraftClient, Drafts
 from specbranch.service.endpoint import ServiceKeys, each_address
 from specbranch.service.link import SocketLink
 from specbranch.service.server import Server, ServiceOptions
+from specbranch.simulation.scripted import ScriptedEngine, TextScript, match
 from tests.service.nursery import MODULES, ROOT, Forked
 from tests.toys import random_script
 

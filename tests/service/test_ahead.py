@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.service import ahead as ahead_module
-from specbranch.service import outcomes as outcomes_module
+from specbranch.service import ahead
+from specbranch.service import outcomes as service_outcomes
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.outcomes import Outcomes
@@ -130,7 +130,7 @@ def test_nothing_is_told_twice_nor_without_end(monkeypatch: pytest.MonkeyPatch) 
     bench.compute._grown.put(bench.store.snapshot()[0])
     assert told(bench) == []
 
-    monkeypatch.setattr(ahead_module, "_MOST", 2)
+    monkeypatch.setattr(ahead, "_MOST", 2)
     bench.step(TEXT, likely(TEXT))
     messages = []
     for _ in range(10):
@@ -156,7 +156,7 @@ def test_a_message_has_no_more_sequences_than_it_may() -> None:
 
 
 def test_an_answer_is_taken_once_and_the_oldest_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcomes_module, "_MOST", 2)
+    monkeypatch.setattr(service_outcomes, "_MOST_OUTCOMES", 2)
     names = [Digest([number]).name for number in range(3)]
     outcomes = Outcomes()
     for name in names:

@@ -13,16 +13,16 @@ import pytest
 
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
-from specbranch.core.planners.protocol import Planner
-from specbranch.core.round import Round
-from specbranch.core.verdict import Verdict
-from specbranch.engines.protocol import EngineError, Row
-from specbranch.engines.scripted import ScriptedEngine
+from specbranch.core.planner import Planner
+from specbranch.core.round import Round, Verdict
+from specbranch.engines.base import Row
+from specbranch.errors import EngineError
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.reporter import Reach, Reporter
 from specbranch.service.sessions import DraftSession, State
 from specbranch.service.wire import Open, Proposals, Refused, StatsReply, StatsRequest, Step, StepRow, pack
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, free_port, scrape, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
 from tests.service.test_lookup import Bench, likely

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.engines.scripted import ScriptedEngine
 from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file, read_stats_files
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.endpoint import EndpointError, default_address
 from specbranch.service.server import Server, ServiceOptions
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, LeapingClock, scripted_service
 
 STRANGER = 54_321

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from specbranch.core.round import Outlook, Signal
-from specbranch.engines.protocol import EngineError, EngineFull, Row
-from specbranch.engines.scripted import ScriptedEngine
+from specbranch.engines.base import Row
+from specbranch.errors import EngineError, EngineFull
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.dispatch import Dispatch
@@ -34,6 +34,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, VOCAB, wait_for
 
 

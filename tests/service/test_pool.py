@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.core.costs import StepEstimate
-from specbranch.engines.scripted import ScriptedEngine
 from specbranch.plugins.settings import client_keys
 from specbranch.service.client import ClientOptions, Committed, DraftClient, Question
 from specbranch.service.digest import Digest
@@ -43,6 +42,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, be_patient, free_port, scripted_service, wait_for
 from tests.service.rogue import rogue
 from tests.service.test_faults import walk_until_accepted

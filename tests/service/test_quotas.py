@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from specbranch.core.distribution import Distribution
-from specbranch.core.stats import Stats
-from specbranch.engines.protocol import EngineFull, Row
-from specbranch.engines.scripted import ScriptedEngine
+from specbranch.core.round import Stats
+from specbranch.engines.base import Row
+from specbranch.errors import EngineFull
+from specbranch.logs import Seldom
 from specbranch.service.busy import Heard
 from specbranch.service.compute import _MOST_FAILURES
 from specbranch.service.digest import Digest
-from specbranch.service.logs import Seldom
 from specbranch.service.sessions import DraftSession
 from specbranch.service.turns import Message, Turns
 from specbranch.service.usage import Usage
@@ -37,6 +37,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, VOCAB
 from tests.service.test_lookup import Bench, likely
 

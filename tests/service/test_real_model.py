@@ -14,10 +14,9 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from specbranch.core.distribution import Distribution
+from specbranch.engines.base import EngineOptions, Row
 from specbranch.engines.llamacpp import LlamaCppEngine
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import Row
-from specbranch.engines.scripted import TextScript
+from specbranch.simulation.scripted import TextScript
 from tests.engines.models import model_path
 from tests.service.harness import PATIENCE_S, Service, Walk, running
 from tests.service.test_faults import client_for

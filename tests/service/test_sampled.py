@@ -15,14 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.chance import RandomChance
 from specbranch.core.costs import Costs
-from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
-from specbranch.core.sampling import Sampling
+from specbranch.core.distribution import Distribution, RandomChance, Sampling
+from specbranch.core.node import TopDraw
 from specbranch.core.session import Session
-from specbranch.core.verify import Offer, reject
-from specbranch.engines.scripted import ScriptedEngine, TextScript
 from specbranch.service.client import ClientOptions, Committed, DraftClient, Drafts
 from specbranch.service.digest import Digest
 from specbranch.service.draft_probs import pack_probs, unpack_probs
@@ -31,6 +27,7 @@ from specbranch.service.redraw import redraw
 from specbranch.service.server import Server, ServiceOptions
 from specbranch.service.told import Told
 from specbranch.service.wire import Ahead, AheadRow, Outcome, Proposals, Step, StepRow, WireSampling
+from specbranch.simulation.scripted import Offer, ScriptedEngine, TextScript, reject
 from tests.service.harness import PATIENCE_S
 from tests.service.test_lookup import Bench
 from tests.toys import planner_of, random_script

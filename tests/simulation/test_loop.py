@@ -8,14 +8,13 @@ import pytest
 
 from specbranch.core.costs import Costs, StepCost
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
-from specbranch.core.planners.protocol import Planner
-from specbranch.core.planners.settings import Settings
+from specbranch.core.node import TopDraw
+from specbranch.core.planner import Planner, Settings
+from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.round import Round, Signal
 from specbranch.core.session import Ending, Session
-from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget, TextScript
-from specbranch.predictor.fixed import ConstantPredictor
 from specbranch.simulation.loop import DraftStep, Loop, Step, TargetStep
+from specbranch.simulation.scripted import EngineLane, ScriptedEngine, ScriptedTarget, TextScript
 from tests.toys import planner_of, stream
 
 ALWAYS_ONE = TextScript(3, lambda text: Distribution((1, 2), (0.9, 0.1), 0.3))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.simulation.presets import CONCENTRATION, PAIRS, SECOND_SHARE, fit_shape, make_trace
-from specbranch.simulation.theory import pearl_speed
+from specbranch.simulation.presets import CONCENTRATION, PAIRS, SECOND_SHARE, fit_shape, make_trace, pearl_speed
 from specbranch.trace import read_trace
 
 CHAT = Path(__file__).parents[2] / "traces" / "qwen-coder-chat.jsonl.gz"

@@ -10,7 +10,7 @@ import pytest
 from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.core.round import Signal
 from specbranch.simulation.presets import PAIRS, Pair, make_trace
-from specbranch.simulation.replay import ReplayDraft, ReplayTarget
+from specbranch.simulation.scripted import ReplayDraft, ReplayTarget
 from specbranch.simulation.simulate import PREDICTORS, Layout, Method, best_gamma, method_for, simulate
 from specbranch.trace import Trace, TraceError
 from tests.toys import make_iid_trace

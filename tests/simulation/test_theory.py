@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
+from specbranch.simulation.presets import pearl_emitted, pearl_speed, solve_acceptance
 from specbranch.simulation.simulate import Layout, Method, Outcome, simulate
-from specbranch.simulation.theory import pearl_emitted, pearl_speed, solve_acceptance
 from tests.toys import make_iid_trace
 
 RUNS = 24

@@ -10,10 +10,10 @@ import pytest
 
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
-from specbranch.core.draw import TopDraw
+from specbranch.core.node import TopDraw
 from specbranch.core.planners import PLANNERS, make_planner, setting_names
+from specbranch.core.round import Verdict
 from specbranch.core.session import Session
-from specbranch.core.verdict import Verdict
 from tests.counting import num_calls
 from tests.toys import SOME
 

@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import Sampling, number, pick
+from specbranch.core.distribution import Distribution, Sampling, number, pick
 from specbranch.service.draft_probs import pack_probs, unpack_probs
 from specbranch.service.redraw import redraw
 from tests.counting import num_calls

@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
+from specbranch.hrad.examples import groups_of, read_answers, read_examples
 from specbranch.trace import read_trace
-from specbranch.train.collect import groups_of
-from specbranch.train.examples import read_answers, read_examples
 from tests.engines.models import model_path
 
 torch = pytest.importorskip("torch")

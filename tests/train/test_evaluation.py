@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specbranch.predictor.hrad import read_hrad
-from specbranch.train.evaluation import evaluate
-from specbranch.train.examples import ExamplesError
+from specbranch.hrad.examples import ExamplesError
+from specbranch.hrad.network import read_hrad
+from specbranch.hrad.training import evaluate
 from tests.train.test_fit import OPTIONS, examples
 
 pytest.importorskip("torch")

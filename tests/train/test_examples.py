@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from specbranch.core.distribution import Distribution
-from specbranch.trace import Answer
-from specbranch.train.examples import (
+from specbranch.hrad.examples import (
     SPLITS,
     Card,
     Examples,
@@ -22,6 +21,7 @@ from specbranch.train.examples import (
     write_card,
     write_part,
 )
+from specbranch.trace import Answer
 
 CARD = Card("big", "small", 2, 4, 0.0, ("code", "chat"))
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specbranch.predictor.hrad import read_hrad, write_hrad
-from specbranch.train.examples import Card, Examples
-from specbranch.train.fit import FitOptions, Network, fit
-from specbranch.train.score import majority, score
+from specbranch.hrad.examples import Card, Examples
+from specbranch.hrad.network import read_hrad, write_hrad
+from specbranch.hrad.training import FitOptions, Network, fit, majority, score
 
 pytest.importorskip("torch")
 

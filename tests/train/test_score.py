@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specbranch.train.score import majority, score
+from specbranch.hrad.training import majority, score
 
 TRUTH = np.array([0, 0, 1, 2])
 

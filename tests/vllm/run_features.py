@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.round import Signal
-from specbranch.predictor.hrad import write_hrad
+from specbranch.hrad.network import write_hrad
 from tests.service.harness import free_port, scrape
 from tests.vllm.runs import draft_service, drafting, metric, num_equal, proposer_of, tokens_of
 

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import MOST_IDS, Sampling
+from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
 from specbranch.plugins.vllm.compat import runner
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.v2 import draft_logits as module
+from specbranch.plugins.vllm.v2 import draft_logits
 from tests.vllm.ranks import GAMMA, SLOTS, VOCAB_LEN, Group, Rank
 
 torch = pytest.importorskip("torch")
@@ -146,7 +145,7 @@ def test_requests_of_a_warm_up_have_certain_drafts(monkeypatch: pytest.MonkeyPat
 
 def test_a_distribution_that_is_too_wide_counts_as_certain() -> None:
     wide = Distribution(tuple(range(MOST_IDS + 1)), (1 / (MOST_IDS + 1),) * (MOST_IDS + 1), 3.0)
-    packed = module.pack(np.array([[3, -1]]), {0: Sampling(1.0)}, {0: [wide]})
+    packed = draft_logits.pack(np.array([[3, -1]]), {0: Sampling(1.0)}, {0: [wide]})
 
     assert packed[0, :, 0].tolist() == [3, -1]
     assert (packed[0, :, 1 : 1 + MOST_IDS] == -1).all() and not packed[0, :, 1 + MOST_IDS :].any()
@@ -170,7 +169,7 @@ def test_all_ranks_have_the_same_rows(monkeypatch: pytest.MonkeyPatch, has_faile
 
 
 def test_too_many_rows_are_not_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
+    monkeypatch.setattr(draft_logits, "MOST_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
     with caplog.at_level("INFO"):
         rank = Rank(monkeypatch)
     rank.sample_at([1.0] * SLOTS)
@@ -188,7 +187,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import Sampling, number, pick
+from specbranch.core.distribution import Sampling, number, pick
 from specbranch.plugins.vllm.v2.draft_logits import DraftLogits, pack
 
 ROWS, VOCAB, PLACES = 150, 6, 2

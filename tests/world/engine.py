@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import Any
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.protocol import EngineError, EngineFull, Row
-from specbranch.engines.scripted import ScriptedEngine
+from specbranch.engines.base import Row
+from specbranch.errors import EngineError, EngineFull
+from specbranch.simulation.scripted import ScriptedEngine
 from tests.world.faults import Faults
 
 VOCAB = 24

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Literal
 
-from specbranch.core.stats import Stats
+from specbranch.core.round import Stats
 from specbranch.service.client import DraftClient
 from specbranch.service.digest import Digest
 from specbranch.service.sessions import DraftSession

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from specbranch.core import verify
 from specbranch.service.client import ClientOptions, Committed, DraftClient
 from specbranch.service.reporter import Reporter
+from specbranch.simulation import scripted
 from tests.world.clock import Clock
 from tests.world.engine import VOCAB, target_token
 from tests.world.invariants import Invariants
@@ -140,7 +140,7 @@ class Target:
     def _verify(self, request: Request) -> bool:
         """Let a text grow by a verdict of the target; whether the service is told of it."""
         base, proposal = tuple(request.tokens), request.proposal
-        verdict = verify.match(proposal, lambda index: target_token((*base, *proposal[:index])[-3:]))
+        verdict = scripted.match(proposal, lambda index: target_token((*base, *proposal[:index])[-3:]))
         committed = verdict.committed(proposal)
         self.num_accepted += verdict.accepted
         request.tokens += committed

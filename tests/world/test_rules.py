@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from specbranch.core import verify
-from specbranch.core.memory import Answer, AnswerMemory
+from specbranch.core.ngram import Answer, AnswerMemory
+from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.core.tree import Tree
-from specbranch.core.verdict import Verdict
 from specbranch.service.client import DraftClient
 from specbranch.service.compute import Compute
 from specbranch.service.connection import Connection
@@ -22,6 +21,7 @@ from specbranch.service.prefixes import Prefixes
 from specbranch.service.recorder import Recorder
 from specbranch.service.sessions import DraftSession, SessionStore
 from specbranch.service.tenants import Tenants
+from specbranch.simulation import scripted
 from tests.world.invariants import Rule, Violation
 from tests.world.test_world import NUM_WORLDS
 from tests.world.world import World
@@ -31,7 +31,7 @@ Mutation = Callable[[Patch], None]
 
 
 def accept_everything(patch: Patch) -> None:
-    patch.setattr(verify, "match", lambda submitted, sample: Verdict(len(submitted), sample(len(submitted))))
+    patch.setattr(scripted, "match", lambda submitted, sample: Verdict(len(submitted), sample(len(submitted))))
 
 
 def keep_what_was_submitted(patch: Patch) -> None:

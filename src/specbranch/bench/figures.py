@@ -13,7 +13,7 @@ import numpy as np
 from specbranch.bench.results import Results
 from specbranch.bench.scenario import BARE, BenchMethod
 from specbranch.bench.summary import Line, Ratio, mean_speeds, summarize
-from specbranch.pyplot import load_pyplot
+from specbranch.extensions import load_pyplot
 
 _OURS = {
     "none": "#b7c9c6",

@@ -12,8 +12,7 @@ from typing import Any
 
 from specbranch.bench.survey import Survey, take_step_times, take_survey, time_steps
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import DraftEngine
+from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.process import TargetProcess

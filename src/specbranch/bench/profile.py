@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.costs import StepCost
-from specbranch.engines.protocol import DraftEngine, EngineInfo, Row
-from specbranch.provenance import cache_bytes
+from specbranch.engines.base import DraftEngine, EngineInfo, Row
+from specbranch.machine import cache_bytes
 
 Clock = Callable[[], float]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from specbranch.bench.profile import Profile
 from specbranch.errors import SpecBranchError
-from specbranch.pyplot import load_pyplot
+from specbranch.extensions import load_pyplot
 
 _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 

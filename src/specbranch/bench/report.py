@@ -12,8 +12,8 @@ from specbranch.bench.figures import draw_figures
 from specbranch.bench.results import Results
 from specbranch.bench.scenario import BARE, Scenario
 from specbranch.bench.summary import NO_RANGE, Line, Ratio, losses, mean_speeds, summarize
-from specbranch.core.rollback import CAUSES
-from specbranch.provenance import commit_note
+from specbranch.core.tree import CAUSES
+from specbranch.machine import commit_note
 
 _HEADS = (
     "method", "cores", "tokens/s", "over bare", "95 % of resamples", "per core", "emitted/round", "accepted", "hits",

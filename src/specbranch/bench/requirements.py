@@ -10,11 +10,10 @@ import importlib.util
 import os
 from collections.abc import Collection, Iterable
 
-from specbranch import memory
+from specbranch import machine
 from specbranch.bench.scenario import BenchMethod, Scenario, ScenarioError
 from specbranch.core.planners import suggest
-from specbranch.engines.model_name import require_model
-from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.models import require_model, weight_bytes
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.compat.source import known_speculation
@@ -84,7 +83,7 @@ def _check_speculation(method: BenchMethod) -> None:
 
 def _check_memory(scenario: Scenario) -> None:
     """Weights and KV caches of the engines that are loaded together must fit, beside the draft's weights."""
-    free = memory.free_host_memory()
+    free = machine.free_host_memory()
     if free is None:
         return
     room = free - weight_bytes(scenario.draft)

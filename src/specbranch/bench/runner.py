@@ -19,10 +19,10 @@ from typing import Any, TextIO
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
+from specbranch.machine import provenance
 from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.target import TargetOptions
-from specbranch.provenance import provenance
 from specbranch.service.process import DraftProcess
 from specbranch.service.reporter import Reach, Reporter
 

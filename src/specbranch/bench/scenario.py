@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from specbranch.bench.prompts import TASKS
 from specbranch.core.planners import SettingError, planner_names, suggest
-from specbranch.engines.options import found_model
+from specbranch.engines.models import found_model
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.layout import Layout

@@ -23,11 +23,11 @@ from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, Served
 from specbranch.child import Child
-from specbranch.engines.options import found_model
+from specbranch.engines.models import found_model
 from specbranch.errors import SpecBranchError
+from specbranch.machine import provenance
 from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import flags_of
-from specbranch.provenance import provenance
 
 _VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
 _STOP_S, _LOOK_S = 60.0, 0.5

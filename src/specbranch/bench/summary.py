@@ -12,7 +12,7 @@ from typing import Any
 
 from specbranch.bench.results import Record, Results
 from specbranch.bench.scenario import BARE
-from specbranch.core.rollback import CAUSES
+from specbranch.core.tree import CAUSES
 
 NO_RANGE = "\u2013"
 _RESAMPLES = 2000

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from specbranch.bench.profile import measure
 from specbranch.core.distribution import Distribution
-from specbranch.engines.protocol import DraftEngine, Row
+from specbranch.engines.base import DraftEngine, Row
 from specbranch.plugins.vllm.messages import Answer as Decoded
 from specbranch.plugins.vllm.messages import Ask, Run, step_gaps_s
 from specbranch.plugins.vllm.process import TargetProcess

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.timeline_file import Span, TargetLane, Timeline, shares
-from specbranch.pyplot import load_pyplot
+from specbranch.extensions import load_pyplot
 
 _TARGET, _WAIT, _PREFILL = "#264653", "#d1495b", "#d9d9d9"
 _HIT, _MISS = "#2a9d8f", "#d1495b"

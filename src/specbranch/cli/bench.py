@@ -25,7 +25,7 @@ from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.errors import SpecBranchError
-from specbranch.provenance import commit_note
+from specbranch.machine import commit_note
 
 _COLUMNS = ("method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same")
 _LEGEND = (

@@ -25,7 +25,7 @@ from specbranch.cli.check_servers import (
     names_servers,
     servers_page,
 )
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, warn
+from specbranch.cli.console import console_for, friendly_errors, print_json, warn
 from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.findings import Page
 from specbranch.cli.options import (
@@ -50,7 +50,7 @@ from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import DEFAULT_PLANNER, planner_names, setting_names
 from specbranch.endpoints.kit import CompareOptions, Comparison
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, UsageError
 from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
 from specbranch.plugins.vllm.exactness.kit import check as run_check
 from specbranch.plugins.vllm.layout import Layout

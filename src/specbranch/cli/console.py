@@ -10,22 +10,8 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
-
-from specbranch.errors import SpecBranchError
-
-
-class UsageError(SpecBranchError, ValueError):
-    """Options that are wrong or contradict each other."""
 
 
 def console_for(as_json: bool) -> Console:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from specbranch.cli.console import UsageError
 from specbranch.cli.installation import target_on_cpu
 from specbranch.cli.placement import Choice, Cores, choose_device, split, usable_cores
-from specbranch.cli.topology import num_gpus, read_topology
 from specbranch.cli.values import numbers
-from specbranch.engines.model_size import weight_bytes
-from specbranch.engines.protocol import EngineError
+from specbranch.engines.models import weight_bytes
 from specbranch.engines.registry import engine_for, runs_on_gpu
+from specbranch.errors import EngineError, UsageError
+from specbranch.machine import num_gpus, read_topology
 from specbranch.plugins.vllm.layout import Layout
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specbranch import memory
+from specbranch import machine as specbranch_machine
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.installation import target_on_cpu, vllm_note
@@ -22,14 +22,12 @@ from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDra
 from specbranch.cli.placement import Choice, choose_device, usable_cores
 from specbranch.cli.preflight import Finding, Preflight, State
 from specbranch.cli.target_type import slow_type_here
-from specbranch.cli.topology import num_gpus, read_topology
-from specbranch.engines.cache_size import cache_size
-from specbranch.engines.protocol import EngineError
+from specbranch.engines.kv_cache import cache_size
 from specbranch.engines.registry import ENGINES, require_engine, runs_on_gpu
-from specbranch.errors import SpecBranchError
+from specbranch.errors import EngineError, SpecBranchError
+from specbranch.machine import cpu_name, instruction_sets, num_gpus, read_topology
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.provenance import cpu_name, instruction_sets
 from specbranch.service.endpoint import default_address
 from specbranch.service.process import DraftOptions
 from specbranch.version import __version__
@@ -82,7 +80,7 @@ def machine() -> Section:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     named = instruction_sets(text)
     topology = read_topology()
-    free, total = memory.free_host_memory(), memory.host_memory()
+    free, total = specbranch_machine.free_host_memory(), specbranch_machine.host_memory()
     return {
         "cpu": cpu_name(text) or platform.processor() or platform.machine(),
         "instruction sets": named,
@@ -115,7 +113,7 @@ def choices(draft: str | None, engine: str | None, device: str) -> Section:
     """What would be chosen for a draft on this machine, and why."""
     place = place_draft(device, draft, engine, Layout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
-    free = memory.free_host_memory()
+    free = specbranch_machine.free_host_memory()
     return {
         "draft device": f"{place.device}: {place.reason}",
         "warning": place.warning,

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors
+from specbranch.cli.console import console_for, friendly_errors
 from specbranch.cli.cores import stay_on
 from specbranch.cli.options import (
     Cores,
@@ -26,11 +26,11 @@ from specbranch.cli.options import (
     TimelineFile,
     check_directory,
 )
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import EngineError
+from specbranch.engines.base import EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.errors import EngineError, UsageError
+from specbranch.logs import set_up_logs
 from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
-from specbranch.service.logs import set_up_logs
 from specbranch.service.metrics import serve_metrics
 from specbranch.service.observer import Observer
 from specbranch.service.recorder import Recorder

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
+from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceKeysDir
 from specbranch.cli.remote import why_silent
 from specbranch.cli.source import Outage, ending_at_outage
 from specbranch.cli.top_view import count
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, UsageError
 from specbranch.plugins.settings import client_keys
 from specbranch.service.connection import Connection
 from specbranch.service.link import SocketLink
@@ -62,7 +62,7 @@ def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Drain
     with contextlib.closing(Connection(link)) as connection:
         connection.await_writable(_ANSWER_S)
         for round_number in itertools.count(1):
-            told = _ask(connection, Drain(round_number, is_on))
+            told = _ask_to_drain(connection, Drain(round_number, is_on))
             if told is None:
                 break
             if not told.sessions or time.monotonic() + _PAUSE_S > end_s:
@@ -71,7 +71,7 @@ def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Drain
     raise Outage(why_silent(address, keys) or f"nobody listens at {address}")
 
 
-def _ask(connection: Connection, request: Drain) -> Draining | None:
+def _ask_to_drain(connection: Connection, request: Drain) -> Draining | None:
     if connection.send(request):
         for reply in connection.replies(time.monotonic() + _ANSWER_S):
             if isinstance(reply, Refused):

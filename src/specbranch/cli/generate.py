@@ -19,7 +19,7 @@ from specbranch.bench.timeline_file import read_timeline, shares
 from specbranch.cli.answer import Answer
 from specbranch.cli.chat import COMMANDS, Chat, Message
 from specbranch.cli.compare import answer_alone, compare_answers, comparison_line, shared_cores
-from specbranch.cli.console import UsageError, friendly_errors, print_json, warn
+from specbranch.cli.console import friendly_errors, print_json, warn
 from specbranch.cli.cores import place_draft
 from specbranch.cli.interrupt import Interrupt
 from specbranch.cli.options import (
@@ -54,7 +54,7 @@ from specbranch.cli.target_type import slow_type_here
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, UsageError
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.target import Request
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specbranch.cli.topology import num_gpus
-from specbranch.engines.extras import TORCH_CPU_INDEX
+from specbranch.extensions import TORCH_CPU_INDEX
+from specbranch.machine import num_gpus
 from specbranch.plugins.vllm.compat import launch
 
 _CUDA = "pip install 'specbranch[vllm]'"

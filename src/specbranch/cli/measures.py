@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specbranch.cli.reading import Reading
-from specbranch.core.stats import Stats
+from specbranch.core.round import Stats
 
 
 @dataclass(frozen=True, slots=True)

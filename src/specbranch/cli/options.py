@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from specbranch.cli.console import UsageError
 from specbranch.cli.remote import RemoteDraft
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, longest_submission
-from specbranch.engines.options import DTYPES
+from specbranch.engines.base import DTYPES
 from specbranch.engines.registry import ENGINES
+from specbranch.errors import UsageError
 from specbranch.plugins.vllm.flags import Flags
 from specbranch.service.endpoint import each_address
 

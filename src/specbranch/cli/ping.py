@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
+from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
 from specbranch.cli.reading import printable
 from specbranch.cli.remote import why_silent
 from specbranch.cli.source import Outage, ServiceSource, ending_at_outage
+from specbranch.errors import UsageError
 from specbranch.plugins.settings import client_keys
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import EndpointError, default_address

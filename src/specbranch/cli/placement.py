@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbranch.cli.topology import Topology
+from specbranch.machine import Topology
 
 _MOST_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
 _READ_BYTES_PER_S = 50e9  # what one NUMA node of a server reads at least

@@ -16,7 +16,7 @@ from specbranch.bench.forecast import Advice, Forecast, TypeForecast, advise, fa
 from specbranch.bench.pair_survey import PairOptions, survey_types
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.survey import MESSAGES, Survey
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json, warn
+from specbranch.cli.console import console_for, friendly_errors, print_json, warn
 from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import (
     AsJson,
@@ -38,11 +38,11 @@ from specbranch.cli.progress import Progress
 from specbranch.cli.target_type import slow_type_here, types_here
 from specbranch.cli.values import numbers
 from specbranch.core.planners import planner_names
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, UsageError
+from specbranch.machine import provenance
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.flags import flags_of
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.provenance import provenance
 from specbranch.service.process import DraftOptions
 from specbranch.trace import write_trace
 

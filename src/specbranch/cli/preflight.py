@@ -13,21 +13,19 @@ from typing import Any, Literal
 
 import typer
 
-from specbranch import memory
-from specbranch.cli.console import UsageError
+from specbranch import machine
 from specbranch.cli.draft import draft as draft_command
 from specbranch.cli.installation import install_command, target_on_cpu, vllm_flaw
 from specbranch.cli.remote import RemoteDraft
-from specbranch.engines.model_name import require_model
-from specbranch.engines.model_size import weight_bytes
+from specbranch.engines.models import require_model, weight_bytes
 from specbranch.engines.registry import engine_for, require_device, require_engine
 from specbranch.engines.vocabulary import VocabSample, refuse_other_sample, refuse_other_vocabulary
-from specbranch.errors import SpecBranchError
+from specbranch.errors import FlagError, SpecBranchError, UsageError
 from specbranch.plugins.vllm.binding import refuse_too_few
 from specbranch.plugins.vllm.compat import launch, patches
 from specbranch.plugins.vllm.compat.source import known_arguments
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import FlagError, Flags, layout_of
+from specbranch.plugins.vllm.flags import Flags, layout_of
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
 from specbranch.service.process import DraftOptions
@@ -154,7 +152,7 @@ class Preflight:
 
     def _check_memory(self) -> str | None:
         """Weights must fit into memory. What vLLM and the draft take for their caches they find out by themselves."""
-        free = memory.free_host_memory()
+        free = machine.free_host_memory()
         if not target_on_cpu():
             return "memory was not checked: that of GPUs vLLM checks by itself"
         if free is None:

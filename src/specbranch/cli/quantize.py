@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from specbranch.cli.console import UsageError, friendly_errors
+from specbranch.cli.console import friendly_errors
 from specbranch.cli.options import Target
 from specbranch.cli.progress import Progress
-from specbranch.engines.model_name import require_model
-from specbranch.engines.model_size import weight_bytes
-from specbranch.engines.options import local_model
-from specbranch.errors import SpecBranchError
+from specbranch.engines.models import local_model, require_model, weight_bytes
+from specbranch.errors import SpecBranchError, UsageError
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # weights, configuration, tokenizer
 

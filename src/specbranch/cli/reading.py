@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specbranch.core.rollback import CAUSES
-from specbranch.core.stats import Stats
+from specbranch.core.round import Stats
+from specbranch.core.tree import CAUSES
 from specbranch.plugins.vllm.page import Sample
 from specbranch.service.metrics import PREFIX
 from specbranch.service.undrafted import REASONS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from specbranch.cli.console import UsageError
+from specbranch.errors import UsageError
 from specbranch.plugins.settings import client_keys
 from specbranch.service.client import ClientOptions, DraftClient
 from specbranch.service.endpoint import check_reachable

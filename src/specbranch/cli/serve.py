@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors, warn
+from specbranch.cli.console import console_for, friendly_errors, warn
 from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import (
     DraftAddress,
@@ -45,9 +45,9 @@ from specbranch.cli.remote import RemoteDraft
 from specbranch.cli.target_type import slow_type_here
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
-from specbranch.engines.options import found_model
+from specbranch.engines.models import found_model
 from specbranch.engines.registry import engine_for
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, UsageError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.endpoint import Endpoint
 from specbranch.plugins.vllm.flags import Flags, layout_of

@@ -12,12 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
+from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson
 from specbranch.cli.progress import Progress
+from specbranch.core.planner import Bounds
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
-from specbranch.core.planners.settings import Bounds
 from specbranch.core.round import MAX_WINDOW
+from specbranch.errors import UsageError
 from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
 from specbranch.simulation.simulate import PREDICTORS, Layout, Method, Outcome, best_gamma, method_for
 from specbranch.simulation.simulate import simulate as run_simulation

@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from specbranch.cli.console import UsageError, print_json
+from specbranch.cli.console import print_json
 from specbranch.cli.reading import Reading, of_overview, of_page, printable
 from specbranch.cli.remote import why_silent
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, UsageError
 from specbranch.plugins.settings import client_keys
 from specbranch.plugins.vllm.page import read_page
 from specbranch.service.reporter import Reach, Reporter

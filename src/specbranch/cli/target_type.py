@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbranch import memory
-from specbranch.engines.model_config import read_config
-from specbranch.engines.model_size import weight_bytes
+from specbranch import machine
+from specbranch.engines.models import read_config, weight_bytes
+from specbranch.machine import instruction_sets
 from specbranch.plugins.vllm.compat import launch
-from specbranch.provenance import instruction_sets
 
 _NATIVE = ("amx_bf16", "avx512_bf16")
 _NAMES = {"half": "float16", "float": "float32"}
@@ -27,7 +26,7 @@ def types_here(target: str, draft: str, dtype: str) -> list[str]:
     """Return the data types of a target that are worth measuring on this machine, beside this draft."""
     if not launch.runs_on_cpu():
         return [dtype]
-    free, draft_bytes = memory.free_host_memory(), weight_bytes(draft)
+    free, draft_bytes = machine.free_host_memory(), weight_bytes(draft)
 
     def fits(kind: str) -> bool:
         return free is None or weight_bytes(target, kind) + draft_bytes <= free

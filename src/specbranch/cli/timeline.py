@@ -14,9 +14,10 @@ from specbranch.bench.profile_plot import PlotError, check_plot
 from specbranch.bench.replay import write_replay
 from specbranch.bench.timeline_file import Shares, Timeline, TimelineError, read_timeline, shares
 from specbranch.bench.timeline_plot import choose_stretches, plot_timeline
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_json
+from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson
-from specbranch.engines.spelling import speller
+from specbranch.engines.vocabulary import speller
+from specbranch.errors import UsageError
 
 
 def timeline(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.live import Live
 
-from specbranch.cli import top_view as view
+from specbranch.cli import top_view
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.interrupt import Interrupt
 from specbranch.cli.options import ServiceKeysDir
@@ -59,9 +59,9 @@ def _print_once(source: Source, address: str, as_json: bool) -> None:
     with ending_at_outage(address, as_json):
         reading = source.read()
     if as_json:
-        print_json({"address": address, "answers": True, **view.as_json(reading, None)})
+        print_json({"address": address, "answers": True, **top_view.as_json(reading, None)})
     else:
-        console_for(False).print(view.as_screen(source.name, reading, None))
+        console_for(False).print(top_view.as_screen(source.name, reading, None))
 
 
 def _watch(shown: _View, interval_s: float) -> None:
@@ -96,18 +96,18 @@ class _View:
         except Outage as error:
             outage = f"{error}; trying again"
         if self._has_screen:
-            screen = view.as_screen(self._source.name, self._now, self._earlier, outage)
+            screen = top_view.as_screen(self._source.name, self._now, self._earlier, outage)
             self._live.update(screen, refresh=True)
         elif self._as_json:
             print_json({"address": self._address, "answers": not outage, **self._document(outage)})
         else:
-            line = outage or (view.as_line(self._now, self._earlier) if self._now else "")
+            line = outage or (top_view.as_line(self._now, self._earlier) if self._now else "")
             self._console.print(f"{time.strftime('%X')} {line}", markup=False, highlight=False, soft_wrap=True)
 
     def _document(self, outage: str) -> dict[str, Any]:
         if outage or self._now is None:
             return {"cause": outage}
-        return view.as_json(self._now, self._earlier)
+        return top_view.as_json(self._now, self._earlier)
 
     def __enter__(self) -> _View:
         if self._has_screen:

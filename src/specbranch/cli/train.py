@@ -11,17 +11,15 @@ import typer
 from rich.table import Table
 
 from specbranch.bench.prompts import TASKS, PromptError, read_prompts
-from specbranch.cli.console import UsageError, console_for, friendly_errors, print_help_alone, print_json
+from specbranch.cli.console import console_for, friendly_errors, print_help_alone, print_json
 from specbranch.cli.options import AsJson, Device, example
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import longest_submission
-from specbranch.predictor.hrad import HradError
-from specbranch.train.collect import CollectOptions
-from specbranch.train.collect import collect as collect_examples
-from specbranch.train.evaluation import evaluate
-from specbranch.train.examples import ExamplesError, read_examples
-from specbranch.train.fit import FitOptions
-from specbranch.train.score import Score
+from specbranch.errors import UsageError
+from specbranch.hrad.examples import CollectOptions, ExamplesError, read_examples
+from specbranch.hrad.examples import collect as collect_examples
+from specbranch.hrad.network import HradError
+from specbranch.hrad.training import FitOptions, Score, evaluate
 
 train = typer.Typer(
     invoke_without_command=True,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from specbranch.cli.console import UsageError
+from specbranch.errors import UsageError
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from specbranch.core.calibration import Calibration
-from specbranch.core.memory import AnswerMemory
+from specbranch.core.ngram import AnswerMemory
 
 # Before the first step with drafts is seen, one is only sent where much of it will be accepted: its cost is unknown.
 _FEARED_PRICE, _FEARED_ENTRY = 0.5, 1.0

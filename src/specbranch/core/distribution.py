@@ -1,15 +1,33 @@
-"""A next-token distribution as the draft reports it: its top-k tokens, most likely first.
+"""Next-token distributions: top-k from logits, how a request samples, and draws that both sides repeat.
+
+A next-token distribution as the draft reports it: its top-k tokens, most likely first.
 
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
+
+From logits to a distribution's top-k. Runs once per draft row, so it sorts only tokens that can be among them.
+
+How a request samples, and how draft tokens are drawn for it: the same way on both sides of the wire.
+
+The draft service draws a token to draft on behind it; the target's side draws it again, from the distribution that it
+was told, and only its own draw counts. Both use the same number, made of the request's seed and the text before the
+token: so they agree, and no two places of a draft tree share a number. What the service says of a distribution can
+then be wrong in any way, and the token still was drawn from just that.
+
+Where randomness comes in. Everything random in the core is one question: which of these weighted things?
+
+The narrow question is what lets tests replace chance by enumeration and prove a distribution instead of sampling it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,3 +61,106 @@ def distribution_of(weights: Sequence[Prob]) -> Distribution:
     order = sorted((i for i, w in enumerate(weights) if w), key=lambda i: (-weights[i], i))
     probs = tuple(weights[i] for i in order)
     return Distribution(tuple(order), probs, -sum(float(p) * math.log(p) for p in probs))
+
+
+_BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
+
+
+def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
+    """The `top_k` most likely tokens at temperature 1, and the entropy of the whole distribution."""
+    shifted = logits - logits.max()  # [vocab]
+    weights = np.exp(shifted)
+    total = float(weights.sum())
+    entropy = np.log(total) - float(weights @ shifted) / total
+    candidates = _largest(shifted, top_k)
+    best = candidates[np.argsort(-shifted[candidates], kind="stable")][:top_k]
+    return Distribution(tuple(best.tolist()), tuple((weights[best] / total).tolist()), max(float(entropy), 0.0))
+
+
+def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Indices of the `count` largest values, and perhaps a few more, in order.
+
+    The `count` largest block maxima are `count` values, so no value below the smallest of them is needed.
+    """
+    num_blocks = len(values) // _BLOCK
+    if num_blocks <= count:
+        return np.arange(len(values))
+    peaks = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
+    threshold = np.partition(peaks, -count)[-count]
+    return np.flatnonzero(values >= threshold)
+
+
+TEXT_LEN = 128  # tokens before a place that its number is made of; a draft tree is no deeper
+MOST_IDS = 32  # that a token is drawn from; they go over the wire with it
+_SCALE = 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target samples one sequence: above temperature 0, with top-p and top-k (0: all tokens)."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def shape(self, distribution: Distribution) -> Distribution:
+        """A draft's distribution as the target would sample from it: what tokens are drawn from.
+
+        In float32, as it goes over the wire. The tokens that the draft does not name are left out.
+        """
+        ids = distribution.ids[: min(self.top_k or MOST_IDS, MOST_IDS)]
+        raw = np.asarray(distribution.probs[: len(ids)], dtype=np.float64)
+        weights = (raw / raw[0]) ** (1 / self.temperature)
+        probs = weights / weights.sum()
+        if self.top_p < 1.0:
+            # A token stays if those before it have less than top-p together; the first one always does.
+            probs = probs[: max(int(np.searchsorted(np.cumsum(probs), self.top_p)) + 1, 1)]
+            probs = probs / probs.sum()
+        kept = probs.astype(np.float32)
+        kept = kept[kept > 0]
+        return Distribution(ids[: len(kept)], tuple(kept.tolist()), distribution.entropy)
+
+
+def number(seed: int, position: int, text: Sequence[int]) -> float:
+    """A number from 0 to 1 for the token at a position behind a text, of which the last `TEXT_LEN` tokens count."""
+    tail = text[-TEXT_LEN:]
+    key = struct.pack(f"<Qq{len(tail)}i", seed, position, *tail)
+    return float(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * _SCALE
+
+
+def pick(probs: Sequence[Prob], number: float) -> int:
+    """Which of these a number from 0 to 1 falls on, each as often as its probability says."""
+    left = number * float(sum(probs))
+    for index, prob in enumerate(probs):
+        left -= float(prob)
+        if left < 0:
+            return index
+    return len(probs) - 1  # rounding can leave a crumb
+
+
+class Chance(Protocol):
+    """A source of random choices."""
+
+    def pick(self, weights: Sequence[Prob]) -> int:
+        """Return an index, each with probability proportional to its weight."""
+        ...
+
+
+class RandomChance:
+    """Choices from a pseudo-random stream. One pick takes exactly one number from the stream."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def pick(self, weights: Sequence[Prob]) -> int:
+        left = self._rng.random() * float(sum(weights))
+        last = 0
+        for index, weight in enumerate(weights):
+            if weight:
+                last = index
+                left -= float(weight)
+                if left < 0:
+                    return index
+        # Rounding can leave a crumb behind the last positive weight.
+        return last

@@ -1,13 +1,22 @@
-"""One round: from the verdict that opened it to the verdict that ends it. This is all that a planner sees."""
+"""One draft-verify round: its state, the verdict that ends it, and what is counted.
+
+One round: from the verdict that opened it to the verdict that ends it. This is all that a planner sees.
+
+The verdict: what the target says of a submission.
+
+What is counted, each thing defined once. Ratios are properties, so that sums over sessions stay meaningful.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import attrgetter
 
 from specbranch.core.costs import Costs
-from specbranch.core.guesser import Guesser
-from specbranch.core.tree import Tree
+from specbranch.core.ngram import Guesser
+from specbranch.core.tree import Settled, Tree
 
 
 class Signal(IntEnum):
@@ -44,3 +53,101 @@ class Round:
     def is_waiting(self) -> bool:
         """Whether the target waits for a submission."""
         return self.tree.submitted is None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many submitted tokens the target accepted, and the token that it puts after them."""
+
+    accepted: int
+    next_token: int
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], submitted: Sequence[int]) -> Verdict:
+        """The verdict that an engine gave by committing these tokens; the last one is always its own."""
+        accepted = 0
+        while accepted < min(len(submitted), len(tokens) - 1) and submitted[accepted] == tokens[accepted]:
+            accepted += 1
+        return cls(accepted, tokens[accepted])
+
+    def committed(self, submitted: Sequence[int]) -> list[int]:
+        """The tokens that this verdict commits."""
+        if not 0 <= self.accepted <= len(submitted):
+            raise ValueError(f"a verdict accepts {self.accepted} of {len(submitted)} submitted tokens")
+        return [*submitted[: self.accepted], self.next_token]
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counters of one session, or the sum over several."""
+
+    rounds: int = 0  # verdicts taken
+    hits: int = 0  # verdicts whose root the draft had drawn and run
+    submitted: int = 0  # tokens sent for verification
+    accepted: int = 0  # submitted tokens that were accepted
+    emitted: int = 0  # tokens given to the user, the target's own included
+    rows: int = 0  # draft rows run
+    used: int = 0  # drafted tokens that a verdict committed
+    rejected: int = 0  # rolled back: submitted and refused
+    unused: int = 0  # rolled back: prepared for another outcome
+    cut: int = 0  # rolled back: drafted, then not submitted
+    losing: int = 0  # of the rolled back: on branches that were not the draft's first choice
+    wait_s: float = 0.0  # time the target waited for a draft
+    target_s: float = 0.0  # time the target computed
+
+    @classmethod
+    def total(cls, parts: Iterable[Stats]) -> Stats:
+        """The sum over several sessions."""
+        return cls(**dict(zip(_NAMES, map(sum, zip(*map(_VALUES, parts), strict=True)), strict=False)))
+
+    def add(self, other: Stats) -> None:
+        """Add another session's counters to these."""
+        for name in _NAMES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def since(self, earlier: Stats) -> Stats:
+        """What was counted after `earlier` was read."""
+        return Stats(**{name: getattr(self, name) - getattr(earlier, name) for name in _NAMES})
+
+    def settle(self, settled: Settled) -> None:
+        """Count what became of drafted tokens."""
+        self.used += settled.used
+        self.rejected += settled.rejected
+        self.unused += settled.unused
+        self.cut += settled.cut
+        self.losing += settled.losing
+
+    @property
+    def rolled_back(self) -> int:
+        """Drafted tokens that a verdict made useless, whatever the cause."""
+        return self.rejected + self.unused + self.cut
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of verdicts that were prepared."""
+        return self.hits / self.rounds if self.rounds else 0.0
+
+    @property
+    def accepted_per_round(self) -> float:
+        """Submitted tokens that were accepted, per verdict: without the target's own token."""
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def emitted_per_round(self) -> float:
+        """Tokens per verdict with the target's own one: what vLLM calls mean acceptance length."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def rows_per_round(self) -> float:
+        """Draft rows run per verdict."""
+        return self.rows / self.rounds if self.rounds else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the target's time that it waited for a draft."""
+        busy = self.wait_s + self.target_s
+        return self.wait_s / busy if busy else 0.0
+
+
+_NAMES = tuple(field.name for field in fields(Stats))
+_VALUES = attrgetter(*_NAMES)

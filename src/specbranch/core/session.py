@@ -11,16 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbranch.core.costs import Costs
-from specbranch.core.distribution import Distribution
-from specbranch.core.draw import Draw, served_draw
-from specbranch.core.guesser import Guesser
-from specbranch.core.node import Node
-from specbranch.core.planners.protocol import Planner
-from specbranch.core.round import MAX_WINDOW, Outlook, Round
-from specbranch.core.sampling import Sampling
-from specbranch.core.stats import Stats
+from specbranch.core.distribution import Distribution, Sampling
+from specbranch.core.ngram import Guesser
+from specbranch.core.node import Draw, Node, served_draw
+from specbranch.core.planner import Planner
+from specbranch.core.round import MAX_WINDOW, Outlook, Round, Stats, Verdict
 from specbranch.core.tree import Tree
-from specbranch.core.verdict import Verdict
 
 _LEAST_CHANCE = 0.01  # of a verdict that is looked at before it comes
 

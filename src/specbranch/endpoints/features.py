@@ -20,4 +20,4 @@ def _adapted(feature: Feature) -> Feature:
 
 
 # What is not in OpenAI's API comes last: it may be refused, or break a server.
-FEATURES = tuple(sorted((*map(_adapted, KIT), CHOICES), key=lambda feature: "top_k" in feature.sampling))
+SERVER_FEATURES = tuple(sorted((*map(_adapted, KIT), CHOICES), key=lambda feature: "top_k" in feature.sampling))

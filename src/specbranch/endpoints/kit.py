@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from specbranch.endpoints.features import CHOICES, FEATURES, NUM_CHOICES, REPEATED
+from specbranch.endpoints.features import CHOICES, NUM_CHOICES, REPEATED, SERVER_FEATURES
 from specbranch.endpoints.findings import (
     Answers,
     Greedy,
@@ -110,7 +110,7 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
     findings = [*questions.greedy(), *questions.seeds()]
-    sampled = [questions.sampled(number, feature) for number, feature in enumerate(FEATURES)]
+    sampled = [questions.sampled(number, feature) for number, feature in enumerate(SERVER_FEATURES)]
     samples = [one for one in sampled if isinstance(one, Sampled)]
     listen("testing the samples", None, None)
     if samples:
@@ -137,7 +137,7 @@ class _Questions:
         self._is_seeded = False
         self._num_done = 0
         self._num_asks = 4 * options.size.num_prompts + 2 * _NUM_REPEATS
-        self._num_asks += sum(2 * self._num_requests(feature) for feature in FEATURES)
+        self._num_asks += sum(2 * self._num_requests(feature) for feature in SERVER_FEATURES)
         if not self._takes:
             raise ServerError(
                 f"{endpoint.url} answers {_listed(endpoint.takes)} and {reference.url} {_listed(reference.takes)}: "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specbranch.endpoints.reply import Reply
 
-_SHOWN = 20  # characters
+_SHOWN_TEXT = 20  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def part(reference: Reply, other: Reply) -> Parting | None:
         if not there.startswith(token):
             if not found and (here.startswith(token) or not here):
                 gap = likely[token] - min(likely.values())
-                return Parting(position, token, there[:_SHOWN], gap, is_least=True)
+                return Parting(position, token, there[:_SHOWN_TEXT], gap, is_least=True)
             break
         at += len(token)
     return min(found, key=lambda one: one.gap, default=None)

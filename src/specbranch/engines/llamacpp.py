@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution
-from specbranch.engines.cache_size import CacheSize, cache_size
-from specbranch.engines.cells import Cells
-from specbranch.engines.extras import extra
-from specbranch.engines.ggml_gpus import GgmlGpus
-from specbranch.engines.options import EngineOptions, local_model
-from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
-from specbranch.engines.top_k import top_k_of
+from specbranch.core.distribution import Distribution, top_k_of
+from specbranch.engines.base import EngineInfo, EngineOptions, Row
+from specbranch.engines.kv_cache import CacheSize, Cells, cache_size
+from specbranch.engines.models import local_model
 from specbranch.engines.vocabulary import read_sample
-from specbranch.memory import free_host_memory
+from specbranch.errors import EngineError, EngineFull
+from specbranch.extensions import extra
+from specbranch.machine import free_host_memory
 
 with extra("llamacpp"):
     import llama_cpp
+
+log = logging.getLogger(__name__)
 
 # Every row's attention runs over all cells in use, those of other sessions too: on one core a thousand of them add some
 # 6 ms to a row of Qwen 0.5B, which takes 70 ms.
@@ -39,8 +39,6 @@ _BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several cal
 _CPU_BATCH = 128
 # Tokens of a cache of no given size. A fork and its end look through all cells, which takes 0.5 ms for so many.
 _MOST_TOKENS = 1 << 17
-
-log = logging.getLogger(__name__)
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -307,3 +305,41 @@ def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:
         first = len(row.tokens) - row.num_outputs
         for offset, token in enumerate(row.tokens):
             yield _Fed(token, length + offset, row.handle, offset >= first)
+
+
+_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+
+
+class GgmlGpus:
+    """The devices of ggml that are GPUs, in llama.cpp's order; none if the library has no such functions.
+
+    `library` is llama.cpp as ctypes has loaded it.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        try:
+            self._devices = self._find()
+        except AttributeError:
+            self._devices = []
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._devices)
+
+    def free_bytes(self, index: int) -> int | None:
+        """Memory that is free on one of them; None if it is not known."""
+        if index >= len(self._devices):
+            return None
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._library.ggml_backend_dev_memory(
+            ctypes.c_void_p(self._devices[index]), ctypes.byref(free), ctypes.byref(total)
+        )
+        return free.value
+
+    def _find(self) -> list[int]:
+        count, get, kind = (getattr(self._library, f"ggml_backend_dev_{name}") for name in ("count", "get", "type"))
+        count.restype, get.restype = ctypes.c_size_t, ctypes.c_void_p
+        devices = [get(ctypes.c_size_t(number)) for number in range(count())]
+        return [device for device in devices if kind(ctypes.c_void_p(device)) == _GPU]

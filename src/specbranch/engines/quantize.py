@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbranch.engines.extras import extra
-from specbranch.engines.pretrained import load_config
+from specbranch.engines.models import load_config
 from specbranch.errors import SpecBranchError
+from specbranch.extensions import extra
 
 with extra("torch"):
     import torch

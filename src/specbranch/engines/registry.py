@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from specbranch.engines.extras import require_extra
-from specbranch.engines.options import EngineOptions, local_model
-from specbranch.engines.protocol import DraftEngine, EngineError
-from specbranch.extensions import offers
+from specbranch.engines.base import DraftEngine, EngineOptions
+from specbranch.engines.models import local_model
+from specbranch.errors import EngineError
+from specbranch.extensions import offers, require_extra
 
 log = logging.getLogger(__name__)
 

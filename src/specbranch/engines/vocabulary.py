@@ -1,7 +1,16 @@
-"""Vocabularies of models: which token each id stands for, and whether a draft's ids mean what the target's mean.
+"""Vocabularies of models: token tables, also of GGUF files, whether two of them match, and the text of a token.
+
+Vocabularies of models: which token each id stands for, and whether a draft's ids mean what the target's mean.
 
 Read from files as they are, without the libraries that run models, so that a wrong pair is refused before anything
 loads. A sample of a vocabulary is small enough for the wire: a hash of every 257th token.
+
+How tokens look to people: the text that a token of a vocabulary stands for.
+
+Reads the tokens of a GGUF file, and nothing else of it.
+
+The `gguf` package reads all metadata one value at a time: 15 seconds for a vocabulary of 150,000 tokens on a slow core.
+A file may be cut short or made to deceive; every length is checked against what is left of it.
 """
 
 from __future__ import annotations
@@ -9,20 +18,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from specbranch.engines import gguf
-from specbranch.engines.model_config import cached_file
-from specbranch.engines.options import local_model
-from specbranch.engines.protocol import EngineError
-from specbranch.errors import SpecBranchError
+from specbranch.engines.models import cached_file, local_model
+from specbranch.errors import EngineError, SpecBranchError
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +211,7 @@ def _from_directory(tokenizer: Path | None, config: Path | None) -> Vocabulary |
 
 
 def _from_gguf(path: Path) -> Vocabulary | None:
-    tokens = gguf.read_tokens(path)
+    tokens = read_tokens(path)
     return Vocabulary(len(tokens), _without_padding(enumerate(tokens))) if tokens else None
 
 
@@ -286,3 +293,152 @@ def _percent(part: int, whole: int) -> str:
 
 def _quoted(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
+
+
+_SPACE = "\u2581"  # SentencePiece writes it for a space
+
+
+def speller(model: str | None) -> Callable[[int], str]:
+    """What each token id of a model is spelled like; `#7` for those of which nothing is known here."""
+    try:
+        vocabulary = read_vocabulary(model) if model else None
+    except EngineError:
+        vocabulary = None
+    tokens = (vocabulary.tokens if vocabulary else None) or {}
+
+    def spell(token: int) -> str:
+        text = tokens.get(token)
+        return f"#{token}" if text is None else _readable(text)
+
+    return spell
+
+
+def _readable(token: str) -> str:
+    """The text of a token: byte-level vocabularies have a printable character for each byte."""
+    try:
+        return bytes(_BYTES[character] for character in token).decode(errors="replace")
+    except KeyError:
+        return token.replace(_SPACE, " ")
+
+
+def _byte_characters() -> dict[str, int]:
+    """Printable characters of Latin-1 stand for themselves, all other bytes for the characters from 256 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+_KEY = b"tokenizer.ggml.tokens"
+_VERSIONS = (2, 3)
+_MOST_PAIRS = 1 << 16
+_MOST_ITEMS = 1 << 24
+_STRING, _ARRAY = 8, 9
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by the number of a type
+_HEAD = struct.Struct("<IQQ")  # version, tensors, pairs
+_ITEMS = struct.Struct("<IQ")  # type and number of an array's items
+_NUMBER = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
+
+
+def read_tokens(path: Path) -> list[str] | None:
+    """The tokens by their ids; None if the file has none, or has a version that we do not know.
+
+    Raises `EngineError` for a file that is not GGUF, is cut short, or contradicts itself.
+    """
+    try:
+        with path.open("rb") as file:
+            return _Metadata(path, file).tokens()
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error}; check the path and its rights") from error
+
+
+class _Metadata:
+    """The pairs of key and value at the beginning of a file, read one after the other."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._file = file
+        self._left = path.stat().st_size
+
+    def tokens(self) -> list[str] | None:
+        if self._take(4) != b"GGUF":
+            raise self._broken("it does not begin like one")
+        version, _, num_pairs = _HEAD.unpack(self._take(_HEAD.size))
+        if version not in _VERSIONS:
+            return None
+        if num_pairs > _MOST_PAIRS:
+            raise self._broken(f"it claims {num_pairs} metadata entries")
+        for _ in range(num_pairs):
+            key, kind = self._string(), self._number()
+            if key == _KEY and kind == _ARRAY:
+                return self._tokens()
+            self._skip(kind)
+        return None
+
+    def _tokens(self) -> list[str]:
+        kind, count = self._items()
+        if kind != _STRING:
+            raise self._broken("its tokens are no strings")
+        tokens, read = [], self._file.read
+        for _ in range(count):  # many and short: `_string` for each would take twice as long
+            length = int.from_bytes(read(8), "little")
+            self._count(8 + length)
+            tokens.append(read(length).decode(errors="replace"))
+        return tokens
+
+    def _skip(self, kind: int) -> None:
+        if kind == _STRING:
+            self._pass(self._length())
+        elif kind == _ARRAY:
+            item, count = self._items()
+            if item == _STRING:
+                for _ in range(count):
+                    self._pass(self._length())
+            else:
+                self._pass(count * self._size(item))
+        else:
+            self._pass(self._size(kind))
+
+    def _items(self) -> tuple[int, int]:
+        """Type and number of an array's items."""
+        kind, count = _ITEMS.unpack(self._take(_ITEMS.size))
+        if count > _MOST_ITEMS:
+            raise self._broken(f"it claims an array of {count} items")
+        return kind, count
+
+    def _size(self, kind: int) -> int:
+        if kind not in _FIXED:
+            raise self._broken(f"it has a value of the unknown type {kind}")
+        return _FIXED[kind]
+
+    def _string(self) -> bytes:
+        return self._take(self._length())
+
+    def _length(self) -> int:
+        length: int = _LENGTH.unpack(self._take(8))[0]
+        return length
+
+    def _number(self) -> int:
+        number: int = _NUMBER.unpack(self._take(4))[0]
+        return number
+
+    def _take(self, length: int) -> bytes:
+        self._count(length)
+        data = self._file.read(length)
+        if len(data) < length:  # it became shorter just now
+            raise self._broken("it ends too early")
+        return data
+
+    def _pass(self, length: int) -> None:
+        self._count(length)
+        self._file.seek(length, 1)
+
+    def _count(self, length: int) -> None:
+        if length > self._left:
+            raise self._broken("it ends too early")
+        self._left -= length
+
+    def _broken(self, why: str) -> EngineError:
+        return EngineError(f"{self._path} is not a complete GGUF file: {why}; download it again")

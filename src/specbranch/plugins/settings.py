@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
-from specbranch.engines.options import local_model
+from specbranch.core.planners.predictors import CONSTANTS
+from specbranch.engines.models import local_model
 from specbranch.extensions import load_planners
-from specbranch.predictor.fixed import CONSTANTS
-from specbranch.predictor.hrad import read_card
+from specbranch.hrad.network import read_card
 from specbranch.service.client import ClientOptions
 from specbranch.service.endpoint import ClientKeys, default_address
 from specbranch.service.wire import MAX_WAIT_MS

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from specbranch.engines.extras import extra
 from specbranch.engines.vocabulary import VocabSample, read_sample
 from specbranch.errors import SpecBranchError
+from specbranch.extensions import extra
 from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.text_drafts import TextDrafts
 

@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from specbranch.core.distribution import Distribution
+from specbranch.core.distribution import TEXT_LEN, Distribution, Sampling
 from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.core.round import Outlook
-from specbranch.core.sampling import TEXT_LEN, Sampling
 from specbranch.engines.vocabulary import VocabSample
 from specbranch.service.connection import Connection
 from specbranch.service.digest import Tokens

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from specbranch.core.costs import StepCost, StepEstimate
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
-from specbranch.core.schedule import LEAST_PIECE, Wish, schedule, wish_for
-from specbranch.engines.binding import Feed
-from specbranch.engines.protocol import DraftEngine, EngineError, EngineFull
+from specbranch.core.scheduler import LEAST_PIECE, Wish, schedule, wish_for
+from specbranch.engines.base import DraftEngine
+from specbranch.engines.tree_cache import Feed
+from specbranch.errors import EngineError, EngineFull
 from specbranch.service.busy import Busy, Heard
 from specbranch.service.faults import Faults
 from specbranch.service.observer import Observer

@@ -12,9 +12,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from specbranch.logs import Seldom
 from specbranch.service.endpoint import EndpointError
 from specbranch.service.link import Link
-from specbranch.service.logs import Seldom
 from specbranch.service.wire import FrameError, Refused, Reply, Request, decode_reply, encode
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ import msgspec
 
 from specbranch.core.costs import StepCost
 from specbranch.core.planners import SettingError
-from specbranch.engines.protocol import DraftEngine
+from specbranch.engines.base import DraftEngine
+from specbranch.logs import Seldom
 from specbranch.service.ahead import tell_ahead
 from specbranch.service.compute import Compute
 from specbranch.service.faults import Faults
 from specbranch.service.figures import Figures
-from specbranch.service.logs import Seldom
 from specbranch.service.lookup import Lookup, LookupCounts
 from specbranch.service.observer import Observer
 from specbranch.service.sessions import DraftSession, SessionStore, StepCounter

@@ -17,7 +17,7 @@ import zmq
 import zmq.auth
 
 from specbranch.errors import SpecBranchError
-from specbranch.service.directory import DirectoryError, holds_sockets, own_directory
+from specbranch.private_files import DirectoryError, holds_sockets, own_directory
 from specbranch.service.wire import MAX_REPLY
 
 LINGER_MS = 0

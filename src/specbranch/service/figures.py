@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from specbranch.core.costs import StepCost
-from specbranch.core.rollback import CAUSES
-from specbranch.memory import process_memory
+from specbranch.core.tree import CAUSES
+from specbranch.machine import process_memory
 from specbranch.service.compute import Compute
 from specbranch.service.faults import Faults
 from specbranch.service.lookup import LookupCounts

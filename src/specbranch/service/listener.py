@@ -16,8 +16,8 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from specbranch.logs import Seldom
 from specbranch.service.endpoint import LINGER_MS, EndpointError, ServiceKeys, is_safe, load_key, socket_path
-from specbranch.service.logs import Seldom
 from specbranch.service.socket_file import SocketFile
 from specbranch.service.turns import Message
 from specbranch.service.wire import MAX_FRAME

@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbranch.core.draw import TopDraw
+from specbranch.core.distribution import Sampling
+from specbranch.core.node import TopDraw
+from specbranch.core.planner import Planner, Predictor
 from specbranch.core.planners import SettingError, make_planner
-from specbranch.core.planners.protocol import Planner, Predictor
+from specbranch.core.planners.predictors import CONSTANTS, ToldPredictor
 from specbranch.core.round import Outlook, Signal
-from specbranch.core.sampling import Sampling
 from specbranch.core.session import Session
-from specbranch.engines.binding import Binding
-from specbranch.engines.protocol import DraftEngine
-from specbranch.predictor.fixed import CONSTANTS
-from specbranch.predictor.told import ToldPredictor
+from specbranch.engines.base import DraftEngine
+from specbranch.engines.tree_cache import Binding
 from specbranch.service.compute import Compute
 from specbranch.service.digest import Digest
 from specbranch.service.faults import Faults

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.binding import Feed
+from specbranch.engines.tree_cache import Feed
 from specbranch.service.recorder import Note, Recorder
 from specbranch.service.sessions import DraftSession
 from specbranch.service.snapshot import Snapshot, take_snapshot

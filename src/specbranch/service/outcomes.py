@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from specbranch.service.wire import Ahead, Outcome
 
-_MOST = 1024  # sequences
+_MOST_OUTCOMES = 1024  # sequences
 
 
 class Outcomes:
@@ -21,7 +21,7 @@ class Outcomes:
         for row in ahead.rows:
             self._told[row.before] = {tuple(outcome.committed): outcome for outcome in row.outcomes}
             self._told.move_to_end(row.before)
-            if len(self._told) > _MOST:
+            if len(self._told) > _MOST_OUTCOMES:
                 self._told.popitem(last=False)
 
     def take(self, before: bytes, committed: Sequence[int]) -> Outcome | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from specbranch.core.distribution import Distribution
-from specbranch.service.private import open_private
+from specbranch.private_files import open_private
 from specbranch.trace import NO_DISTRIBUTION, Header, Record, encode_line, top_k_of
 
 log = logging.getLogger(__name__)

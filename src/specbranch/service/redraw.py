@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import TEXT_LEN, number, pick
+from specbranch.core.distribution import TEXT_LEN, Distribution, number, pick
 from specbranch.service.draft_probs import DrawnFrom
 
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import zmq
 
-from specbranch.engines.protocol import DraftEngine, EngineError, EngineInfo
+from specbranch.engines.base import DraftEngine, EngineInfo
+from specbranch.errors import EngineError
 from specbranch.service.compute import Compute
 from specbranch.service.dispatch import Answer, Dispatch
 from specbranch.service.endpoint import ServiceKeys

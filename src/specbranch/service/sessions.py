@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from specbranch.core.round import Outlook
-from specbranch.core.sampling import Sampling
+from specbranch.core.distribution import Sampling
+from specbranch.core.round import Outlook, Stats
 from specbranch.core.session import Session
-from specbranch.core.stats import Stats
-from specbranch.engines.binding import Binding
+from specbranch.engines.tree_cache import Binding
 from specbranch.service.digest import Digest
 from specbranch.service.draft_probs import pack_probs
 from specbranch.service.prefixes import Prefixes

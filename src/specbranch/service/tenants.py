@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from specbranch.core.costs import Costs, StepEstimate
-from specbranch.core.memory import AnswerMemory, Room
+from specbranch.core.ngram import AnswerMemory, Room
 from specbranch.service.sessions import StepCounter
 from specbranch.service.wire import Beside, Step
 

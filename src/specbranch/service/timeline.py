@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from specbranch.service.private import open_private
+from specbranch.private_files import open_private
 from specbranch.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

@@ -81,7 +81,7 @@ class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How the target samples a sequence, and the seed of its draft tokens (`core/sampling.py`)."""
+    """How the target samples a sequence, and the seed of its draft tokens (`core/distribution.py`)."""
 
     temperature: Annotated[float, Meta(gt=0, le=100)]
     top_p: Annotated[float, Meta(gt=0, le=1)]

@@ -15,9 +15,9 @@ from typing import Protocol
 from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
-from specbranch.core.schedule import schedule, wish_for
+from specbranch.core.round import Verdict
+from specbranch.core.scheduler import schedule, wish_for
 from specbranch.core.session import Session
-from specbranch.core.verdict import Verdict
 
 
 class TargetLane(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specbranch.pyplot import load_pyplot
+from specbranch.extensions import load_pyplot
 from specbranch.simulation.loop import DraftStep, Step, TargetStep
 from specbranch.simulation.presets import Pair
 from specbranch.simulation.simulate import Layout, Method, simulate

@@ -8,23 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specbranch.core.chance import RandomChance
 from specbranch.core.costs import Costs, StepCost
-from specbranch.core.draw import TopDraw
+from specbranch.core.distribution import RandomChance
+from specbranch.core.node import TopDraw
+from specbranch.core.planner import Predictor
 from specbranch.core.planners import SettingError, make_planner, setting_names
-from specbranch.core.planners.protocol import Predictor
-from specbranch.core.rollback import CAUSES
-from specbranch.core.round import Signal
+from specbranch.core.planners.predictors import CONSTANTS, OraclePredictor, RandomPredictor, RecordedPredictor
+from specbranch.core.round import Signal, Stats
 from specbranch.core.session import Ending, Session
-from specbranch.core.stats import Stats
-from specbranch.engines.scripted import EngineLane, ScriptedEngine, ScriptedTarget
+from specbranch.core.tree import CAUSES
 from specbranch.extensions import load_planners
-from specbranch.predictor.fixed import CONSTANTS, RandomPredictor
-from specbranch.predictor.oracle import OraclePredictor
-from specbranch.predictor.recorded import RecordedPredictor
 from specbranch.simulation.loop import Loop, Step
 from specbranch.simulation.presets import Pair
-from specbranch.simulation.replay import ReplayDraft, ReplayTarget, prompt_of
+from specbranch.simulation.scripted import (
+    EngineLane,
+    ReplayDraft,
+    ReplayTarget,
+    ScriptedEngine,
+    ScriptedTarget,
+    prompt_of,
+)
 from specbranch.trace import Answer, Trace, TraceError
 
 _ROW_LIMIT = 64  # as draft engines have it

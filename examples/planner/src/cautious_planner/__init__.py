@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specbranch import Planner, Settings
 from specbranch.core.node import Node
-from specbranch.core.planners.settings import Share, Window
+from specbranch.core.planner import Share, Window
 from specbranch.core.round import Round
 
 

@@ -9,14 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from specbranch.core.planners.adaedl import AdaedlPlanner
+from specbranch.core.planner import Planner, Predictor, SettingError, Settings, suggest
+from specbranch.core.planners.baselines import AdaedlPlanner, NonePlanner, PearlPlanner, SpsPlanner
 from specbranch.core.planners.budget import BudgetPlanner
-from specbranch.core.planners.none import NonePlanner
-from specbranch.core.planners.pearl import PearlPlanner
-from specbranch.core.planners.protocol import Planner, Predictor
-from specbranch.core.planners.settings import SettingError, Settings, suggest
 from specbranch.core.planners.specbranch import SpecbranchPlanner
-from specbranch.core.planners.sps import SpsPlanner
 from specbranch.core.planners.ssd import SsdPlanner
 
 __all__ = [

@@ -14,15 +14,13 @@ is not submitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specbranch.core.guesser import MEMORY, TEXT
+from specbranch.core.ngram import MEMORY, TEXT
 from specbranch.core.node import Node
-from specbranch.core.planners.protocol import Planner, Predictor
-from specbranch.core.planners.rows import rows_that_pay
-from specbranch.core.planners.settings import Rows, Settings, Share, Window
+from specbranch.core.planner import Planner, Predictor, Rows, Settings, Share, Window
 from specbranch.core.round import Round
 from specbranch.core.tree import Tree
 
@@ -121,3 +119,20 @@ class BudgetPlanner(Planner[BudgetSettings]):
                 further = (chance * alike**more for more in range(1, self.settings.gamma - index))
                 return gain + sum(one - price for one in takewhile(lambda one: one >= bar, further))
         return gain
+
+
+def rows_that_pay(
+    round: Round, start: Node, depth: int, most: int, least: float, guess: Callable[[Node, float], object] | None = None
+) -> list[Node]:
+    """The likeliest nodes to run at or below `start`, as many as give the most chance for the time of a draft step.
+
+    At most `most`, none deeper than `depth` tokens or with a chance below `least`; one while costs are unknown. `guess`
+    may plant guesses behind a node that is to run, none less likely than it is told.
+    """
+    tree, cost = round.tree, round.costs.draft.cost
+    if cost is None:
+        return [node for node, _ in tree.frontier(start, depth, 1, least)]
+    # A further row pays only if its chance is to the best one's as its time is to the first row's. The best one itself
+    # must stay, however chances are rounded.
+    tips = tree.frontier(start, depth, most, least, min(cost.share_of_more, 0.999), guess)
+    return [node for node, _ in tips[: cost.best_rows([chance for _, chance in tips])]]

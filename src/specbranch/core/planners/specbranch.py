@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbranch.core.node import Node
-from specbranch.core.planners.protocol import Planner
-from specbranch.core.planners.rows import rows_that_pay
-from specbranch.core.planners.settings import Rows, Settings, Share, Window
+from specbranch.core.planner import Planner, Rows, Settings, Share, Window
+from specbranch.core.planners.budget import rows_that_pay
 from specbranch.core.round import Round, Signal
 
 _LEAST_CHANCE = 0.02

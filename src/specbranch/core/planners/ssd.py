@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 from specbranch.core.node import Node
-from specbranch.core.planners.protocol import Planner
-from specbranch.core.planners.settings import Bounds, Rows, SettingError, Settings, Window
+from specbranch.core.planner import Bounds, Planner, Rows, SettingError, Settings, Window
 from specbranch.core.round import Round
 
 Fallback = Literal["jit", "fast"]

@@ -1,79 +1,243 @@
-"""Our attention inside a model of Transformers, for families that are not fused.
+"""Attention by spans of slots and by page tables.
 
-Registered with Transformers under `NAME`, so that every model that lets its attention be replaced can use it.
+Attention session by session, each over the span of slots that its sequences lie in. Any number of tokens.
+
+Nothing is copied where a session's slots lie close together, and all its rows read its keys and values together. That
+makes it the fastest form on a CPU. On other devices long pieces of prompts go this way.
+
+Attention of all rows at once, each over the slots of its own path: a page table with pages of one slot.
+
+Shapes are fixed: a step is filled up to the next of a few sizes, its bucket, so that one recording of a bucket's
+operations serves all its steps. Every token is a row of its own with its own length, so there is no causal mask: a
+layer's keys are written before they are read.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Protocol
 
-from specbranch.engines.extras import extra
-from specbranch.engines.torch.step import Step
-from specbranch.engines.torch.support import unsupported
+import numpy as np
+from numpy.typing import NDArray
+
+from specbranch.engines.kv_cache import CellIds
+from specbranch.engines.torch.kv_store import Batch, Piece
+from specbranch.extensions import extra
 
 with extra("torch"):
     import torch
-    from torch import nn
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from torch.nn.functional import scaled_dot_product_attention
 
-NAME = "specbranch"  # of this attention, in the registries of Transformers
-_UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias")  # what some models ask of attention and this one cannot do
+_FEW = 16  # new tokens of a session, up to which query heads of one key-value head are computed together
+_SPARSE = 4  # a span of so many times the longest path is not read as it is: the slots in use are copied
 
 
-class PlainModel(nn.Module):
-    """A model of Transformers as it is, called as `FusedModel` is."""
+class Spans:
+    """The attention of one step."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        model.set_attn_implementation(NAME)
-        self.model = model
+    def __init__(self, batch: Batch, device: str) -> None:
+        groups = (list(group) for _, group in groupby(batch.pieces, key=attrgetter("session")))
+        self._spans = [_span(group, device) for group in groups]
 
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: Step
-    ) -> torch.Tensor:
-        """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            logits_to_keep=0 if outputs is None else outputs,
-            use_cache=False,
-            specbranch_step=step,
+    def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attend with queries [tokens, heads, head_dim] to a store; [tokens, kv_heads, heads of each, head_dim]."""
+        parts = [span.attend(store, query[span.start : span.stop], scaling) for span in self._spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(slots=True)
+class _Span:
+    """One session's part of a step: tokens `start` to `stop`."""
+
+    start: int
+    stop: int
+    slots: slice | torch.Tensor  # that attention runs over
+    mask: torch.Tensor | None  # [tokens, slots], 0 or -inf; None if every token sees all before it and no others
+    _repeated: torch.Tensor | None = None
+
+    def attend(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        num_keys = store.shape[1] // 2
+        group_len = num_heads // num_keys  # query heads of one key-value head
+        keys, values = store[self.slots].transpose(0, 1)[None].chunk(2, dim=1)  # each [1, kv_heads, slots, head_dim]
+        if num_tokens > _FEW or (self.mask is None and num_tokens > 1):
+            out = scaled_dot_product_attention(
+                query.transpose(0, 1)[None],
+                keys,
+                values,
+                attn_mask=self._mask_of(query, 1),
+                is_causal=self.mask is None,
+                scale=scaling,
+                enable_gqa=group_len > 1,
+            )
+            return out[0].transpose(0, 1).view(num_tokens, num_keys, group_len, head_dim)
+        # The query heads of a group become further queries of one head: keys are read once, not once per query head.
+        queries = query.view(num_tokens, num_keys, group_len, head_dim).transpose(0, 1)
+        queries = queries.reshape(1, num_keys, num_tokens * group_len, head_dim)
+        out = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=self._mask_of(query, group_len), scale=scaling
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return out[0].view(num_keys, num_tokens, group_len, head_dim).transpose(0, 1)
 
-    def get_input_embeddings(self) -> Any:
-        """The input embedding."""
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> Any:
-        """The output layer."""
-        return self.model.get_output_embeddings()
+    def _mask_of(self, query: torch.Tensor, group_len: int) -> torch.Tensor | None:
+        """The mask for several queries of each token; every layer of a step asks for the same one."""
+        if self._repeated is None and self.mask is not None:
+            self._repeated = self.mask.to(query.dtype).repeat_interleave(group_len, dim=0)
+        return self._repeated
 
 
-def _attend_layer(
-    module: Any,
-    query: torch.Tensor,  # [1, heads, tokens, head_dim]
-    key: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    specbranch_step: Step | None = None,
-    **features: Any,
-) -> tuple[torch.Tensor, None]:
-    """`Step.attend` as Transformers calls it, in every layer of an engine's model."""
-    is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
-    if specbranch_step is None or attention_mask is not None or not is_plain:
-        raise unsupported(type(module).__name__, "its attention is not plain")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    fresh = torch.cat((key, value), dim=1)[0].transpose(0, 1)
-    found = specbranch_step.attend(module.layer_idx, query[0].transpose(0, 1), fresh, scale)
-    return found.flatten(1, 2)[None], None
+def _span(pieces: Sequence[Piece], device: str) -> _Span:
+    start, stop = pieces[0].start, pieces[-1].stop
+    low = min(int(piece.path.min()) for piece in pieces)
+    high = max(int(piece.path.max()) for piece in pieces) + 1
+    path = pieces[0].path
+    if len(pieces) == 1 and high - low == len(path) and (stop - start == 1 or _is_prompt(pieces[0])):
+        return _Span(start, stop, slice(low, high), None)
+    if high - low <= _SPARSE * max(len(piece.path) for piece in pieces):
+        mask = _mask([piece.path - low for piece in pieces], pieces, high - low)
+        return _Span(start, stop, slice(low, high), torch.from_numpy(mask).to(device))
+    used = np.unique(np.concatenate([piece.path for piece in pieces]))
+    mask = _mask([np.searchsorted(used, piece.path) for piece in pieces], pieces, len(used))
+    return _Span(start, stop, torch.from_numpy(used).to(device), torch.from_numpy(mask).to(device))
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The mask that Transformers makes for this attention: none, as the step knows what each token sees."""
+def _is_prompt(piece: Piece) -> bool:
+    """Whether a row is its whole sequence, in slots that rise from token to token."""
+    return piece.num_tokens == len(piece.path) and bool((piece.path[1:] > piece.path[:-1]).all())
 
 
-AttentionInterface.register(NAME, _attend_layer)
-AttentionMaskInterface.register(NAME, _no_mask)
+def _mask(paths: Sequence[CellIds], pieces: Sequence[Piece], width: int) -> NDArray[np.float32]:
+    """What is added to the scores of the new tokens [tokens, width]: 0 for their paths up to themselves, else -inf."""
+    first = pieces[0].start
+    mask = np.full((pieces[-1].stop - first, width), -np.inf, dtype=np.float32)
+    for path, piece in zip(paths, pieces, strict=True):
+        block = mask[piece.start - first : piece.stop - first]
+        block[:, path[: -piece.num_tokens]] = 0
+        block[:, path[-piece.num_tokens :]] = np.where(np.tri(piece.num_tokens, dtype=np.bool_), 0, -np.inf)
+    return mask
+
+
+_NUM_PARTS = 4  # of a frame, beside the page table
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The shape of a step: rows, and slots that each of them may read."""
+
+    num_rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The sizes that steps are filled up to, each rising."""
+
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    contexts: tuple[int, ...] = (256, 1024, 4096, 16384)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return (Bucket(num_rows, context) for context in self.contexts for num_rows in self.rows)
+
+    def up_to(self, num_slots: int) -> Buckets:
+        """These buckets without contexts that are longer than a cache of so many slots needs."""
+        needed = sum(context < num_slots for context in self.contexts) + 1
+        return replace(self, contexts=self.contexts[:needed])
+
+    def bucket(self, batch: Batch) -> Bucket | None:
+        """The smallest bucket that holds a batch; None if it is too large for any."""
+        num_rows = next((size for size in self.rows if size >= len(batch.tokens)), None)
+        context = next((size for size in self.contexts if size >= batch.longest), None)
+        return None if num_rows is None or context is None else Bucket(num_rows, context)
+
+
+class Attention(Protocol):
+    """How the rows of a step read a layer's store."""
+
+    def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attend with queries [tokens, heads, head_dim] to a store; [tokens, kv_heads, heads of each, head_dim]."""
+        ...
+
+
+class Reader(Protocol):
+    """One way to compute attention over page tables."""
+
+    def plan(self, bucket: Bucket, lengths: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+        """Prepare a step, outside of what is recorded, by its lengths [rows] and page table [rows, context]."""
+        ...
+
+    def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
+        """The attention of a step, by the same two on the device."""
+        ...
+
+
+class Gathered:
+    """Copies each row's keys and values, then attends to all rows in one call. Runs on every device."""
+
+    def __init__(self, most: int, device: str, dtype: torch.dtype) -> None:
+        """`most` is the largest context; `dtype` that of queries and keys."""
+        self._places = torch.arange(most, device=device)
+        self._dtype = dtype
+
+    def plan(self, bucket: Bucket, lengths: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+        pass
+
+    def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
+        # Added to the scores rather than boolean: every layer would have to convert a boolean mask to this one.
+        is_seen = self._places[: bucket.context] < lengths[:, None]  # [rows, context]
+        mask = torch.where(is_seen, 0.0, float("-inf")).to(self._dtype)[:, None, None]
+
+        def attend(store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
+            keys, values = store[pages].transpose(1, 2).chunk(2, dim=1)  # each [rows, kv_heads, context, head_dim]
+            queries = query.view(len(query), keys.shape[1], -1, query.shape[2])
+            return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+
+        return attend
+
+
+class Frame:
+    """The buffers of all steps of fixed shape: one on the host, one on the device, copied at once.
+
+    On a CPU both are the same memory. What a step leaves in the page table is harmless: places beyond a row's length
+    are masked, and every number in it is that of some slot.
+    """
+
+    def __init__(self, buckets: Buckets, scratch: int, device: str) -> None:
+        self.buckets = buckets
+        self._scratch = scratch
+        self._most_rows = buckets.rows[-1]
+        size = self._most_rows * (_NUM_PARTS + buckets.contexts[-1])
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.startswith("cuda"))
+        self._device = self._host if device == "cpu" else self._host.to(device)
+
+    def fill(self, batch: Batch, bucket: Bucket, reader: Reader) -> None:
+        """Bring a batch to the device."""
+        count = len(batch.tokens)
+        tokens, positions, slots, lengths, pages = _parts(self._host.numpy(), self._most_rows, bucket)
+        for part, given, padding in (
+            (tokens, batch.tokens, 0),
+            (positions, batch.positions, 0),
+            (slots, batch.slots, self._scratch),
+            (lengths, batch.positions + 1, 1),
+        ):
+            part[:count] = given
+            part[count:] = padding
+        for piece in batch.pieces:
+            pages[piece.start : piece.stop, : len(piece.path)] = piece.path
+        if self._device is not self._host:
+            used = _NUM_PARTS * self._most_rows + bucket.num_rows * bucket.context
+            self._device[:used].copy_(self._host[:used], non_blocking=True)
+        reader.plan(bucket, lengths, pages)
+
+    def parts(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        """A step on the device: tokens, positions, slots to write, lengths [rows], page table [rows, context]."""
+        return _parts(self._device, self._most_rows, bucket)
+
+
+def _parts(buffer: Any, most_rows: int, bucket: Bucket) -> tuple[Any, ...]:
+    """A buffer's parts, as views, of an array as of a tensor."""
+    flat, start = [buffer[at * most_rows :][: bucket.num_rows] for at in range(_NUM_PARTS)], _NUM_PARTS * most_rows
+    pages = buffer[start:][: bucket.num_rows * bucket.context].reshape(bucket.num_rows, bucket.context)
+    return (*flat, pages)

@@ -14,22 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.cache_size import MOST, CacheSize, cache_size
-from specbranch.engines.cells import Cells
-from specbranch.engines.extras import extra
-from specbranch.engines.options import EngineOptions
-from specbranch.engines.protocol import EngineError, EngineFull, EngineInfo, Row
-from specbranch.engines.torch.answer import Words, to_host, unpack
-from specbranch.engines.torch.arena import Arena
-from specbranch.engines.torch.batch import Batch, batch_of
-from specbranch.engines.torch.forward import Forward
-from specbranch.engines.torch.load import load, weight_bytes
-from specbranch.engines.torch.paged import Buckets
-from specbranch.engines.torch.spans import Spans
-from specbranch.engines.torch.static import StaticSteps, fastest_steps
-from specbranch.engines.torch.support import first_line, sliding_window, unsupported
+from specbranch.engines.base import EngineInfo, EngineOptions, Row
+from specbranch.engines.kv_cache import MOST, CacheSize, Cells, cache_size
+from specbranch.engines.torch.attention import Buckets, Spans
+from specbranch.engines.torch.cuda_graphs import StaticSteps, fastest_steps
+from specbranch.engines.torch.kv_store import Arena, Batch, batch_of
+from specbranch.engines.torch.loading import load, weight_bytes
+from specbranch.engines.torch.model import first_line, sliding_window, unsupported
+from specbranch.engines.torch.step import Forward, Words, to_host, unpack
 from specbranch.engines.vocabulary import read_sample
-from specbranch.memory import free_host_memory
+from specbranch.errors import EngineError, EngineFull
+from specbranch.extensions import extra
+from specbranch.machine import free_host_memory
 
 with extra("torch"):
     import torch

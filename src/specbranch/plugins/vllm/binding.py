@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from specbranch.plugins.vllm.flags import FlagError
+from specbranch.errors import FlagError
 from specbranch.plugins.vllm.layout import Layout
 
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"

@@ -9,7 +9,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbranch.plugins.vllm.flags import FlagError, Flags
+from specbranch.errors import FlagError
+from specbranch.plugins.vllm.flags import Flags
 
 _TIMEOUT_S = 2.0
 

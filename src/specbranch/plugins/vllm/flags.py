@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from specbranch.errors import SpecBranchError
+from specbranch.errors import FlagError
 from specbranch.plugins.vllm.layout import Layout
 
 FLAG_NAME = re.compile(r"--?[A-Za-z]")  # not a negative number
@@ -22,10 +22,6 @@ _SHORT = {
     "-q": "quantization",
     "-cc": "compilation_config",
 }
-
-
-class FlagError(SpecBranchError, ValueError):
-    """A flag of vLLM that cannot be used here; the message says what to do instead."""
 
 
 class _Flag(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.round import Outlook
+from specbranch.hrad.network import Hrad
 from specbranch.plugins.vllm.compat.features import FeatureHook
-from specbranch.predictor.hrad import Hrad
 
 log = logging.getLogger(__name__)
 _Array = np.ndarray[Any, np.dtype[np.float32]]

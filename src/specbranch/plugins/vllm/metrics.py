@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from specbranch.core.rollback import CAUSES
+from specbranch.core.tree import CAUSES
 from specbranch.plugins.settings import client_keys
 from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
 from specbranch.service.endpoint import each_address

@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution
+from specbranch.core.distribution import Distribution, Sampling
 from specbranch.core.gate import Decision, Gate
-from specbranch.core.sampling import Sampling
 from specbranch.engines.vocabulary import read_sample
+from specbranch.hrad.network import Hrad, read_hrad
 from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.limits import Limits
 from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
-from specbranch.predictor.hrad import Hrad, read_hrad
 from specbranch.service.client import Committed, Drafts
 from specbranch.service.pool import draft_client
 

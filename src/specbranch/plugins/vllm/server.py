@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from specbranch import memory
+from specbranch import machine
 from specbranch.child import PIPE, Child
 from specbranch.plugins.vllm.failure import FailureLog
 from specbranch.plugins.vllm.serving import ServeOptions
@@ -106,5 +106,5 @@ class VllmServer:
 
 def _free_share() -> float | None:
     """The share of this host's memory that is free; None where the system does not tell."""
-    free, total = memory.free_host_memory(), memory.host_memory()
+    free, total = machine.free_host_memory(), machine.host_memory()
     return None if free is None or not total else free / total

@@ -11,9 +11,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from specbranch.errors import FlagError
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.binding import is_bound_by_user, threads_of_workers
-from specbranch.plugins.vllm.flags import FlagError, Flags, layout_of
+from specbranch.plugins.vllm.flags import Flags, layout_of
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 _EXECUTOR = "--distributed-executor-backend"

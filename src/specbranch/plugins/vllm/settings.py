@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from specbranch.core.planners import SettingError, suggest
-from specbranch.errors import SpecBranchError
+from specbranch.errors import FlagError, SpecBranchError
 from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.vllm.arguments import SECTION
-from specbranch.plugins.vllm.flags import FlagError
 
 PADS = ("auto", "on", "off")
 RUNNERS = ("v1", "v2", "auto")

@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from specbranch.errors import FlagError
 from specbranch.plugins.vllm.compat.source import KnownArguments
-from specbranch.plugins.vllm.flags import FLAG_NAME, FlagError, Flags
+from specbranch.plugins.vllm.flags import FLAG_NAME, Flags
 
 _NUMBER_WORDS = ("auto", "none")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from specbranch.core.gate import Decision
-from specbranch.service.directory import claim_own_directory, is_private, own_directory
+from specbranch.private_files import claim_own_directory, is_private, own_directory
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbranch.engines.options import found_model
+from specbranch.engines.models import found_model
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.binding import threads
 from specbranch.plugins.vllm.compat import engine, launch

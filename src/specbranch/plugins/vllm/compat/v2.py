@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from specbranch.core.sampling import Sampling
+from specbranch.core.distribution import Sampling
 from specbranch.plugins.vllm.arguments import PROPOSER
 from specbranch.plugins.vllm.compat import config
 from specbranch.plugins.vllm.layout import LayoutError

@@ -11,12 +11,7 @@ import msgspec
 import numpy as np
 
 from specbranch.plugins.vllm.exactness.features import UNDRAFTED
-from specbranch.plugins.vllm.exactness.statistics import (
-    Compared,
-    Outcomes,
-    Surprises,
-    compare_all,
-)
+from specbranch.plugins.vllm.exactness.statistics import Compared, Outcomes, Surprises, compare_all
 from specbranch.plugins.vllm.messages import Answer, Ask, Done
 
 HOLDS, FAILED, NOTE, SKIPPED = "holds", "FAILED", "note", "skipped"

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import MOST_IDS, Sampling
+from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
 from specbranch.plugins.vllm.v2.texts import Array
 
 MOST_BYTES = 256 << 20  # of logits that are kept for a runner

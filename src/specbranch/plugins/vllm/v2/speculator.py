@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution
-from specbranch.core.sampling import Sampling
+from specbranch.core.distribution import Distribution, Sampling
 from specbranch.plugins.vllm.compat import config, runner, v2
 from specbranch.plugins.vllm.compat.features import FeatureError
 from specbranch.plugins.vllm.proposer import SpecBranchProposer

@@ -1,0 +1,147 @@
+"""The base classes of planners and predictors, and the settings of planners.
+
+What the settings of planners may be. Bad values raise when a planner is made, never later.
+
+The planner. A method of speculative decoding is a few answers over the same draft tree.
+
+A planner decides what is drafted and what is submitted, never what is accepted. So by rule A, the default, no planner
+can change the output distribution. Where tokens are drawn by chance (`Node.drawn_from`, rule B) there is one condition:
+whether one is submitted may depend on the distribution that it was drawn from, not on which token it is, nor on what
+follows it.
+
+One planner object serves one sequence. It is asked on every verdict, so its answers must cost microseconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+from specbranch.core.node import Node
+from specbranch.core.round import MAX_WINDOW, Round, Signal, Verdict
+from specbranch.errors import SpecBranchError
+
+MAX_ROWS = 64  # draft rows, guesses or branches at a time
+
+
+class SettingError(SpecBranchError, ValueError):
+    """A planner was asked for with a value or a name that it does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The least and the greatest value of a number; if `is_open`, they themselves are left out."""
+
+    low: float
+    high: float
+    is_open: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Whether a value lies within; what is not a number lies nowhere."""
+        return self.low < value < self.high if self.is_open else self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"between {self.low} and {self.high}, neither of them"
+        return f"from {self.low} to {self.high}"
+
+
+Window = Annotated[int, Bounds(1, MAX_WINDOW)]
+Rows = Annotated[int, Bounds(1, MAX_ROWS)]
+Share = Annotated[float, Bounds(0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a planner. A field is a bool, a `Literal`, or a number with its bounds; each is held to that."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _kinds(type(self)).items():  # type: ignore[arg-type]  # mypy looks for the hash of instances
+            value = getattr(self, name)
+            advice = _advice(kind, value)
+            if advice is not None:
+                raise SettingError(f"{type(self).__name__}.{name} is {reprlib.repr(value)}; {advice}")
+
+
+@cache
+def _kinds(settings: type[Settings]) -> dict[str, Any]:
+    return get_type_hints(settings, include_extras=True)
+
+
+def _advice(kind: Any, value: object) -> str | None:
+    """What to do about a value; None if it is one of its kind."""
+    if kind is bool:
+        return None if isinstance(value, bool) else "give true or false"
+    if get_origin(kind) is Literal:
+        return None if value in get_args(kind) else f"choose from {', '.join(get_args(kind))}"
+    number, bounds = get_args(kind)
+    types = (int,) if number is int else (int, float)
+    if isinstance(value, types) and not isinstance(value, bool) and bounds.hold(value):
+        return None
+    return f"give a {'whole ' if number is int else ''}number {bounds}"
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"it takes {', '.join(known)}" if known else "it takes none"
+
+
+S = TypeVar("S", bound=Settings)
+
+
+class Predictor(Protocol):
+    """H-RAD, or a stand-in for it. It sees the round that has just begun."""
+
+    def predict(self, round: Round) -> Signal:
+        """What will become of the next window of draft tokens."""
+        ...
+
+
+class Planner(ABC, Generic[S]):
+    """What to submit and when, what to prepare, and what to learn from a verdict.
+
+    Made by `planner(settings, predictor)`, where `settings` is of `settings_type`. A planner that is asked for by name
+    is registered by `specbranch.register_planner`.
+    """
+
+    settings_type: ClassVar[type[Settings]] = Settings
+    # Whether the planner asks its predictor. A trained one must then have been trained for windows of `gamma` tokens.
+    asks_predictor: ClassVar[bool] = False
+
+    def __init__(self, settings: S, predictor: Predictor) -> None:
+        self.settings = settings
+        self.predictor = predictor
+
+    @property
+    def lets_wait(self) -> bool:
+        """Whether `submit` may let the target wait. Of one that never does, little time is given to the answer."""
+        return True
+
+    @abstractmethod
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        """The chain below the root to verify now (it may be empty), or None to let the target wait for more.
+
+        Asked after every verdict, and again after every draft step while the target waits.
+        """
+
+    @abstractmethod
+    def prepare(self, round: Round) -> Sequence[Node]:
+        """The nodes worth running in the next draft step, most valuable first. Asked between draft steps."""
+
+    def foresee(self, round: Round, start: Node) -> Sequence[Node] | None:
+        """What `submit` would answer if the verdict that is awaited took the sequence to `start`.
+
+        None if that cannot be said before. A target that is told ahead need not ask.
+        """
+        return None
+
+    def learn(self, round: Round, verdict: Verdict) -> None:  # most planners learn nothing
+        """Take in the verdict on this round's submission, before the tree is re-rooted."""

@@ -1,0 +1,159 @@
+"""Baselines: plain decoding, SpS and AdaEDL, in which the target waits for the draft, and PEARL.
+
+Plain decoding: nothing is drafted, nothing is submitted.
+
+SpS, plain speculative decoding: draft gamma tokens while the target waits, then verify while the draft waits.
+
+Leviathan et al. 2023, Chen et al. 2023.
+
+AdaEDL: plain speculative decoding that stops drafting when the entropy says the next token would be refused.
+
+The entropy H of the draft distribution bounds its acceptance from below by about 1 - sqrt(eta * H). The threshold
+itself follows the acceptance that was seen. The token that trips the bound is already drafted, so it is submitted too.
+
+PEARL: one chain, drafted without pause while the target verifies what is already there.
+
+A window is gamma tokens: the root that a hit commits, and gamma - 1 tokens to submit after it. After a miss there is
+nothing to submit; the target's pass over the newest token then serves as the pre-verify of the window being drafted.
+Liu et al. 2025. The original moves in lock step; here the target never waits, which is the same while gamma <= c.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specbranch.core.distribution import Distribution
+from specbranch.core.node import Node
+from specbranch.core.planner import Planner, Predictor, Settings, Share, Window
+from specbranch.core.round import Round, Verdict
+
+
+class NonePlanner(Planner[Settings]):
+    """The target alone: the reference that every speed is measured against."""
+
+    @property
+    def lets_wait(self) -> bool:
+        return False
+
+    def submit(self, round: Round) -> Sequence[Node]:
+        return ()
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpsSettings(Settings):
+    """`gamma`: tokens per submission."""
+
+    gamma: Window = 5
+
+
+class SpsPlanner(Planner[SpsSettings]):
+    """Fixed length, strictly in turns."""
+
+    settings_type = SpsSettings
+
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        root = round.tree.root
+        return None if round.tree.unrun(root, self.settings.gamma) else round.tree.walk(root, self.settings.gamma)
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        if not round.is_waiting:
+            return ()
+        tip = round.tree.unrun(round.tree.root, self.settings.gamma)
+        return (tip,) if tip else ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdaedlSettings(Settings):
+    """Longest submission, entropy factor, and how the threshold follows acceptance."""
+
+    gamma: Window = 10
+    eta: Share = 0.2
+    threshold: Share = 0.5
+    acceptance_goal: Share = 0.9
+    acceptance_memory: Share = 0.5
+    threshold_memory: Share = 0.9
+    threshold_step: Share = 0.01
+
+
+class AdaedlPlanner(Planner[AdaedlSettings]):
+    """Length by entropy, strictly in turns."""
+
+    settings_type = AdaedlSettings
+
+    def __init__(self, settings: AdaedlSettings, predictor: Predictor) -> None:
+        super().__init__(settings, predictor)
+        self._threshold = settings.threshold
+        self._acceptance = settings.acceptance_goal
+
+    @property
+    def threshold(self) -> float:
+        """The bound under which drafting stops now."""
+        return self._threshold
+
+    def submit(self, round: Round) -> Sequence[Node] | None:
+        chain, tip = self._chain(round)
+        return chain if tip is None else None
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        if not round.is_waiting:
+            return ()
+        _, tip = self._chain(round)
+        return (tip,) if tip else ()
+
+    def learn(self, round: Round, verdict: Verdict) -> None:
+        if not round.tree.submitted:
+            return
+        settings = self.settings
+        seen = verdict.accepted / len(round.tree.submitted)
+        self._acceptance = _blend(self._acceptance, seen, settings.acceptance_memory)
+        direction = 1 if self._acceptance < settings.acceptance_goal else -1
+        aim = min(max(self._threshold + direction * settings.threshold_step, 0.0), 1.0)
+        self._threshold = _blend(self._threshold, aim, settings.threshold_memory)
+
+    def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
+        """The tokens up to the first doubtful one, and the node to run if that position has not been reached yet."""
+        chain: list[Node] = []
+        node = round.tree.root
+        while len(chain) < self.settings.gamma:
+            if node.distribution is None:
+                return chain, node
+            children = round.tree.children(node, 1)
+            chain += children
+            if not children or self._bound(node.distribution) < self._threshold:
+                break
+            node = children[0]
+        return chain, None
+
+    def _bound(self, distribution: Distribution) -> float:
+        return 1 - math.sqrt(self.settings.eta * distribution.entropy)
+
+
+def _blend(old: float, new: float, memory: float) -> float:
+    return memory * old + (1 - memory) * new
+
+
+@dataclass(frozen=True, slots=True)
+class PearlSettings(Settings):
+    """`gamma`: tokens per window, the root included."""
+
+    gamma: Window = 5
+
+
+class PearlPlanner(Planner[PearlSettings]):
+    """Submit what is there; prepare for full acceptance and the most likely token after it."""
+
+    settings_type = PearlSettings
+
+    def submit(self, round: Round) -> Sequence[Node]:
+        return round.tree.walk(round.tree.root, self.settings.gamma - 1)
+
+    def prepare(self, round: Round) -> Sequence[Node]:
+        if round.is_waiting:
+            return ()
+        tip = round.tree.unrun(round.tree.end, self.settings.gamma)
+        return (tip,) if tip else ()

@@ -1,0 +1,82 @@
+"""Predictors without a network: constant, random, oracle, replayed, and sent with the verdict.
+
+Predictors that look at nothing: a constant signal, or a random one.
+
+No predictor can change the output distribution.
+
+The predictor that knows: an upper bound for what H-RAD can bring, where the future is at hand (simulation).
+
+The predictor of a replay: it repeats what H-RAD foresaw at every position of a recorded answer.
+
+The predictor that is told: whoever has the target's features has asked H-RAD already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from specbranch.core.distribution import Chance
+from specbranch.core.round import Round, Signal
+
+
+class ConstantPredictor:
+    """Always the same signal. `Signal.SOME` leaves every decision to the draft's confidence."""
+
+    def __init__(self, signal: Signal) -> None:
+        self._signal = signal
+
+    def predict(self, round: Round) -> Signal:
+        return self._signal
+
+
+CONSTANTS: Mapping[str, ConstantPredictor] = {
+    "confidence": ConstantPredictor(Signal.SOME),
+    "none": ConstantPredictor(Signal.NONE),
+    "all": ConstantPredictor(Signal.ALL),
+}
+
+
+class RandomPredictor:
+    """Noise, each signal alike: the worst that a predictor can be."""
+
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+
+    def predict(self, round: Round) -> Signal:
+        return Signal(self._chance.pick((1, 1, 1)))
+
+
+class OraclePredictor:
+    """`accepted_from(position)` says how many draft tokens from that position on the target will accept."""
+
+    def __init__(self, accepted_from: Callable[[int], int], window: int) -> None:
+        self._accepted_from = accepted_from
+        self._window = window
+
+    def predict(self, round: Round) -> Signal:
+        accepted = self._accepted_from(round.tree.root.position + 1)
+        if accepted == 0:
+            return Signal.NONE
+        return Signal.ALL if accepted >= self._window else Signal.SOME
+
+
+class RecordedPredictor:
+    """`signals[i]` follows the answer's token i; `num_before` tokens of the sequence precede the answer.
+
+    Behind the prompt, where no token of the answer is known yet, nothing was foreseen: the confidence decides.
+    """
+
+    def __init__(self, signals: Sequence[Signal], num_before: int) -> None:
+        self._signals = signals
+        self._num_before = num_before
+
+    def predict(self, round: Round) -> Signal:
+        index = round.tree.root.position - self._num_before
+        return self._signals[index] if index >= 0 else Signal.SOME
+
+
+class ToldPredictor:
+    """The signal that came with the verdict. Where none came, the draft's confidence decides."""
+
+    def predict(self, round: Round) -> Signal:
+        return Signal.SOME if round.outlook is None else round.outlook.signal

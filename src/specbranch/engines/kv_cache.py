@@ -1,0 +1,194 @@
+"""The slots of a draft's KV cache: who holds which, and how many there are.
+
+Bookkeeping of a key-value cache: which handle holds which cells. Never touches a tensor.
+
+All handles share one range of cells. A handle that is opened begins a session; its forks belong to it and share the
+cells of their common prefix. A cell is free when no handle holds it. Engines ask here for room before they compute.
+
+How many tokens a draft's KV cache has room for: as asked for, or by the memory that is free. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbranch.engines.base import Row, require_length, require_rows
+from specbranch.errors import EngineFull
+
+CellIds = NDArray[np.int64]
+_NO_CELLS: CellIds = np.empty(0, dtype=np.int64)
+_LOOK = 64  # cells that are looked at for free ones, beyond as many as are needed; then twice as many, and so on
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A handle that was opened, and all forks. Its cells lie close together, as far as others leave room for it."""
+
+    first: int  # where its cells begin
+    end: int  # behind the highest cell that it ever had
+    low: int  # where to look for the next free cell
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a handle holds: a path of cells."""
+
+    session: Session
+    path: CellIds
+
+
+class Cells:
+    """The handles of one cache and the cells they hold. Handles are small numbers, reused after they are closed."""
+
+    def __init__(self, max_cells: int, max_handles: int) -> None:
+        self.max_cells = max_cells
+        self.num_used = 0  # cells that some handle holds; shared ones count once
+        self._num_holders = np.zeros(max_cells, dtype=np.int32)
+        self._free_handles = list(range(max_handles))  # sorted, so it is a heap
+        self._held: dict[int, _Held] = {}
+
+    @property
+    def num_handles(self) -> int:
+        """Handles open now."""
+        return len(self._held)
+
+    def session(self, handle: int) -> Session:
+        """The session that a handle belongs to."""
+        return self._held[handle].session
+
+    def path(self, handle: int) -> CellIds:
+        """The cells of a handle's tokens, in order."""
+        return self._held[handle].path
+
+    def open(self) -> int:
+        """A handle with no cells, in a new session."""
+        first = self._widest_room()
+        return self._hold(_Held(Session(first, first, first), _NO_CELLS))
+
+    def fork(self, handle: int, length: int) -> int:
+        """A handle that shares the first `length` cells of another."""
+        origin = self._held[handle]
+        require_length(handle, len(origin.path), length)
+        return self._hold(_Held(origin.session, origin.path[:length]))
+
+    def truncate(self, handle: int, length: int) -> None:
+        """Release all cells behind the first `length`."""
+        held = self._held[handle]
+        require_length(handle, len(held.path), length)
+        self._release(held.session, held.path[length:])
+        held.path = held.path[:length]
+
+    def close(self, handle: int) -> None:
+        """Release a handle and its cells."""
+        self.truncate(handle, 0)
+        del self._held[handle]
+        heappush(self._free_handles, handle)
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Take new cells for every row's tokens: for all rows or, if there is no room, for none."""
+        require_rows(rows)
+        wanted, room = sum(len(row.tokens) for row in rows), self.max_cells - self.num_used
+        if wanted > room:
+            raise EngineFull(f"the cache has room for {room} more tokens, not {wanted}; close handles or truncate them")
+        for row in rows:
+            held = self._held[row.handle]
+            held.path = np.concatenate((held.path, self._take(held.session, len(row.tokens))))
+
+    def clear(self) -> None:
+        """Close all handles."""
+        for handle in list(self._held):
+            self.close(handle)
+
+    def _hold(self, held: _Held) -> int:
+        if not self._free_handles:
+            raise EngineFull(f"all {len(self._held)} handles are in use; close some")
+        handle = heappop(self._free_handles)
+        self._num_holders[held.path] += 1
+        self._held[handle] = held
+        return handle
+
+    def _take(self, session: Session, count: int) -> CellIds:
+        """New cells with one holder, the next free ones of the session; there must be room for them."""
+        found: list[CellIds] = []
+        start, missing, look = session.low, count, _LOOK
+        while missing:
+            stop, look = start + missing + look, 2 * look
+            cells = (start + np.flatnonzero(self._num_holders[start:stop] == 0))[:missing]
+            self._num_holders[cells] = 1
+            found.append(cells)
+            missing -= len(cells)
+            start = stop if stop < self.max_cells else 0
+        taken = np.concatenate(found)
+        session.low = int(taken[-1]) + 1
+        session.end = max(session.end, int(taken.max()) + 1)
+        self.num_used += count
+        return taken
+
+    def _release(self, session: Session, cells: CellIds) -> None:
+        self._num_holders[cells] -= 1
+        free = cells[self._num_holders[cells] == 0]
+        if len(free):
+            session.low = min(session.low, max(session.first, int(free.min())))
+            self.num_used -= len(free)
+
+    def _widest_room(self) -> int:
+        """Where a new session has most room to grow; the one before it keeps half of the room between the two."""
+        sessions = sorted({(held.session.first, held.session.end) for held in self._held.values()})
+        firsts = [first for first, _ in sessions[1:]] + [self.max_cells]
+        places = [(0, sessions[0][0] if sessions else self.max_cells)]
+        for (_, end), following in zip(sessions, firsts, strict=False):
+            start = (end + following + 1) // 2
+            places.append((start, following - start))
+        return max(places, key=lambda place: place[1])[0]
+
+
+MOST = 1 << 20  # tokens, by memory: 64 texts of 16,384
+USUAL = 1 << 15  # tokens: one long text and some short ones; what is taken where nobody tells how much memory is free
+_FEWEST = 4096  # tokens; a smaller cache would be of no use
+_GPU_SHARE = 0.75  # of the free memory; a step needs some beside the cache
+# A target on the same CPU takes nearly all of the rest: `serve` leaves a tenth of the memory to the draft's cache.
+_CPU_SHARE = 0.1
+_CPU_LIMIT = 0.25  # where a tenth is too little for the usual cache
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The size of a cache, and how it was chosen."""
+
+    tokens: int
+    bytes_per_token: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, {self.tokens * self.bytes_per_token / 1e9:.1f} GB: {self.reason}"
+
+
+def cache_size(
+    asked: int | None, bytes_per_token: int, free_bytes: int | None, *, is_cpu: bool, most: int = MOST
+) -> CacheSize:
+    """The size that was asked for, or else one by memory. `most` is what the engine or the model can make use of."""
+    if asked is not None:
+        return CacheSize(asked, bytes_per_token, "as asked for")
+    if free_bytes is None:
+        return CacheSize(min(USUAL, most), bytes_per_token, "nobody tells how much memory is free")
+    fitting = cache_tokens(bytes_per_token, free_bytes, is_cpu=is_cpu)
+    if fitting >= most:
+        return CacheSize(most, bytes_per_token, "the most that this engine takes by itself")
+    return CacheSize(fitting, bytes_per_token, f"by the {free_bytes / 1e9:.1f} GB of memory that are free")
+
+
+def cache_tokens(bytes_per_token: int, free_bytes: int, *, is_cpu: bool) -> int:
+    """How many tokens fit into the cache's share of the free memory, a multiple of 256; never less than is of use.
+
+    A cache that grows as it is needed may still find its memory when others have freed theirs.
+    """
+    if is_cpu:
+        tokens = max(_CPU_SHARE * free_bytes, min(_CPU_LIMIT * free_bytes, USUAL * bytes_per_token)) / bytes_per_token
+    else:
+        tokens = _GPU_SHARE * free_bytes / bytes_per_token
+    return max(int(tokens) // 256 * 256, _FEWEST)

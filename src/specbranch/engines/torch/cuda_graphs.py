@@ -1,0 +1,194 @@
+"""Steps of fixed shapes, with CUDA graphs and FlashInfer. No GPU has run them yet.
+
+Steps of fixed shapes, run in the fastest way that works on a device.
+
+Steps of fixed shape recorded as CUDA graphs: one launch instead of hundreds.
+
+Written without a GPU at hand and run on none; tests record a step's operations on the CPU instead. If recording fails,
+the engine runs steps one operation at a time.
+
+Attention over page tables by FlashInfer, which reads keys and values where they are.
+
+Written without a GPU at hand and run on none; tests have a stand-in that follows FlashInfer's documentation. The engine
+compares a first step with one that needs no such library, and leaves this out if it fails or differs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbranch.core.distribution import Distribution
+from specbranch.engines.torch.attention import Attention, Bucket, Buckets, Frame, Gathered, Reader
+from specbranch.engines.torch.kv_store import Arena, Batch
+from specbranch.engines.torch.model import FusedModel, first_line
+from specbranch.engines.torch.step import Forward, Words, to_host
+from specbranch.extensions import extra
+
+with extra("torch"):
+    import torch
+
+log = logging.getLogger(__name__)
+
+_MOST_APART = 0.05  # probabilities of first choices that two ways to compute a step may differ by
+_NOTHING = np.empty(0, dtype=np.int64)
+_NO_ROWS = Batch((), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+
+
+class StaticSteps:
+    """Fills a batch up to its bucket and runs that, as a recorded graph if asked for."""
+
+    def __init__(self, forward: Forward, frame: Frame, reader: Reader, *, record: bool) -> None:
+        self._forward = forward
+        self._frame = frame
+        self._reader = reader
+        self._run: Callable[[Bucket], torch.Tensor] = self._compute
+        if record:
+            self._run = self._recorded(frame.buckets)
+
+    def run(self, batch: Batch) -> Words | None:
+        """The words of a batch's outputs; None if it is too large for fixed shapes."""
+        bucket = self._frame.buckets.bucket(batch)
+        if bucket is None:
+            return None
+        self._frame.fill(batch, bucket, self._reader)
+        words: Words = to_host(self._run(bucket))[batch.outputs]
+        return words
+
+    def _compute(self, bucket: Bucket) -> torch.Tensor:
+        tokens, positions, slots, lengths, pages = self._frame.parts(bucket)
+        return self._forward(tokens, positions, slots, self._reader.attention(bucket, lengths, pages))
+
+    def _recorded(self, buckets: Buckets) -> Graphs:
+        graphs = Graphs(self._compute)
+        for bucket in buckets:
+            self._frame.fill(_NO_ROWS, bucket, self._reader)
+            graphs.record(bucket)
+        return graphs
+
+
+def fastest_steps(
+    forward: Forward, buckets: Buckets, probe: Callable[[StaticSteps | None], Sequence[Distribution]]
+) -> StaticSteps | None:
+    """The first way that works and gives what steps without fixed shapes give; None if there is none.
+
+    `probe` runs a step, with the given steps of fixed shape or without.
+    """
+    expected = [float(one.confidence) for one in probe(None)]
+    for name, make in _ways(forward, buckets):
+        try:
+            with torch.inference_mode():
+                steps = make()
+            found = [float(one.confidence) for one in probe(steps)]
+        except Exception as error:  # of kernels and libraries that may not suit this device
+            log.warning("the draft's steps are not run with %s: %s", name, first_line(error))
+            continue
+        if np.allclose(found, expected, rtol=0, atol=_MOST_APART):
+            log.info("the draft's steps are run with %s", name)
+            return steps
+        log.warning("the draft's steps are not run with %s: they differ from those without", name)
+    return None
+
+
+def _ways(forward: Forward, buckets: Buckets) -> Iterator[tuple[str, Callable[[], StaticSteps]]]:
+    """Ways to run steps of fixed shape, fastest first."""
+    arena, model = forward.arena, forward.model
+    frame = Frame(buckets, arena.scratch, arena.device)
+    gathered = Gathered(buckets.contexts[-1], arena.device, arena.dtype)
+
+    def by_flashinfer() -> StaticSteps:
+        reader = FlashInfer(buckets, arena, model.num_heads, model.scaling)
+        return StaticSteps(forward, frame, reader, record=True)
+
+    if arena.device.startswith("cuda"):
+        if isinstance(model, FusedModel) and find_spec("flashinfer") is not None:
+            yield "FlashInfer and CUDA graphs", by_flashinfer
+        yield "CUDA graphs", lambda: StaticSteps(forward, frame, gathered, record=True)
+    yield "fixed shapes", lambda: StaticSteps(forward, frame, gathered, record=False)
+
+
+Compute = Callable[[Bucket], torch.Tensor]  # the operations of a bucket's step, from the frame to what is copied back
+
+
+class Graphs:
+    """One graph for each bucket that was recorded. They share their memory, as only one runs at a time."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._pool = torch.cuda.graph_pool_handle()
+        self._recorded: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def record(self, bucket: Bucket) -> None:
+        """Record a bucket. The first run lets libraries take their memory, which a recording must not."""
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._compute(bucket)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = self._compute(bucket)
+        self._recorded[bucket] = graph, out
+
+    def __call__(self, bucket: Bucket) -> torch.Tensor:
+        """Run a bucket's step; the tensor is overwritten by the next one."""
+        graph, out = self._recorded[bucket]
+        graph.replay()
+        return out
+
+
+_WORKSPACE = 128 << 20  # bytes, as FlashInfer recommends
+
+
+class FlashInfer:
+    """Paged decode with pages of one slot. A row count has a wrapper of its own: a graph fixes its buffers."""
+
+    def __init__(self, buckets: Buckets, arena: Arena, num_heads: int, scaling: float) -> None:
+        """`num_heads` is that of queries. The arena must have each slot's heads side by side."""
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        self._arena, self._num_heads, self._scaling = arena, num_heads, scaling
+        workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=arena.device)
+        indices = torch.zeros(buckets.rows[-1] * buckets.contexts[-1], dtype=torch.int32, device=arena.device)
+        self._wrappers: dict[int, Any] = {
+            num_rows: BatchDecodeWithPagedKVCacheWrapper(
+                workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,  # the other kernels know few ratios of query heads to key heads
+                paged_kv_indptr_buffer=torch.zeros(num_rows + 1, dtype=torch.int32, device=arena.device),
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=torch.ones(num_rows, dtype=torch.int32, device=arena.device),
+            )
+            for num_rows in buckets.rows
+        }
+
+    def plan(self, bucket: Bucket, lengths: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        is_seen = np.arange(bucket.context) < lengths[:, None]
+        self._wrappers[bucket.num_rows].plan(
+            torch.from_numpy(ends),
+            torch.from_numpy(pages[is_seen].astype(np.int32)),
+            torch.ones(bucket.num_rows, dtype=torch.int32),
+            self._num_heads,
+            self._arena.num_key_heads,
+            self._arena.head_dim,
+            1,  # slots of a page
+            q_data_type=self._arena.dtype,
+            kv_data_type=self._arena.dtype,
+            sm_scale=self._scaling,
+        )
+
+    def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
+        wrapper, num_keys = self._wrappers[bucket.num_rows], self._arena.num_key_heads
+
+        def attend(store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
+            out = wrapper.run(query.contiguous(), store.view(len(store), 2, 1, num_keys, -1))
+            found: torch.Tensor = out.view(len(query), num_keys, -1, query.shape[2])
+            return found
+
+        return attend

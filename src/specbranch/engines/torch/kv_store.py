@@ -1,0 +1,167 @@
+"""Keys and values of all sessions as tensors, and the rows of a step as arrays.
+
+Keys and values of all sessions: one store for each layer, made at the start and never again.
+
+The rows of a step as arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbranch.engines.base import Row
+from specbranch.engines.kv_cache import CellIds, Cells, Session
+from specbranch.errors import EngineError
+from specbranch.extensions import extra
+
+with extra("torch"):
+    import torch
+
+
+class Arena:
+    """Slots for keys and values, each layer's a tensor [slots, 2 * kv_heads, head_dim]: keys, then values.
+
+    There is one slot more than sequences can take: rows that only fill up a step write there, and nobody reads it.
+    A layer's store is made when the layer first writes; `sized_like` makes all of them at once.
+    """
+
+    def __init__(self, num_slots: int, device: str, *, by_head: bool) -> None:
+        """`by_head` puts each head's slots side by side in memory, as spans are read; without it, each slot's heads."""
+        self.num_slots = num_slots
+        self.device = device
+        self._by_head = by_head
+        self._layers: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def sized_like(cls, other: Arena, num_slots: int) -> Arena:
+        """An arena for the same model with another number of slots."""
+        arena = cls(num_slots, other.device, by_head=other._by_head)
+        try:
+            arena._layers = {layer: arena._store(store) for layer, store in other._layers.items()}
+        except (OSError, RuntimeError) as error:  # of the system, of CUDA
+            raise EngineError(
+                f"{other.device} has no memory for a cache of {num_slots} tokens; give fewer by --cache-tokens"
+            ) from error
+        return arena
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._any_store().dtype
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys in a layer; there are as many of values."""
+        return int(self._any_store().shape[1]) // 2
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of one key."""
+        return int(self._any_store().shape[2])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have a store."""
+        return len(self._layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(store.nbytes for store in self._layers.values())
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of one token's keys and values."""
+        return self.num_bytes // (self.num_slots + 1)
+
+    @property
+    def scratch(self) -> int:
+        """The slot that nobody reads."""
+        return self.num_slots
+
+    def write(self, layer: int, slots: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """Store a layer's new keys and values [tokens, 2 * kv_heads, head_dim] in their slots; the layer's store."""
+        if layer not in self._layers:
+            self._layers[layer] = self._store(fresh)
+        store = self._layers[layer]
+        store.index_copy_(0, slots, fresh)
+        return store
+
+    def _any_store(self) -> torch.Tensor:
+        return next(iter(self._layers.values()))
+
+    def _store(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: a masked slot has weight 0, and 0 times a NaN left in memory would still be NaN.
+        num_heads, head_dim = like.shape[1:]
+        if self._by_head:
+            return _zeros((num_heads, self.num_slots + 1, head_dim), like.dtype, self.device).transpose(0, 1)
+        return _zeros((self.num_slots + 1, num_heads, head_dim), like.dtype, self.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # The system gives a mapping its memory page by page, where it is first written to; torch's zeros take all at once.
+    # NumPy's ask for huge pages, of which every head of every layer would take one for a session of a few tokens.
+    memory = mmap(-1, math.prod(shape) * dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The tokens of one row, `start` to `stop` of the step's, and the slots of its whole sequence up to them."""
+
+    session: Session
+    start: int
+    stop: int
+    path: CellIds
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All tokens of a step. The rows of a session come one after the other."""
+
+    pieces: Sequence[Piece]
+    tokens: NDArray[np.int64]  # [tokens]
+    positions: NDArray[np.int64]  # [tokens], in their sequences
+    slots: NDArray[np.int64]  # [tokens], where their keys and values go
+    outputs: NDArray[np.int64]  # [outputs], the tokens behind which distributions are asked for, in the rows' order
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(piece.path) for piece in self.pieces)
+
+
+def batch_of(cells: Cells, rows: Sequence[Row]) -> Batch:
+    """The batch of rows that have their cells already."""
+    by_session: dict[Session, list[int]] = {}
+    for index, row in enumerate(rows):
+        by_session.setdefault(cells.session(row.handle), []).append(index)
+    pieces: list[Piece] = []
+    tokens: list[int] = []
+    outputs: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(rows)
+    for session, indices in by_session.items():
+        for index in indices:
+            row, start = rows[index], len(tokens)
+            tokens += row.tokens
+            pieces.append(Piece(session, start, len(tokens), cells.path(row.handle)))
+            outputs[index] = np.arange(len(tokens) - row.num_outputs, len(tokens))
+    return Batch(
+        pieces,
+        np.array(tokens, dtype=np.int64),
+        np.concatenate([np.arange(len(piece.path) - piece.num_tokens, len(piece.path)) for piece in pieces]),
+        np.concatenate([piece.path[-piece.num_tokens :] for piece in pieces]),
+        np.concatenate(outputs),
+    )

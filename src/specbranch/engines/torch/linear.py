@@ -1,0 +1,194 @@
+"""Linear layers: several of one input merged into one, and layers with 8-bit weights.
+
+Linear layers of one input joined into one, in their own dtype. `int8.PackedLinear` is the same in 8 bits.
+
+Linear layers with 8-bit weights, for the CPU. Each output channel has its own scale.
+
+Two forms, named as the field names them. W8A8 quantizes activations to 8 bits as well, each row with its own scale, and
+oneDNN multiplies integers: further rows cost little where the CPU has instructions for it (AMX, VNNI, AVX-512). W8A16
+keeps activations in bfloat16: it needs no such instructions and rounds less, but each row costs its full share.
+A row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from specbranch.extensions import extra
+
+with extra("torch"):
+    import torch
+    from torch import nn
+    from torch.nn.functional import pad
+
+
+class JoinedLinear(nn.Module):
+    """The layers' outputs end to end: one product, which may be added to what is there."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        weights = [linear.weight.detach() for linear in linears]
+        self.weight = nn.Parameter(weights[0] if len(weights) == 1 else torch.cat(weights), requires_grad=False)
+        bias = joined_bias(linears)
+        self.bias = None if bias is None else nn.Parameter(bias.to(self.weight), requires_grad=False)
+        self._transposed = self.weight.detach().t()  # the same memory
+
+    def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs for rows [rows, inputs]; plus `residual`, if given."""
+        base = self.bias if residual is None else residual
+        if base is None:
+            return torch.mm(rows, self._transposed)
+        out = torch.addmm(base, rows, self._transposed)
+        return out if residual is None or self.bias is None else out.add_(self.bias)
+
+
+def joined_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """The biases end to end, in float32, with zeros for layers without; None if no layer has one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(len(one.weight), device=one.weight.device) if one.bias is None else one.bias.detach().float()
+            for one in linears
+        ]
+    )
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A plain layer of these weights."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
+
+
+_MIN_PEAK = 1e-8  # of the values that a scale is computed from, so that no scale is zero
+_MAX_INT8 = 127.0
+_MAX_INT7 = 63.0
+_ZERO_POINT = 128.0  # the unsigned byte that means zero
+_MIN_ROWS = 4  # for one or two rows oneDNN has no fast AMX kernel where a layer is narrow
+_CHUNK = 512  # outputs that are quantized at a time: whole layers at once would go through memory five times
+_W8A16_BLOCK = 32  # W8A16 reads weights in blocks of this many inputs
+
+
+class PackedLinear(nn.Module):
+    """Linear layers of one input joined into one, with 8-bit weights; inputs and outputs are float32."""
+
+    def __init__(self, *linears: nn.Linear, largest: float = _MAX_INT8) -> None:
+        super().__init__()
+        parts = [_quantized(part, largest) for linear in linears for part in linear.weight.detach().split(_CHUNK)]
+        self._scales = torch.cat([scales for _, scales in parts])
+        self._bias = joined_bias(linears)
+        integers = torch.cat([integers for integers, _ in parts])
+        self._pack(integers)
+        self.num_bytes = integers.numel()
+
+    def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs of the layers it was made from, end to end, up to quantization; plus `residual`, if given."""
+        base = self._bias if residual is None else residual.reshape(-1, residual.shape[-1])
+        out = self._product(rows.reshape(-1, rows.shape[-1]), base)
+        if residual is not None and self._bias is not None:
+            out.add_(self._bias)
+        return out.view(*rows.shape[:-1], -1)
+
+    def _pack(self, integers: torch.Tensor) -> None:
+        """Store the weights [outputs, inputs] in the layout that the kernel reads."""
+        raise NotImplementedError
+
+    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        """Rows [rows, inputs] times the weights, plus `base`, as a new tensor."""
+        raise NotImplementedError
+
+
+class Int8Linear(PackedLinear):
+    """W8A8: activations are quantized to unsigned bytes, row by row; for signed ones oneDNN is fast only with AMX.
+
+    Without VNNI two products of bytes are added in 16 bits, which can overflow; with 7-bit weights it cannot.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__(*linears, largest=_MAX_INT7 if sums_overflow() else _MAX_INT8)
+
+    def _pack(self, integers: torch.Tensor) -> None:
+        self._zeros = torch.zeros(len(integers), dtype=torch.int64)
+        self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
+        # What the zero point adds to every output. oneDNN could subtract it too, but takes longer.
+        self._shift = _ZERO_POINT * integers.sum(dim=1) * self._scales
+        # A buffer for small steps; rows beyond those asked for hold leftovers.
+        self._few = torch.zeros(_MIN_ROWS, integers.shape[1], dtype=torch.uint8)
+
+    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        count = len(rows)
+        scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_MIN_PEAK).div_(_MAX_INT8)
+        integers = self._few if count <= _MIN_ROWS else torch.empty(rows.shape, dtype=torch.uint8)
+        integers[:count].copy_(
+            torch.div(rows, scales).add_(_ZERO_POINT + 0.5)
+        )  # the copy truncates: 0.5 makes it round
+        out = _int8_product(integers, self._packed, self._scales, self._zeros)[:count].sub_(self._shift)
+        return out.mul_(scales) if base is None else torch.addcmul(base, out, scales)
+
+
+class WeightOnlyLinear(PackedLinear):
+    """W8A16: 8-bit weights, activations in bfloat16."""
+
+    def _pack(self, integers: torch.Tensor) -> None:
+        self._extra = -integers.shape[1] % _W8A16_BLOCK
+        self._weight = pad(integers, (0, self._extra))
+        self._scales = self._scales.bfloat16()
+
+    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        halves = rows.bfloat16().contiguous()
+        if self._extra:
+            halves = pad(halves, (0, self._extra))
+        out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(halves, self._weight, self._scales)
+        return out.float() if base is None else base + out
+
+
+PACKED: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "w8a16": WeightOnlyLinear}
+
+
+@cache
+def sums_overflow() -> bool:
+    """Whether large sums overflow in this CPU's int8 product: by trying, as oneDNN does not say."""
+    width, most = 64, 255
+    weight = torch.full((width, width), int(_MAX_INT8), dtype=torch.int8)
+    rows = torch.full((_MIN_ROWS, width), most, dtype=torch.uint8)
+    ones, zeros = torch.ones(width), torch.zeros(width, dtype=torch.int64)
+    out = _int8_product(rows, torch.ops.onednn.qlinear_prepack(weight, None), ones, zeros)
+    return bool((out != width * most * _MAX_INT8).any())
+
+
+def _int8_product(
+    integers: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        integers, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return out
+
+
+def _quantized(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [outputs, inputs] as integers of at most `largest`, and the scale of each output."""
+    scales = weight.abs().amax(dim=1).float().clamp_(min=_MIN_PEAK).div_(largest)
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+
+def can_int8() -> bool:
+    """Whether this build of torch has the int8 kernels."""
+    return hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch.ops.aten, "_weight_int8pack_mm")
+
+
+def pack_linears(model: Any, kind: type[PackedLinear]) -> Any:
+    """The model with 8-bit weights in its linear layers; everything else is as it was."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, kind(child))
+    return model
+
+
+def packed_bytes(model: Any) -> int:
+    """Bytes of the 8-bit weights."""
+    return sum(module.num_bytes for module in model.modules() if isinstance(module, PackedLinear))

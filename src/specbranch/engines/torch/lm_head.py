@@ -1,0 +1,125 @@
+"""A low-rank output layer that looks at few candidates.
+
+The output layer of a small model with a large vocabulary is a quarter of what a step reads, and all but a few of its
+tokens never matter. A low-rank product approximates all logits; only the candidates, its best tokens, get exact ones.
+The projection is fitted to the hidden states that come through. Audits compare it with the full layer now and then.
+"""
+
+from __future__ import annotations
+
+from specbranch.engines.torch.linear import PackedLinear
+from specbranch.extensions import extra
+
+with extra("torch"):
+    import torch
+    from torch import nn
+
+LEARNED = 8192  # hidden states that the projection is fitted to
+_DIVISOR = 4  # the projection uses 1/4 of the hidden size
+_BLOCK = 64  # tokens; thresholds are set by the largest logit of each block, which is cheaper than to sort
+_MAX_BLOCKS = 512  # a candidate's approximate logit is no less than the largest of the 512th best block,
+_MARGIN = 12.0  # and no further than this below the best one
+_MAX_CANDIDATES = 1024  # per row; a flat distribution has tens of thousands within the margin
+_AUDIT_EVERY = 32  # calls of the low-rank product; an audit also computes the full layer
+_DECAY = 0.98  # of the moving average over audits
+_MAX_LOST = 0.02  # share of first choices that may be lost before the projection is fitted again
+_MAX_ROWS = 4  # with more rows the full layer, read once for all, is cheaper than the candidates of each
+_MIN_VOCAB = 32768  # with a smaller vocabulary there is little to save
+_RIDGE = 1e-3  # added to the covariance, relative to its mean diagonal, so that it can be inverted
+
+
+class CandidateHead(nn.Module):
+    """An output layer without bias. Once fitted, only the candidates get exact logits, others approximate ones."""
+
+    def __init__(self, linear: nn.Linear, kind: type[PackedLinear]) -> None:
+        super().__init__()
+        self._weight = linear.weight.detach().float()  # often the input embedding's, so this costs no memory
+        self._kind = kind
+        self._full = kind(linear)
+        self._low_rank: _LowRank | None = None
+        self._seen: list[torch.Tensor] = []
+        self._num_seen = 0
+        self._num_calls = 0
+        self._lost = 0.0  # moving average of the share of first choices that audits found lost
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it has seen enough hidden states to use the low-rank product."""
+        return self._low_rank is not None
+
+    def learn(self, hidden: torch.Tensor) -> None:
+        """Collect hidden states [tokens, hidden]; with enough of them the projection is fitted."""
+        if self._low_rank is not None:
+            return
+        self._seen.append(hidden.clone())
+        self._num_seen += len(hidden)
+        if self._num_seen >= LEARNED:
+            self._low_rank = _LowRank(self._weight, torch.cat(self._seen)[-LEARNED:], self._kind)
+            self._forget()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [..., vocabulary] of hidden states [..., hidden]."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        if self._low_rank is None or len(flat) > _MAX_ROWS:
+            full: torch.Tensor = self._full(rows)
+            return full
+        logits = self._low_rank.logits(flat, self._weight)
+        self._num_calls += 1
+        if self._num_calls % _AUDIT_EVERY == 0:
+            self._audit(logits, self._full(flat))
+        return logits.view(*rows.shape[:-1], -1)
+
+    def _audit(self, logits: torch.Tensor, full: torch.Tensor) -> None:
+        lost = (logits.argmax(-1) != full.argmax(-1)).float().mean().item()
+        self._lost = _DECAY * self._lost + (1 - _DECAY) * lost
+        if self._lost > _MAX_LOST:  # the sequences are of another kind than those that it was fitted to
+            self._low_rank = None
+            self._forget()
+
+    def _forget(self) -> None:
+        self._seen, self._num_seen, self._num_calls, self._lost = [], 0, 0, 0.0
+
+
+class _LowRank:
+    """The low-rank product: centred hidden states, projected to the directions that move the logits most."""
+
+    def __init__(self, weight: torch.Tensor, seen: torch.Tensor, kind: type[PackedLinear]) -> None:
+        hidden_len = weight.shape[1]
+        self._mean = seen.mean(dim=0)
+        self._bias = weight @ self._mean
+        centred = seen - self._mean
+        covariance = centred.T @ centred / len(seen)
+        covariance += _RIDGE * covariance.diagonal().mean() * torch.eye(hidden_len)
+        values, axes = torch.linalg.eigh(covariance)
+        root, inverse = (axes * values**power @ axes.T for power in (0.5, -0.5))
+        energies, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # the strongest last
+        chosen = slice(hidden_len - hidden_len // _DIVISOR, None)
+        # The singular values are split between both factors, so that 8 bits are enough for the second.
+        balance = energies[chosen].clamp(min=1e-12) ** 0.25
+        self._down = (inverse @ directions[:, chosen] * balance).contiguous()
+        up = nn.Linear(len(balance), len(weight), bias=False, device="meta")
+        up.weight = nn.Parameter(weight @ (root @ directions[:, chosen] / balance), requires_grad=False)
+        self._up = kind(up)
+
+    def logits(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Logits of hidden states [rows, hidden], exact for the candidates."""
+        logits: torch.Tensor = self._up((rows - self._mean) @ self._down).add_(self._bias)
+        for row, hidden, threshold in zip(logits, rows, _thresholds(logits), strict=True):
+            candidates = (row >= threshold).nonzero()[:, 0]
+            if len(candidates) > _MAX_CANDIDATES:
+                candidates = candidates[row[candidates].topk(_MAX_CANDIDATES, sorted=False).indices]
+            row[candidates] = weight[candidates] @ hidden
+        return logits
+
+
+def _thresholds(logits: torch.Tensor) -> torch.Tensor:
+    """The least approximate logit of a candidate, for each row of logits [rows, vocabulary]."""
+    num_blocks = logits.shape[1] // _BLOCK
+    peaks = logits[:, : num_blocks * _BLOCK].view(len(logits), num_blocks, _BLOCK).amax(dim=-1)
+    best = peaks.topk(min(_MAX_BLOCKS, num_blocks), dim=-1).values  # [rows, blocks], falling
+    return torch.maximum(best[:, -1], best[:, 0] - _MARGIN)
+
+
+def is_worth_narrowing(linear: nn.Linear) -> bool:
+    """Whether an output layer has no bias and a vocabulary large enough for candidates to pay off."""
+    return linear.bias is None and linear.out_features >= _MIN_VOCAB

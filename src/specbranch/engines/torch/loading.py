@@ -1,0 +1,240 @@
+"""Load a model for the torch engine and choose the fastest data type by timing its own layers.
+
+Loads a model of Transformers for the torch engine: finds it, converts its weights, replaces its layers.
+
+Which dtype of weights is fastest on this CPU: measured on some of the model's own layers.
+
+The same dtype can be the fastest on one CPU and a hundred times too slow on the next, where the library has no kernel
+for its instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbranch.engines.base import DTYPES, EngineOptions
+from specbranch.engines.models import load_model, local_model, read_config
+from specbranch.engines.torch.linear import PACKED, JoinedLinear, can_int8, pack_linears, packed_bytes
+from specbranch.engines.torch.model import (
+    FusedModel,
+    Kind,
+    PlainModel,
+    can_fuse,
+    first_line,
+    require_full_attention,
+    text_config,
+)
+from specbranch.errors import EngineError
+from specbranch.extensions import extra
+
+with extra("torch"):
+    import torch
+    from torch import nn
+    from torch.nn.functional import linear as plain_linear
+    from transformers import GgufConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to be run."""
+
+    name: str  # of its class in Transformers
+    model: Any  # a FusedModel or a PlainModel
+    dtype: str  # of its weights
+    config: Any  # of its language model, as Transformers has it
+
+
+def load(options: EngineOptions) -> Loaded:
+    """The model of the options, with our attention in its layers."""
+    _require_dtype(options)
+    _require_dense(options)
+    source, arguments = _source(options.model)
+    is_here = local_model(options.model) is not None
+    options.tell("loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache")
+    try:
+        given = load_model(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
+        require_full_attention(given, options.max_tokens)
+        name, config = type(given).__name__, text_config(given)
+        given = given.to(options.device).eval()
+        model, dtype = _converted(given, options)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"cannot load {options.model!r} on {options.device}: {first_line(error)}; give a directory with "
+            "config.json and safetensors, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face "
+            "hub"
+        ) from error
+    return Loaded(name, model, dtype, config)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of a model's weights, tied ones counted once: what one step must at least read."""
+    plain: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return plain + packed_bytes(model)
+
+
+def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
+    """The model with its weights in the dtype of the options and with our layers, and that dtype."""
+    dtype = options.dtype
+    if dtype == "auto" and options.device == "cpu":
+        options.tell("timing data types")
+        choice = fastest_dtype(model)
+        log.info("draft on the CPU in %s", choice)
+        dtype = choice.dtype
+    if dtype in PACKED:
+        options.tell(f"packing weights in {dtype}")
+        return pack_linears(_ours(model.float(), PACKED[dtype]), PACKED[dtype]), dtype
+    # Weights only: what a model keeps beside them, such as its rotary frequencies, needs 32 bits.
+    for weight in model.parameters():
+        weight.data = weight.data.to(PLAIN.get(dtype, weight.dtype))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return _ours(model, JoinedLinear), dtype
+
+
+def _ours(model: Any, kind: Kind) -> Any:
+    return FusedModel(model, kind) if can_fuse(model) else PlainModel(model)
+
+
+def _require_dtype(options: EngineOptions) -> None:
+    if options.dtype not in DTYPES:
+        raise EngineError(f"there is no dtype {options.dtype!r}; give {', '.join(DTYPES)}")
+    if options.dtype in PACKED and options.device != "cpu":
+        raise EngineError(f"dtype {options.dtype} is for the CPU; give auto, {', '.join(PLAIN)}")
+    if options.dtype in PACKED and not can_int8():
+        raise EngineError(
+            f"this build of torch has no kernels for dtype {options.dtype}; give auto or bfloat16, or use the "
+            "llamacpp engine with a GGUF file"
+        )
+
+
+def _require_dense(options: EngineOptions) -> None:
+    """Refuse quantized weights where they would be converted: integers without their scales mean nothing."""
+    section = (read_config(options.model) or {}).get("quantization_config")
+    if section and (options.device == "cpu" or options.dtype != "auto"):
+        raise EngineError(
+            f"{options.model} is quantized already ({section.get('quant_method', 'by an unknown method')}), and the "
+            "torch engine quantizes dense weights itself; give the dense checkpoint that it was made from"
+        )
+
+
+def _source(model: str) -> tuple[str, dict[str, Any]]:
+    """What to call `load_model` with."""
+    path = local_model(model)
+    if path is None:
+        return model, {}
+    gguf = _gguf_file(path)
+    if gguf is None:
+        return str(path), {}
+    return str(gguf.parent), {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True)}
+
+
+def _gguf_file(path: Path) -> Path | None:
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise EngineError(f"{path} holds {len(files)} GGUF files; name one of them")
+    return files[0] if files else None
+
+
+PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROWS = (1, 8)  # typical row counts of a draft step
+_SAMPLE = 32 << 20  # weights, few enough to be timed within a second
+_TOO_SLOW = 10.0  # a dtype that takes this many times as long as float32 for one layer is skipped,
+_TOO_SLOW_S = 1.0  # if the sample would take at least this long: times of single layers are noisy
+_SPAN_S = 0.1  # how long one dtype is timed for one row count
+_MIN_RUNS = 3
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen dtype, and the time of all the model's matrix products in each dtype, at each count of `ROWS`."""
+
+    dtype: str
+    seconds: dict[str, tuple[float, ...]]
+
+    def __str__(self) -> str:
+        times = [f"{dtype} {_milliseconds(seconds)}" for dtype, seconds in self.seconds.items()]
+        rows = " and ".join(str(count) for count in ROWS)
+        return f"{self.dtype}, the fastest here; time of all matrix products at {rows} rows: {', '.join(times)}"
+
+
+def fastest_dtype(model: Any) -> Choice:
+    """The dtype with the fastest matrix products here, summed over all counts of `ROWS`."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    sample = list(_first(linears))
+    scale = sum(_size(one) for one in linears) / max(sum(_size(one) for one in sample), 1)
+    seconds: dict[str, tuple[float, ...]] = {}
+    for dtype in ("float32", "bfloat16", *(PACKED if can_int8() else ())) if sample else ():
+        with contextlib.suppress(RuntimeError):  # some builds of torch list kernels that they do not have
+            if dtype == "float32" or not _is_too_slow(dtype, sample):
+                products = [_product(dtype, one) for one in sample]
+                seconds[dtype] = tuple(scale * _seconds(products, sample, rows) for rows in ROWS)
+    return Choice(min(seconds, key=lambda dtype: sum(seconds[dtype]), default="float32"), seconds)
+
+
+def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:
+    """Whether a dtype has no fast kernel here, by the smallest layer: to time all layers would take minutes."""
+    smallest = min(sample, key=_size)
+    product = [_product(dtype, smallest)]
+    shortest_s = min(_once(product, [smallest], ROWS[0]) for _ in range(3))  # the first run may compile
+    if shortest_s * sum(_size(one) for one in sample) < _TOO_SLOW_S * _size(smallest):
+        return False
+    return shortest_s > _TOO_SLOW * _seconds([_product("float32", smallest)], [smallest], ROWS[0])
+
+
+def _first(linears: list[nn.Linear]) -> Iterator[nn.Linear]:
+    """The first layers, until there are enough weights."""
+    num_weights = 0
+    for one in linears:
+        if num_weights >= _SAMPLE:
+            return
+        num_weights += _size(one)
+        yield one
+
+
+def _size(linear: nn.Linear) -> int:
+    return int(linear.weight.numel())
+
+
+def _product(dtype: str, linear: nn.Linear) -> Product:
+    """A layer in one of the dtypes."""
+    if dtype in PACKED:
+        packed: Product = PACKED[dtype](linear)
+        return packed
+    weight = linear.weight.detach().to(PLAIN[dtype])
+    return lambda rows: plain_linear(rows.to(weight.dtype), weight)
+
+
+def _seconds(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
+    """The shortest time of a pass over all layers: noise only adds to it."""
+    passes: list[float] = []
+    end_s = time.perf_counter() + _SPAN_S
+    while len(passes) < 1 + _MIN_RUNS or time.perf_counter() < end_s:
+        passes.append(_once(products, linears, rows))
+    return min(passes[1:])
+
+
+def _once(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
+    """The time of one pass."""
+    inputs = [torch.ones(rows, one.in_features) for one in linears]
+    with torch.inference_mode():
+        start_s = time.perf_counter()
+        for product, given in zip(products, inputs, strict=True):
+            product(given)
+        return time.perf_counter() - start_s
+
+
+def _milliseconds(seconds: tuple[float, ...]) -> str:
+    return "/".join(f"{1000 * one:.0f}" for one in seconds) + " ms"

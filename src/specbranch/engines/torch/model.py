@@ -1,0 +1,282 @@
+"""Decoder models of the torch engine: fused Llama-like ones, all others by Transformers, and which are supported.
+
+Llama-like models with fewer, larger operations, and in 8 bits an output layer that reads little.
+
+A step of one row is hundreds of small operations beside the reading of the weights. Here the projections of one input
+are one product, queries and keys are rotated together where they are, and a norm is one call. Models of other families
+are run as Transformers has them.
+
+Our attention inside a model of Transformers, for families that are not fused.
+
+Registered with Transformers under `NAME`, so that every model that lets its attention be replaced can use it.
+
+Which models of Transformers the torch engine supports, and the errors for all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specbranch.engines.torch.linear import JoinedLinear, PackedLinear
+from specbranch.engines.torch.lm_head import CandidateHead, is_worth_narrowing
+from specbranch.engines.torch.step import Step
+from specbranch.errors import EngineError
+from specbranch.extensions import extra
+
+with extra("torch"):
+    import torch
+    from torch import nn
+    from torch.nn.functional import rms_norm, silu
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+# Families whose attention, MLP and norm differ in nothing but names.
+_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+_CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the length of a sequence
+
+Kind = type[PackedLinear] | type[JoinedLinear]  # of linear layers
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines of the positions, each [tokens, 1, head_dim]
+
+
+class _Norm(nn.Module):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._epsilon = norm.variance_epsilon
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
+
+
+class _MLP(nn.Module):
+    def __init__(self, mlp: Any, kind: Kind) -> None:
+        super().__init__()
+        self._gate_up = kind(mlp.gate_proj, mlp.up_proj)
+        self._down = kind(mlp.down_proj)
+
+    def forward(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up(rows).chunk(2, dim=-1)
+        out: torch.Tensor = self._down(silu(gate).mul_(up), residual)
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, attention: Any, kind: Kind) -> None:
+        super().__init__()
+        self._layer = attention.layer_idx
+        self.scaling = attention.scaling
+        self._head_dim = attention.head_dim
+        self.num_queries = attention.q_proj.out_features // self._head_dim
+        self._num_rotated = self.num_queries + attention.k_proj.out_features // self._head_dim
+        self._qkv = kind(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out = kind(attention.o_proj)
+        self._norms = None
+        if hasattr(attention, "q_norm"):
+            self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
+
+    def forward(self, rows: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: Step) -> torch.Tensor:
+        heads = self._qkv(rows).view(len(rows), -1, self._head_dim)  # [tokens, heads, head_dim]
+        rotated = heads[:, : self._num_rotated]
+        if self._norms is not None:
+            for norm, part in zip(self._norms, self._split(rotated), strict=True):
+                part.copy_(norm(part))
+        cos, sin = rotary
+        turned = rotated.roll(self._head_dim // 2, dims=-1)
+        rotated.mul_(cos).addcmul_(turned, sin)
+        found = step.attend(self._layer, *self._split(heads), self.scaling)
+        out: torch.Tensor = self._out(found.flatten(1), residual)
+        return out
+
+    def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, and what comes behind them."""
+        return heads[:, : self.num_queries], heads[:, self.num_queries :]
+
+
+class _Layer(nn.Module):
+    def __init__(self, layer: Any, kind: Kind) -> None:
+        super().__init__()
+        self._attention_norm, self._mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.attention = _Attention(layer.self_attn, kind)
+        self._mlp = _MLP(layer.mlp, kind)
+
+    def forward(self, rows: torch.Tensor, rotary: Rotary, step: Step) -> torch.Tensor:
+        rows = self.attention(self._attention_norm(rows), rows, rotary, step)
+        out: torch.Tensor = self._mlp(self._mlp_norm(rows), rows)
+        return out
+
+
+class FusedModel(nn.Module):
+    """A model of a known family. Its weights are those of the given one, which is not to be used any more."""
+
+    def __init__(self, model: Any, kind: Kind) -> None:
+        super().__init__()
+        base = model.base_model
+        self.embed_tokens = base.embed_tokens
+        for index, layer in enumerate(base.layers):  # one by one: joined weights are copies
+            base.layers[index] = _Layer(layer, kind)
+        self.layers = base.layers
+        self.norm = _Norm(base.norm)
+        self.lm_head = model.lm_head
+        if issubclass(kind, PackedLinear) and is_worth_narrowing(model.lm_head):
+            self.lm_head = CandidateHead(model.lm_head, kind)
+        # Cosines are the same for the negative angles, and sines have the signs that turned halves need.
+        frequencies = base.rotary_emb.inv_freq
+        self.register_buffer("angles", torch.cat((-frequencies, frequencies)), persistent=False)
+        self._rotary_scale = float(base.rotary_emb.attention_scaling)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: Step
+    ) -> torch.Tensor:
+        """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
+        rows = self.embed_tokens(tokens)
+        rotary = self._rotary(positions, rows.dtype)
+        for layer in self.layers:
+            rows = layer(rows, rotary, step)
+        rows = self.norm(rows)
+        if isinstance(self.lm_head, CandidateHead):
+            self.lm_head.learn(rows)
+        logits: torch.Tensor = self.lm_head(rows if outputs is None else rows[outputs])
+        return logits
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries in a layer."""
+        return int(self.layers[0].attention.num_queries)
+
+    @property
+    def scaling(self) -> float:
+        """What the scores of attention are multiplied with."""
+        return float(self.layers[0].attention.scaling)
+
+    def get_input_embeddings(self) -> Any:
+        """The input embedding, by the name that Transformers has for it."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """The output layer, by the name that Transformers has for it."""
+        return self.lm_head
+
+    def _rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        angles = positions[:, None, None] * self.angles
+        cos, sin = angles.cos(), angles.sin()
+        if self._rotary_scale != 1:
+            cos, sin = cos * self._rotary_scale, sin * self._rotary_scale
+        return cos.to(dtype), sin.to(dtype)
+
+
+def can_fuse(model: Any) -> bool:
+    """Whether a model of Transformers is of a known family, with nothing that `FusedModel` does not do."""
+    if type(model).__name__.removesuffix("ForCausalLM") not in _FAMILIES:
+        return False
+    base = model.base_model
+    rotary, attention = base.rotary_emb, base.layers[0].self_attn
+    is_known = all(layer.mlp.act_fn(torch.ones(1)) == silu(torch.ones(1)) for layer in base.layers)
+    return is_known and rotary.rope_type not in _CHANGING and 2 * len(rotary.inv_freq) == attention.head_dim
+
+
+NAME = "specbranch"  # of this attention, in the registries of Transformers
+_UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias")  # what some models ask of attention and this one cannot do
+
+
+class PlainModel(nn.Module):
+    """A model of Transformers as it is, called as `FusedModel` is."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        model.set_attn_implementation(NAME)
+        self.model = model
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: Step
+    ) -> torch.Tensor:
+        """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            logits_to_keep=0 if outputs is None else outputs,
+            use_cache=False,
+            specbranch_step=step,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def get_input_embeddings(self) -> Any:
+        """The input embedding."""
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        """The output layer."""
+        return self.model.get_output_embeddings()
+
+
+def _attend_layer(
+    module: Any,
+    query: torch.Tensor,  # [1, heads, tokens, head_dim]
+    key: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    specbranch_step: Step | None = None,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    """`Step.attend` as Transformers calls it, in every layer of an engine's model."""
+    is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
+    if specbranch_step is None or attention_mask is not None or not is_plain:
+        raise unsupported(type(module).__name__, "its attention is not plain")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    fresh = torch.cat((key, value), dim=1)[0].transpose(0, 1)
+    found = specbranch_step.attend(module.layer_idx, query[0].transpose(0, 1), fresh, scale)
+    return found.flatten(1, 2)[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The mask that Transformers makes for this attention: none, as the step knows what each token sees."""
+
+
+AttentionInterface.register(NAME, _attend_layer)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+_LEAST_WINDOW = 16384  # tokens of a sliding window that a cache of no given size may be limited to
+
+
+def require_full_attention(model: Any, max_tokens: int | None) -> None:
+    """Refuse a model that keeps more than keys and values, or whose tokens do not see their whole sequence.
+
+    A cache of no given size has no more tokens than the model's sliding window.
+    """
+    if type(model)._is_stateful or not type(model)._supports_attention_backend:
+        raise unsupported(
+            type(model).__name__, "it is recurrent, or Transformers does not let its attention be replaced"
+        )
+    kinds = set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention"}
+    window, max_tokens = sliding_window(text_config(model)), _LEAST_WINDOW if max_tokens is None else max_tokens
+    if window is not None and window >= max_tokens:  # no sequence is long enough to leave it
+        window = None
+        kinds.discard("sliding_attention")
+    if window is not None:
+        raise unsupported(type(model).__name__, f"its sliding window is {window}, less than max_tokens ({max_tokens})")
+    if kinds:
+        raise unsupported(type(model).__name__, f"it has layers of {', '.join(sorted(kinds))}")
+
+
+def sliding_window(config: Any) -> int | None:
+    """How many tokens a token sees at most; None if it sees all."""
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", True) else None
+
+
+def text_config(model: Any) -> Any:
+    """The part of a model's configuration that describes its language model."""
+    return model.config.get_text_config(decoder=True)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message: those of Transformers go on for a page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def unsupported(name: str, why: str) -> EngineError:
+    """The error for a class of models that this engine cannot run."""
+    return EngineError(
+        f"{name} cannot be a draft on the torch engine: {why}; choose a model with full attention in "
+        "every layer, such as Llama, Qwen2, Qwen3 or SmolLM2"
+    )

@@ -1,0 +1,1 @@
+"""H-RAD: the predictor on target features, its examples and its training."""

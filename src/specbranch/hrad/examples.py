@@ -1,0 +1,409 @@
+"""Examples for H-RAD: collect them from a pair, store and read them.
+
+Examples for H-RAD: target features at a position of an answer, and how many draft tokens were accepted after it.
+
+A position is a token that the target said. Its features are the hidden states at the position that predicted it, and
+its own embedding; its run is how many of the draft's first choices in a row were right from there on. On the true
+sequence that is the same as drafting a window and comparing it: a greedy draft leaves the true sequence only where it
+is refused.
+
+Collect examples: the target answers prompts in batches, the draft is then read over the answers.
+
+The features of a position cost nothing extra: they are taken while the target says it. Each batch is one part on disk,
+so a collection that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbranch.core.distribution import Distribution
+from specbranch.engines.models import found_model, load_model, load_tokenizer
+from specbranch.errors import SpecBranchError
+from specbranch.machine import provenance
+from specbranch.trace import Answer, Header, Trace, read_trace, write_trace
+
+FORMAT = "specbranch-examples"
+VERSION = 1
+SPLITS = ("train", "held-out", "test")
+_SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "train")
+
+Array = NDArray[Any]
+
+
+class ExamplesError(SpecBranchError, ValueError):
+    """A directory that holds no examples, or none of the kind asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the examples of a directory were collected from."""
+
+    target: str
+    draft: str
+    num_layers: int
+    hidden_len: int
+    temperature: float
+    tasks: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in self.__slots__}}
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Rows of equal number: one for each position.
+
+    `runs` are cut by the end of the answer where `left`, the tokens after the position, is no larger. `distributions`
+    holds how the draft's next distribution looks: confidence, second probability, entropy.
+    """
+
+    card: Card
+    features: Array  # [n, d_in] float16
+    distributions: Array  # [n, 3] float32
+    runs: Array  # [n] int32
+    left: Array  # [n] int32
+    tasks: Array  # [n] int32, index into the card's tasks
+    prompts: Array  # [n] int64, a name of the prompt
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def take(self, chosen: Array | slice) -> Examples:
+        """The rows of an index or a mask."""
+        rows = ("features", "distributions", "runs", "left", "tasks", "prompts")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in rows})
+
+    def settled(self, window: int) -> Examples:
+        """Without positions so near the end of an answer that nobody knows what the window would have given."""
+        return self.take((self.runs < self.left) | (self.left >= window))
+
+    def split(self, name: str) -> Examples:
+        """One of `SPLITS`; all positions of a prompt are in the same one."""
+        return self.take(np.array([split_of(int(prompt)) == name for prompt in self.prompts], dtype=bool))
+
+    def of_task(self, task: str) -> Examples:
+        """The examples of one task."""
+        return self.take(self.tasks == self.card.tasks.index(task))
+
+    def classes(self, window: int) -> Array:
+        """H-RAD's classes: none, some or all of the window were accepted."""
+        return np.where(self.runs == 0, 0, np.where(self.runs >= window, 2, 1))
+
+
+def split_of(prompt: int) -> str:
+    """Which split a prompt belongs to, by its name alone."""
+    return _SPLIT_OF[prompt % len(_SPLIT_OF)]
+
+
+def name_of(text: str) -> int:
+    """A prompt's name: the same sequence has the same one in every collection."""
+    return zlib.crc32(text.encode())
+
+
+def positions(answer: Answer) -> tuple[Array, Array, Array]:
+    """Distributions, runs and tokens left for each position of an answer but the last."""
+    nexts = answer.distributions[1:]
+    looks = [
+        [
+            float(distribution.probs[0]),
+            float(distribution.probs[1]) if len(distribution.probs) > 1 else 0.0,
+            distribution.entropy,
+        ]
+        for distribution in nexts
+    ]
+    left = np.arange(len(nexts), 0, -1, dtype=np.int32)
+    return np.array(looks, dtype=np.float32).reshape(-1, 3), np.array(answer.runs()[1:-1], dtype=np.int32), left
+
+
+def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
+    """Write one part of a collection; it is there as a whole or not at all."""
+    from safetensors.numpy import save_file
+
+    path = part_path(directory, number)
+    draft = path.with_suffix(".part")
+    save_file(arrays, str(draft))
+    draft.rename(path)
+
+
+def part_path(directory: Path, number: int) -> Path:
+    """Where a part stands."""
+    return directory / f"part-{number:04}.safetensors"
+
+
+def trace_path(directory: Path, number: int) -> Path:
+    """Where the answers of a part stand."""
+    return _beside(part_path(directory, number))
+
+
+def _beside(part: Path) -> Path:
+    return part.with_suffix(".jsonl.gz")
+
+
+def write_card(directory: Path, card: Card) -> None:
+    """Write what the examples come from."""
+    (directory / "card.json").write_text(json.dumps(card.as_json(), indent=1) + "\n")
+
+
+def read_card(directory: Path) -> Card:
+    """What the examples of a directory come from."""
+    try:
+        document = json.loads((directory / "card.json").read_bytes())
+        if document.pop("format") != FORMAT or document.pop("version") != VERSION:
+            raise ExamplesError(f"{directory} holds no examples of this version; collect them anew")
+        return Card(**{**document, "tasks": tuple(document["tasks"])})
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ExamplesError(f"{directory} holds no examples; `specbranch train collect` makes them") from error
+
+
+def read_examples(directories: Sequence[Path]) -> Examples:
+    """All examples of collections of one pair, with their features."""
+    from safetensors.numpy import load_file
+
+    cards = [read_card(directory) for directory in directories]
+    for card, directory in zip(cards, directories, strict=True):
+        if replace(card, temperature=0.0) != replace(cards[0], temperature=0.0):
+            raise ExamplesError(f"{directory} is of another pair, other layers or other tasks than {directories[0]}")
+    parts = [load_file(str(path)) for directory in directories for path in sorted(directory.glob("part-*.safetensors"))]
+    if not parts:
+        raise ExamplesError(f"{directories[0]} holds no finished part; let `specbranch train collect` run to its end")
+    return Examples(cards[0], **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
+    """The answers of a collection in the order of its examples, each with its task and the name of its prompt."""
+    from safetensors.numpy import load_file
+
+    card = read_card(directory)
+    found = []
+    for path in sorted(directory.glob("part-*.safetensors")):
+        part = load_file(str(path))
+        row = 0
+        for answer in read_trace(_beside(path)).answers:
+            if len(answer.tokens) > 1:  # one token has no position
+                found.append((card.tasks[part["tasks"][row]], int(part["prompts"][row]), answer))
+            row += len(answer.tokens) - 1
+    return found
+
+
+CollectProgress = Callable[[int, int], None]
+_TOP_K = 10
+_ATTENTION = "specbranch-collect"  # in the registries of Transformers
+_TOKENS_AT_ONCE = 24_576  # of prompts: their hidden states are held in memory
+_DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary takes much memory
+
+
+@dataclass(frozen=True, slots=True)
+class CollectOptions:
+    """Which pair, how many of the target's last layers are features, how long and how warm the answers are."""
+
+    target: str
+    draft: str
+    _: KW_ONLY
+    num_layers: int = 4
+    max_new_tokens: int = 160
+    temperature: float = 0.0
+    batch: int = 64
+    device: str = "cpu"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt: the index of its task, its name, and its tokens as a chat."""
+
+    task: int
+    name: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """An answer and its features [tokens, d_in]."""
+
+    tokens: list[int]
+    features: Any
+
+
+def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out: Path, tell: CollectProgress) -> None:
+    """Write examples and traces of all messages by task; `tell` hears how many parts of how many are there."""
+    import torch
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [found_model(options.target), found_model(options.draft)]
+    tokenizer = load_tokenizer(paths[0])
+    groups = groups_of(tokenizer, messages, options.batch)
+    missing = [number for number in range(len(groups)) if not part_path(out, number).exists()]
+    if missing:
+        dtype = _dtype(options.device)
+        target, draft = (load_model(path, dtype=dtype).to(options.device).eval() for path in paths)
+        share_keys(target)
+        names = (Path(paths[0]).name, Path(paths[1]).name)
+        hidden_len = int(target.config.hidden_size)
+        write_card(out, Card(*names, options.num_layers, hidden_len, options.temperature, tuple(messages)))
+        header = Header(target=names[0], draft=names[1], temperature=options.temperature)
+        for number in missing:
+            tell(number, len(groups))
+            torch.manual_seed(options.seed + number)
+            said = _answer(target, tokenizer, groups[number], options)
+            answers = _read_over(draft, groups[number], said, options.device)
+            write_trace(trace_path(out, number), Trace(header, tuple(answers)))
+            write_part(out, number, _arrays(groups[number], said, answers))
+    tell(len(groups), len(groups))
+
+
+def _dtype(device: str) -> Any:
+    """Half precision, unless this CPU only emulates it. Not by time: a collection that goes on must not differ."""
+    import torch
+
+    is_native = device != "cpu" or {"avx512_bf16", "amx_bf16"} & set(provenance()["instruction_sets"])
+    return torch.bfloat16 if is_native else torch.float32
+
+
+def share_keys(model: Any) -> None:
+    """Let the query heads of one key head go through attention together, as if they were positions of a sequence.
+
+    Transformers copies the keys for each of them where there is padding, which takes most of a step.
+    """
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **asked: Any) -> tuple[Any, None]:
+        batch, num_heads, length, width = query.shape
+        if length > 1:
+            out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **asked)
+            return out, None
+        folded = query.reshape(batch, key.shape[1], -1, width)
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=asked.get("scaling"))
+        return out.reshape(batch, 1, num_heads, width), None
+
+    AttentionInterface.register(_ATTENTION, attend)
+    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+    model.set_attn_implementation(_ATTENTION)
+
+
+def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[Asked]]:
+    """Prompts as chats, those of like length together, so that little is padded."""
+    asked = []
+    for task, texts in enumerate(messages.values()):
+        for text in texts:
+            chat = [{"role": "user", "content": text}]
+            templated = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            asked.append(Asked(task, name_of(text), tokenizer(templated, add_special_tokens=False).input_ids))
+    asked.sort(key=lambda one: len(one.tokens))
+    groups: list[list[Asked]] = [[]]
+    for one in asked:
+        if len(groups[-1]) >= max(1, min(size, _TOKENS_AT_ONCE // len(one.tokens))):
+            groups.append([])
+        groups[-1].append(one)
+    return groups
+
+
+def _answer(target: Any, tokenizer: Any, group: Sequence[Asked], options: CollectOptions) -> list[_Said]:
+    """What the target says, token by token for the whole group, and the features of each token."""
+    import torch
+
+    longest = max(len(one.tokens) for one in group)
+    pad = tokenizer.pad_token_id or 0
+    ids = torch.tensor([[pad] * (longest - len(one.tokens)) + one.tokens for one in group], device=options.device)
+    mask = torch.tensor([[0] * (longest - len(one.tokens)) + [1] * len(one.tokens) for one in group]).to(ids.device)
+    ends = end_ids(target, tokenizer)
+    lengths = [0] * len(group)  # of answers that have ended
+    tokens, features, cache = [], [], None
+    embed = target.get_input_embeddings()
+    with torch.inference_mode():
+        for step in range(options.max_new_tokens):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = target(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                output_hidden_states=True,
+                logits_to_keep=1,
+            )
+            cache = out.past_key_values
+            chosen = _choose(out.logits[:, -1], options.temperature)
+            hidden = [state[:, -1] for state in out.hidden_states[-options.num_layers :]]
+            features.append(torch.cat([*hidden, embed(chosen)], dim=-1).to(torch.float16).cpu().numpy())
+            tokens.append(chosen.cpu().numpy())
+            for index, token in enumerate(tokens[-1].tolist()):
+                if lengths[index] == 0 and token in ends:
+                    lengths[index] = step + 1
+            if all(lengths):
+                break
+            ids = chosen[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(group), 1)], dim=-1)
+    by_step = np.stack(tokens, axis=1)  # [answers, steps]
+    rows = np.stack(features, axis=1)
+    ends_at = [length or by_step.shape[1] for length in lengths]
+    return [_Said(by_step[i, :end].tolist(), rows[i, :end].copy()) for i, end in enumerate(ends_at)]
+
+
+def _choose(logits: Any, temperature: float) -> Any:
+    if not temperature:
+        return logits.argmax(-1)
+    return (logits.float() / temperature).softmax(-1).multinomial(1)[:, 0]
+
+
+def end_ids(target: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer."""
+    ends = target.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+
+
+def _read_over(draft: Any, group: Sequence[Asked], said: Sequence[_Said], device: str) -> list[Answer]:
+    """The answers with the draft's distribution before every token."""
+    import torch
+
+    answers = []
+    head = draft.get_output_embeddings()
+    for start in range(0, len(group), _DISTRIBUTIONS_AT_ONCE):
+        pairs = list(zip(group, said, strict=True))[start : start + _DISTRIBUTIONS_AT_ONCE]
+        texts = [[*one.tokens, *answer.tokens[:-1]] for one, answer in pairs]
+        longest = max(len(text) for text in texts)
+        # What is padded on the right no earlier token sees.
+        ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+        with torch.inference_mode():
+            hidden = draft.base_model(input_ids=ids).last_hidden_state
+            for row, (one, answer) in enumerate(pairs):
+                first = len(one.tokens) - 1
+                logits = head(hidden[row, first : first + len(answer.tokens)])
+                answers.append(Answer(tuple(answer.tokens), _distributions(logits), tuple(one.tokens)))
+    return answers
+
+
+def _distributions(logits: Any) -> tuple[Distribution, ...]:
+    logs = logits.float().log_softmax(-1)  # [tokens, vocabulary]
+    probs = logs.exp()
+    top = probs.topk(_TOP_K, dim=-1)
+    entropy = -(probs * logs).sum(-1)
+    return tuple(
+        Distribution(tuple(ids), tuple(round(prob, 5) for prob in heads), round(h, 4))
+        for ids, heads, h in zip(top.indices.tolist(), top.values.tolist(), entropy.tolist(), strict=True)
+    )
+
+
+def _arrays(group: Sequence[Asked], said: Sequence[_Said], answers: Sequence[Answer]) -> dict[str, Any]:
+    """The positions of a part; the last token of an answer is none, because nothing is known behind it."""
+    looks = [positions(answer) for answer in answers]
+    counts = [len(runs) for _, runs, _ in looks]
+    return {
+        "features": np.concatenate([one.features[:count] for one, count in zip(said, counts, strict=True)]),
+        "distributions": np.concatenate([distributions for distributions, _, _ in looks]),
+        "runs": np.concatenate([runs for _, runs, _ in looks]),
+        "left": np.concatenate([left for _, _, left in looks]),
+        "tasks": np.repeat(np.array([one.task for one in group], dtype=np.int32), counts),
+        "prompts": np.repeat(np.array([one.name for one in group], dtype=np.int64), counts),
+    }

@@ -1,0 +1,379 @@
+"""Fit H-RAD, score it on unseen prompts, and write it with its scores.
+
+Fit H-RAD: the paper's network of three classes, and beside it a head that says how much of the window is accepted.
+
+Prompts are split, never positions. Training stops when the held-out prompts are no longer foreseen better.
+
+How good a prediction is, on prompts that were not trained on.
+
+Fitting H-RAD on collected examples, judging it on test prompts, and writing it with its scores.
+
+Pictures of a predictor: how well its chances hold, and what it takes for what.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from specbranch.extensions import load_pyplot
+from specbranch.hrad.examples import SPLITS, Array, Examples, ExamplesError
+from specbranch.hrad.network import class_logits, survival, write_hrad
+from specbranch.machine import commit
+
+Inputs = Literal["features", "confidence", "both"]
+INPUTS: tuple[Inputs, ...] = ("features", "confidence", "both")
+FitProgress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """The network and how it is trained. `balance` 1 weighs classes alike, 0 as often as they come.
+
+    Of the features only the `rank` directions in which they differ most are learned from: thousands of inputs overfit.
+    """
+
+    window: int
+    rank: int = 256
+    hidden: tuple[int, int] = (256, 64)
+    dropout: float = 0.2
+    rate: float = 1e-3
+    decay: float = 1e-2
+    batch: int = 256
+    epochs: int = 20
+    patience: int = 3
+    balance: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A trained network as arrays, under the names of `hrad/network.py`, and what it looks at."""
+
+    inputs: Inputs
+    tensors: dict[str, Array]
+    epochs: int
+
+    def foresee(self, examples: Examples, rows: int = 4096) -> tuple[Array, Array]:
+        """Chances of the three classes [n, 3], and that at least 1, 2, ... tokens are accepted [n, window]."""
+        parts = [
+            self._forward(look(examples.take(slice(start, start + rows)), self.inputs))
+            for start in range(0, len(examples), rows)
+        ]
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    def _forward(self, x: Array) -> tuple[Array, Array]:
+        logits = class_logits(self.tensors, x)
+        classes = np.exp(logits - logits.max(-1, keepdims=True))
+        return classes / classes.sum(-1, keepdims=True), survival(self.tensors, x)
+
+
+def look(examples: Examples, inputs: Inputs) -> Array:
+    """The network's input as float32 [n, d_in]: the draft's next distribution, the target's features, or both."""
+    confidence, second, entropy = examples.distributions.T
+    odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
+    distributions = np.stack([odds, np.log(second + 1e-4), entropy], axis=-1).astype(np.float32)
+    if inputs == "confidence":
+        return distributions
+    features = examples.features.astype(np.float32)
+    return features if inputs == "features" else np.concatenate([features, distributions], axis=-1)
+
+
+def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, tell: FitProgress) -> Network:
+    """Train on one split and stop by the other; `tell` hears the epoch, how many there may be, the held-out loss."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(options.seed)
+    window = options.window
+    lens = _lens(train, inputs, options.rank)
+    wide, narrow = options.hidden
+    body = nn.Sequential(
+        nn.Linear(lens.directions.shape[1], wide), nn.ReLU(), nn.Dropout(options.dropout),
+        nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(options.dropout),
+    )  # fmt: skip
+    to_class, to_survival = nn.Linear(narrow, 3), nn.Linear(narrow, window)
+    modules = nn.ModuleList([body, to_class, to_survival])
+    optimiser = torch.optim.AdamW(modules.parameters(), lr=options.rate, weight_decay=options.decay)
+    weights = torch.tensor(_class_weights(train.classes(window), options.balance))
+
+    def loss_of(examples: Examples, seen: Array, chosen: Array) -> Any:
+        part = examples.take(chosen)
+        x = body(torch.from_numpy(seen[chosen]))
+        classes = nn.functional.cross_entropy(to_class(x), torch.from_numpy(part.classes(window)), weight=weights)
+        stands, is_asked = _hazards(part, window)
+        each = nn.functional.binary_cross_entropy_with_logits(to_survival(x), stands, reduction="none")
+        return classes + (each * is_asked).sum() / is_asked.sum()
+
+    seen, seen_held_out = lens.see(train), lens.see(held_out)
+    order = np.random.default_rng(options.seed)
+    best, best_loss, stale, epoch = _arrays(body, to_class, to_survival), float("inf"), 0, 0
+    for epoch in range(1, options.epochs + 1):
+        modules.train()
+        for chosen in _batches(order.permutation(len(train)), options.batch):
+            optimiser.zero_grad()
+            loss_of(train, seen, chosen).backward()
+            optimiser.step()
+        modules.eval()
+        with torch.inference_mode():
+            pieces = _batches(np.arange(len(held_out)), 4096)
+            loss = sum(float(loss_of(held_out, seen_held_out, piece)) * len(piece) for piece in pieces) / len(held_out)
+        tell(epoch, options.epochs, loss)
+        if loss < best_loss:
+            best, best_loss, stale = _arrays(body, to_class, to_survival), loss, 0
+        else:
+            stale += 1
+        if stale >= options.patience:
+            break
+    best["w0"] = lens.directions @ best["w0"]  # what the lens does is part of the first layer from now on
+    return Network(inputs, {"mean": lens.mean, "scale": lens.scale, **best}, epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lens:
+    """What is learned from: inputs less their mean, by their spread, along few directions."""
+
+    inputs: Inputs
+    mean: Array  # [d_in]
+    scale: Array  # [d_in]
+    directions: Array  # [d_in, d_seen]
+
+    def see(self, examples: Examples, rows: int = 4096) -> Array:
+        """Examples through the lens, [n, d_seen]."""
+        parts = [examples.take(slice(start, start + rows)) for start in range(0, len(examples), rows)]
+        return np.concatenate([(look(part, self.inputs) - self.mean) * self.scale @ self.directions for part in parts])
+
+
+def _lens(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Lens:
+    """Made from as many examples as are needed for it. What the draft's distribution says is seen as it is."""
+    import torch
+
+    chosen = np.random.default_rng(0).permutation(len(examples))[:most]
+    x = look(examples.take(chosen), inputs)
+    mean, scale = x.mean(0), (1 / np.maximum(x.std(0), 1e-3)).astype(np.float32)
+    num_features = 0 if inputs == "confidence" else examples.features.shape[1]
+    if not num_features:
+        return _Lens(inputs, mean, scale, np.eye(len(mean), dtype=np.float32))
+    features = torch.from_numpy(((x - mean) * scale)[:, :num_features])
+    _, spread, axes = torch.pca_lowrank(features, q=min(rank, *features.shape), center=False)
+    axes = axes / (spread / len(features) ** 0.5).clamp(min=1e-3)
+    return _Lens(inputs, mean, scale, torch.block_diag(axes, torch.eye(len(mean) - num_features)).numpy())
+
+
+def _class_weights(classes: Array, balance: float) -> Array:
+    shares = np.bincount(classes, minlength=3) / len(classes)
+    return ((1 / (3 * np.maximum(shares, 1e-3))) ** balance).astype(np.float32)
+
+
+def _hazards(examples: Examples, window: int) -> tuple[Any, Any]:
+    """For each position of the window: was the token accepted, and was it reached at all."""
+    import torch
+
+    runs = torch.from_numpy(examples.runs)[:, None]
+    left = torch.from_numpy(examples.left)[:, None]
+    depth = torch.arange(window)[None]
+    return (runs > depth).float(), ((runs >= depth) & (left > depth)).float()
+
+
+def _batches(order: Array, size: int) -> list[Array]:
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _arrays(body: Any, to_class: Any, to_survival: Any) -> dict[str, Array]:
+    found = {}
+    for name, layer in (("0", body[0]), ("1", body[3]), ("_class", to_class), ("_survival", to_survival)):
+        found[f"w{name}"] = layer.weight.detach().T.contiguous().numpy().copy()
+        found[f"b{name}"] = layer.bias.detach().numpy().copy()
+    return found
+
+
+_BINS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Stats of predicted chances of the three classes against what happened."""
+
+    positions: int
+    accuracy: float
+    macro_f1: float
+    log_loss: float
+    calibration_error: float  # mean distance between how sure it was and how often it was right, by the first class
+    confusion: tuple[tuple[int, ...], ...]  # rows: what happened; columns: what was foreseen
+    bins: tuple[tuple[float, float, int], ...]  # how sure on the mean, how often right, how many
+
+    def as_json(self) -> dict[str, Any]:
+        """One object for machines."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def score(chances: Array, classes: Array) -> Score:
+    """Judge chances [n, 3] by classes [n]."""
+    foreseen = chances.argmax(-1)
+    confusion = np.zeros((3, 3), dtype=int)
+    np.add.at(confusion, (classes, foreseen), 1)
+    bins = _bins(chances.max(-1), foreseen == classes)
+    return Score(
+        positions=len(classes),
+        accuracy=float((foreseen == classes).mean()),
+        macro_f1=_macro_f1(confusion),
+        log_loss=float(-np.log(np.maximum(chances[np.arange(len(classes)), classes], 1e-9)).mean()),
+        calibration_error=float(sum(abs(sure - right) * count for sure, right, count in bins) / len(classes)),
+        confusion=tuple(tuple(int(count) for count in row) for row in confusion),
+        bins=bins,
+    )
+
+
+def majority(train: Array, classes: Array) -> Score:
+    """What the shares of the classes alone foresee, always the same."""
+    shares = np.bincount(train, minlength=3) / len(train)
+    return score(np.tile(shares, (len(classes), 1)), classes)
+
+
+def _macro_f1(confusion: Array) -> float:
+    """The mean over classes that occur."""
+    right, said, is_so = np.diag(confusion), confusion.sum(0), confusion.sum(1)
+    found = [2 * r / (s + i) for r, s, i in zip(right, said, is_so, strict=True) if i]
+    return float(np.mean(found))
+
+
+def _bins(sure: Array, is_right: Array) -> tuple[tuple[float, float, int], ...]:
+    place = np.minimum((sure * _BINS).astype(int), _BINS - 1)
+    found = []
+    for index in range(_BINS):
+        chosen = place == index
+        if chosen.any():
+            found.append((float(sure[chosen].mean()), float(is_right[chosen].mean()), int(chosen.sum())))
+    return tuple(found)
+
+
+SHOWN: Inputs = "features"  # the network that is written; the others show what each input is worth
+EvaluationProgress = Callable[[str, int, int], None]  # stage, epochs done, epochs at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Networks by their inputs, and their scores on prompts that they were not trained on."""
+
+    splits: Mapping[str, Examples]
+    options: FitOptions
+    networks: Mapping[str, Network]
+    scores: Mapping[str, Score]
+    across: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """One document."""
+        train, window = self.splits["train"], self.options.window
+        return {
+            "target": train.card.target,
+            "draft": train.card.draft,
+            "window": window,
+            "positions": {name: len(part) for name, part in self.splits.items()},
+            "shares": (train.classes(window)[:, None] == range(3)).mean(0).tolist(),
+            "epochs": {name: network.epochs for name, network in self.networks.items()},
+            "scores": {name: one.as_json() for name, one in self.scores.items()},
+            "by_task": scores_by_task(self.networks[SHOWN], self.splits["test"], window),
+            "across": dict(self.across),
+        }
+
+    def write(self, directory: Path) -> None:
+        """Write the predictor, its card, its scores and their figure."""
+        directory.mkdir(parents=True, exist_ok=True)
+        card = self.splits["train"].card
+        own = {
+            "target": card.target,
+            "draft": card.draft,
+            "num_layers": card.num_layers,
+            "hidden_len": card.hidden_len,
+            "window": self.options.window,
+            "tasks": list(card.tasks),
+            "positions": len(self.splits["train"]),
+            "commit": commit(Path(__file__).parent),
+        }
+        write_hrad(directory, self.networks[SHOWN].tensors, own)
+        (directory / "scores.json").write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        draw_scores(self.scores, SHOWN, directory / "scores.png")
+
+
+def evaluate(data: Examples, options: FitOptions, is_across: bool, tell: EvaluationProgress) -> Evaluation:
+    """Fit one network for each kind of input; `is_across` also fits one for each task and tests it on all tasks."""
+    splits = {name: data.split(name) for name in SPLITS}
+    for name, part in splits.items():
+        if not len(part):
+            raise ExamplesError(
+                f"the {name} split has no prompts; collect more prompts with `specbranch train collect`"
+            )
+    networks: dict[str, Network] = {
+        inputs: _fit(splits["train"], splits["held-out"], inputs, options, inputs, tell) for inputs in INPUTS
+    }
+    truth = splits["test"].classes(options.window)
+    scores = {"majority": majority(splits["train"].classes(options.window), truth)}
+    for name, network in networks.items():
+        scores[name] = score(network.foresee(splits["test"])[0], truth)
+    across = _across(splits, options, tell) if is_across else {}
+    return Evaluation(splits=splits, options=options, networks=networks, scores=scores, across=across)
+
+
+def scores_by_task(network: Network, test: Examples, window: int) -> dict[str, dict[str, Any]]:
+    """The main scores of a network on each task."""
+    found = {}
+    for task in test.card.tasks:
+        part = test.of_task(task)
+        if len(part):
+            one = score(network.foresee(part)[0], part.classes(window))
+            found[task] = {name: getattr(one, name) for name in ("positions", "accuracy", "macro_f1", "log_loss")}
+    return found
+
+
+def _fit(
+    train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, name: str, tell: EvaluationProgress
+) -> Network:
+    return fit(train, held_out, inputs, options, lambda epoch, most, loss: tell(f"fitting on {name}", epoch, most))
+
+
+def _across(
+    splits: Mapping[str, Examples], options: FitOptions, tell: EvaluationProgress
+) -> dict[str, dict[str, float]]:
+    """Accuracy on every task of a network that was trained on one."""
+    found = {}
+    for task in splits["train"].card.tasks:
+        parts = [splits[name].of_task(task) for name in ("train", "held-out")]
+        if all(len(part) for part in parts):
+            network = _fit(parts[0], parts[1], SHOWN, options, task, tell)
+            by_task = scores_by_task(network, splits["test"], options.window)
+            found[task] = {name: one["accuracy"] for name, one in by_task.items()}
+    return found
+
+
+_CLASSES = ("none", "some", "all")
+
+
+def draw_scores(scores: Mapping[str, Score], shown: str, path: Path) -> None:
+    """Calibration of all predictors, and the confusion matrix of one of them."""
+    pyplot = load_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2))
+    left.plot([0.3, 1], [0.3, 1], color="0.7", linewidth=1)
+    for name, one in scores.items():
+        sure, true, _ = zip(*one.bins, strict=True)
+        left.plot(sure, true, marker="o", markersize=4, label=f"{name}: error {one.calibration_error:.3f}")
+    left.set(xlabel="how sure it was", ylabel="how often it was right", xlim=(0.3, 1), ylim=(0, 1.02))
+    left.legend(frameon=False)
+    confusion = scores[shown].confusion
+    totals = [sum(row) or 1 for row in confusion]
+    right.imshow([[count / total for count in row] for row, total in zip(confusion, totals, strict=True)], cmap="Blues")
+    for row, counts in enumerate(confusion):
+        for column, count in enumerate(counts):
+            share = count / totals[row]
+            colour = "white" if share > 0.6 else "black"
+            right.text(column, row, f"{share:.2f}\n{count}", ha="center", va="center", color=colour)
+    right.set(xticks=range(3), yticks=range(3), xlabel="foreseen", ylabel="what happened", title=shown)
+    right.set_xticklabels(_CLASSES)
+    right.set_yticklabels(_CLASSES)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,210 @@
+"""The machine that this runs on: memory, NUMA nodes, GPUs, CPU features, and the provenance of a result.
+
+Memory of this host: how much there is, and how much of it this process takes and may still take.
+
+Where a result comes from: version, commit, CPU and its instruction sets, without the name of the host.
+
+What this machine has: NUMA nodes with their cores and GPUs. Read from the system, without CUDA or torch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbranch.version import __version__
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that the host has; None where the system does not tell."""
+    return _meminfo(root, "MemTotal")
+
+
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that can be taken without harm, by the system and by a container's limit; None if neither tells."""
+    known = [free for free in (_meminfo(root, "MemAvailable"), _left_in_container(root)) if free is not None]
+    return min(known) if known else None
+
+
+def process_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process holds; None where the system does not tell."""
+    try:
+        pages = (root / "proc/self/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {key: rest for key, _, rest in (line.partition(":") for line in lines)}
+    return 1024 * int(sizes[name].split()[0]) if name in sizes else None
+
+
+def _left_in_container(root: Path) -> int | None:
+    """What the limit of a container (cgroup v2) leaves; the page cache counts as free."""
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(int(limit) - used + _reclaimable(stats), 0)
+
+
+def _reclaimable(stats: dict[str, str]) -> int:
+    """What the kernel gives back when memory is needed."""
+    return sum(int(stats.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+
+
+_INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+# What a CPU must name for each limit of oneDNN to be one: without it, this limit and none mean the same.
+_LIMITS = {"AVX512_CORE_VNNI": "amx_int8", "AVX512_CORE": "avx512_vnni", "AVX2_VNNI": "avx_vnni", "AVX2": "avx2"}
+
+
+def cache_bytes() -> int | None:
+    """Size of the processor's last cache, where Linux tells it."""
+    sizes = [_read(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    kib = [int(size[:-1]) for size in sizes if size[:-1].isdigit() and size.endswith("K")]
+    return max(kib) * 1024 if kib else None
+
+
+def provenance() -> dict[str, Any]:
+    """Where the figures come from, without the name of the host."""
+    cpuinfo = _read(Path("/proc/cpuinfo"))
+    return {
+        "version": __version__,
+        "commit": commit(Path(__file__).parent),
+        "cpu": cpu_name(cpuinfo),
+        "instruction_sets": instruction_sets(cpuinfo),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
+        "num_cores": os.cpu_count(),
+        "cache_bytes": cache_bytes(),
+        "numpy": np.__version__,
+    }
+
+
+def commit(directory: Path) -> str | None:
+    """The commit that a checkout stands at, with `+` if it was changed since; None for an installed package."""
+    try:
+        command = ["git", "-C", str(directory), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def commit_note(source: Mapping[str, Any]) -> str | None:
+    """What a reader must know of a result without a clean commit, from its provenance; None where it has one."""
+    recorded = source.get("commit")
+    if not recorded:
+        return "No clean commit: the file does not say which code made it."
+    if recorded.endswith("+"):
+        return f"No clean commit: made by {recorded.removesuffix('+')} with changes that were not committed."
+    return None
+
+
+def cpu_name(cpuinfo: str) -> str | None:
+    """The model name in the text of /proc/cpuinfo."""
+    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    return names[0] if names else None
+
+
+def instruction_sets(cpuinfo: str) -> list[str]:
+    """Of the instruction sets that decide how fast a model runs, those in the text of /proc/cpuinfo."""
+    lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("flags")]
+    return [name for name in _INSTRUCTION_SETS if lines and name in lines[0]]
+
+
+def onednn_limits(named: Sequence[str]) -> list[str]:
+    """Values of ONEDNN_MAX_CPU_ISA that make a CPU with these instruction sets behave like others; ALL is no limit."""
+    return ["ALL", *(limit for limit, needed in _LIMITS.items() if needed in named)]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+_GPU_VENDORS = ("0x10de", "0x1002", "0x8086")  # Nvidia, AMD, Intel: not the graphics of a server's own board
+_GPU_CLASSES = ("0x03", "0x12")  # display or 3D controller, accelerator
+_LIST_S = 20.0  # the longest time that listing the GPUs may take
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The cores of each NUMA node, and how many GPUs are attached to it."""
+
+    cores: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    gpus: Mapping[int, int] = field(default_factory=dict)
+
+
+def read_topology(system: Path = Path("/sys")) -> Topology:
+    """The topology of this machine; empty where the system does not tell."""
+    cores = {}
+    for file in system.glob("devices/system/node/node*/cpulist"):
+        numbers = parse_cores(_text(file))
+        if numbers:  # some nodes are memory only
+            cores[int(file.parent.name.removeprefix("node"))] = numbers
+    gpus: Counter[int] = Counter()
+    for device in system.glob("bus/pci/devices/*"):
+        node = _text(device / "numa_node")
+        is_gpu = _text(device / "vendor") in _GPU_VENDORS and _text(device / "class").startswith(_GPU_CLASSES)
+        if is_gpu and node.isdecimal():  # it is -1 where no node is nearer than the others
+            gpus[int(node)] += 1
+    return Topology(cores, gpus)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """The cores of a list such as 0-3,8."""
+    cores: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(cores)
+
+
+def num_gpus() -> int:
+    """How many GPUs programs see here, by Nvidia's own tool or else by the bus, and by CUDA_VISIBLE_DEVICES."""
+    return visible_gpus(_list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus(num_installed: int, visible: str | None) -> int:
+    """How many of the GPUs a value of CUDA_VISIBLE_DEVICES leaves; CUDA stops at the first one that is not there."""
+    if visible is None or not num_installed:
+        return num_installed
+    count = 0
+    for name in (part.strip() for part in visible.split(",")):
+        if not name.startswith(("GPU-", "MIG-")) and not (name.isdecimal() and int(name) < num_installed):
+            break
+        count += 1
+    return count
+
+
+@cache
+def _list_gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIST_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return sum(read_topology().gpus.values())
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,1 +1,0 @@
-"""Predictors: what will become of the next window of draft tokens."""

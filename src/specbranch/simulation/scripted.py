@@ -1,0 +1,394 @@
+"""Models with given distributions: a scripted engine and target, the replay of traces, and reference verification.
+
+A model with given distributions and step times: for exact tests and for simulation, never for a claim about speed.
+
+`ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by either rule.
+
+Scripts that replay a trace: a target that says what it said, and a draft with the distributions that it had.
+
+The first token of a sequence names the answer, and the prompt follows, if it was recorded: see `prompt_of`. A sequence
+that leaves the recorded answer can never come back to it; there, and where no distribution was recorded, the draft goes
+on with a recorded distribution from another place, picked by the sequence's hash, so that planners see distributions of
+the usual kind also on branches that are bound to lose.
+
+Exact verification, for reference and tests: which submitted tokens are accepted, and which token follows them.
+
+Rule A (match) draws the target's own token at every position and keeps the submitted ones that equal it. It is exact
+for any submission and needs no draft distribution. Rule B (rejection sampling) tests sampled tokens by p/q and keeps
+more of them; it is exact only for tokens that were drawn from q and chosen without looking at their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from specbranch.core.costs import StepCost
+from specbranch.core.distribution import Chance, Dense, Distribution, Prob
+from specbranch.core.node import Node
+from specbranch.core.round import Verdict
+from specbranch.core.session import Session
+from specbranch.engines.base import DraftEngine, EngineInfo, Row, require_length, require_rows
+from specbranch.engines.tree_cache import Binding, Feed
+from specbranch.trace import Answer, Trace
+
+State = Hashable
+Rule = Literal["match", "reject", "serve"]
+
+
+class Script(Protocol):
+    """A language model as a pure function of the sequence, folded over its tokens."""
+
+    vocab_len: int
+
+    def start(self) -> State:
+        """The state of the empty sequence."""
+        ...
+
+    def advance(self, state: State, token: int) -> State:
+        """The state after one more token."""
+        ...
+
+    def distribution(self, state: State) -> Distribution:
+        """The next-token distribution in a state."""
+        ...
+
+
+class TextScript:
+    """A script given by one function from the whole sequence to a distribution."""
+
+    def __init__(self, vocab_len: int, distribution: Callable[[tuple[int, ...]], Distribution]) -> None:
+        self.vocab_len = vocab_len
+        self._distribution = distribution
+
+    def start(self) -> tuple[int, ...]:
+        return ()
+
+    def advance(self, state: Any, token: int) -> tuple[int, ...]:
+        return (*state, token)
+
+    def distribution(self, state: Any) -> Distribution:
+        return self._distribution(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The end of one sequence; sequences share their beginnings, so a fork copies nothing."""
+
+    state: State
+    length: int
+    before: _Cell | None
+
+
+class ScriptedEngine:
+    """A draft engine whose model is a script."""
+
+    def __init__(self, script: Script, row_limit: int = 64) -> None:
+        self.info = EngineInfo(
+            model="scripted",
+            device="none",
+            vocab_len=script.vocab_len,
+            row_limit=row_limit,
+            max_handles=1 << 30,
+            max_tokens=1 << 30,
+        )
+        self._script = script
+        self._cells: dict[int, _Cell] = {}
+        self._handles = count()
+
+    @property
+    def num_handles(self) -> int:
+        """Handles open now."""
+        return len(self._cells)
+
+    @property
+    def num_tokens(self) -> int:
+        seen: set[int] = set()
+        for end in self._cells.values():
+            cell: _Cell | None = end
+            while cell is not None and cell.length and id(cell) not in seen:
+                seen.add(id(cell))
+                cell = cell.before
+        return len(seen)
+
+    def open(self) -> int:
+        return self._hold(_Cell(self._script.start(), 0, None))
+
+    def fork(self, handle: int, length: int) -> int:
+        return self._hold(self._cell(handle, length))
+
+    def truncate(self, handle: int, length: int) -> None:
+        self._cells[handle] = self._cell(handle, length)
+
+    def close(self, handle: int) -> None:
+        del self._cells[handle]
+
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
+        require_rows(rows)
+        return [distribution for row in rows for distribution in self._run(row)]
+
+    def shutdown(self) -> None:
+        self._cells.clear()
+
+    def _run(self, row: Row) -> list[Distribution]:
+        cell = self._cells[row.handle]
+        passed = []
+        for token in row.tokens:
+            cell = _Cell(self._script.advance(cell.state, token), cell.length + 1, cell)
+            passed.append(cell)
+        self._cells[row.handle] = cell
+        return [self._script.distribution(cell.state) for cell in passed[-row.num_outputs :]]
+
+    def _hold(self, cell: _Cell) -> int:
+        handle = next(self._handles)
+        self._cells[handle] = cell
+        return handle
+
+    def _cell(self, handle: int, length: int) -> _Cell:
+        cell = self._cells[handle]
+        require_length(handle, cell.length, length)
+        while cell.length > length:
+            assert cell.before is not None
+            cell = cell.before
+        return cell
+
+
+class EngineLane:
+    """A draft engine as a lane of the round loop, with given step times."""
+
+    def __init__(self, engine: DraftEngine, cost: StepCost) -> None:
+        self._engine = engine
+        self._cost = cost
+        self._bindings: dict[Session, Binding] = {}
+        self.row_limit = engine.info.row_limit
+
+    def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
+        self._forget_finished()
+        by_session: dict[Session, list[Node]] = {}
+        for session, node in rows:
+            by_session.setdefault(session, []).append(node)
+        feeds: list[Feed] = []
+        for session, nodes in by_session.items():
+            binding = self._bindings.setdefault(session, Binding(self._engine))
+            feeds += binding.feeds(session.tokens, session.tree, nodes)
+        run = [node for feed in feeds for node in feed.nodes]
+        found = dict(zip(run, self._engine.run([feed.row for feed in feeds]), strict=True))
+        return [found[node] for _, node in rows], self._cost.at(len(rows))
+
+    def close(self) -> None:
+        """Give all handles back."""
+        for binding in self._bindings.values():
+            binding.close()
+        self._bindings.clear()
+
+    def _forget_finished(self) -> None:
+        for session in [session for session in self._bindings if session.is_finished]:
+            self._bindings.pop(session).close()
+
+
+class ScriptedTarget:
+    """A target lane whose model is a script, verifying by rule A (`match`) or rule B (`reject`; `serve` as engines do).
+
+    `entry_s` is what a step with drafts takes beyond the cost of its tokens.
+    """
+
+    def __init__(
+        self, script: Script, cost: StepCost, chance: Chance, rule: Rule = "match", entry_s: float = 0.0
+    ) -> None:
+        self._script = script
+        self._cost = cost
+        self._entry_s = entry_s
+        self._chance = chance
+        self._rule = rule
+        self._states: WeakKeyDictionary[Session, tuple[int, State]] = WeakKeyDictionary()
+
+    def step_s(self, sessions: Sequence[Session]) -> float:
+        # What costs is a token of the batch, submitted or to be made.
+        num_submitted = sum(len(session.submitted) for session in sessions)
+        return self._cost.at(len(sessions) + num_submitted) + (self._entry_s if num_submitted else 0.0)
+
+    def verify(self, session: Session) -> Verdict:
+        states = [self._state(session)]
+        for token in session.submitted:
+            states.append(self._script.advance(states[-1], token))
+        if self._rule == "match":
+            return match(session.submitted, lambda index: self._sample(self._script.distribution(states[index])))
+        vocab_len = self._script.vocab_len
+        distributions = [self._script.distribution(state).dense(vocab_len) for state in states]
+        offered = offers(session, vocab_len) if self._rule == "reject" else served_offers(session, vocab_len)
+        return reject(offered, distributions, self._chance)
+
+    def _sample(self, distribution: Distribution) -> int:
+        return distribution.ids[self._chance.pick(distribution.probs)]
+
+    def _state(self, session: Session) -> State:
+        length, state = self._states.get(session, (0, self._script.start()))
+        for token in session.tokens[length:]:
+            state = self._script.advance(state, token)
+        self._states[session] = (len(session.tokens), state)
+        return state
+
+
+def offers(session: Session, vocab_len: int) -> list[Offer]:
+    """What the draft offers to rule B at each submitted position and the branch point: distribution, tokens drawn."""
+    positions = [session.tree.root, *(session.tree.submitted or ())]
+    return [
+        Offer(
+            node.distribution.dense(vocab_len) if node.distribution else Distribution((), (), 0.0).dense(vocab_len),
+            tuple(c.token for c in node.children),
+        )
+        for node in positions
+    ]
+
+
+def served_offers(session: Session, vocab_len: int) -> list[Offer]:
+    """What a stock engine is told: one token a place, drawn from what is told with it, or certain; then none."""
+    told = []
+    for node in session.tree.submitted or ():
+        q = node.drawn_from or Distribution((node.token,), (1,), 0.0)
+        told.append(Offer(q.dense(vocab_len), (node.token,)))
+    return [*told, Offer(Distribution((), (), 0.0).dense(vocab_len), ())]
+
+
+_Place = tuple[int, int]  # answer, number of its tokens read; negative within the prompt
+_START = -1
+_MODULUS = (1 << 61) - 1  # a Mersenne prime
+
+
+def prompt_of(trace: Trace, index: int) -> tuple[int, ...]:
+    """What a session for an answer of a trace begins with."""
+    return (index, *trace.answers[index].prompt)
+
+
+class _ReplayScript:
+    """States: `_START`, a place on a recorded answer, or the hash of a sequence that has left it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._answers = trace.answers
+        self._distributions = [
+            distribution for answer in trace.answers for distribution in answer.distributions if distribution.ids
+        ]
+        said = (token for answer in trace.answers for token in answer.tokens)
+        self.vocab_len = 1 + max(*said, *(max(distribution.ids) for distribution in self._distributions))
+
+    def start(self) -> int:
+        return _START
+
+    def advance(self, state: Any, token: int) -> _Place | int:
+        if state == _START:
+            return (token, -len(self._answers[token].prompt))
+        if not isinstance(state, tuple):
+            return _mix(state, token)
+        index, length = state
+        answer = self._answers[index]
+        if length < 0 or (length < len(answer.tokens) and answer.tokens[length] == token):
+            return (index, length + 1)
+        return _mix(index * 1_000_003 + length, token)
+
+    def _answer_at(self, state: Any) -> tuple[Answer, int] | None:
+        if not isinstance(state, tuple):
+            return None
+        index, length = state
+        answer = self._answers[index]
+        return (answer, length) if 0 <= length < len(answer.tokens) else None
+
+
+class ReplayDraft(_ReplayScript):
+    """The draft of a trace."""
+
+    def distribution(self, state: Any) -> Distribution:
+        on_path = self._answer_at(state)
+        if on_path:
+            answer, length = on_path
+            if answer.distributions[length].ids:
+                return answer.distributions[length]
+        return self._distributions[hash(state) % len(self._distributions)]
+
+
+class ReplayTarget(_ReplayScript):
+    """The target of a trace: certain of what it said."""
+
+    def distribution(self, state: Any) -> Distribution:
+        on_path = self._answer_at(state)
+        if on_path:
+            answer, length = on_path
+            return _certain(answer.tokens[length])
+        return _certain(0)
+
+
+@lru_cache(maxsize=4096)
+def _certain(token: int) -> Distribution:
+    return Distribution((token,), (1.0,), 0.0)
+
+
+def _mix(value: int, token: int) -> int:
+    return (value * 6_364_136_223_846_793_005 + token + 1_442_695_040_888_963_407) % _MODULUS
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the draft offers at one position: tokens drawn from `distribution` without replacement, in order."""
+
+    distribution: Dense
+    tokens: tuple[int, ...]
+
+
+def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
+    """Rule A. `sample(i)` draws the target's token after i submitted ones; it is called once per token settled."""
+    for index, token in enumerate(submitted):
+        drawn = sample(index)
+        if drawn != token:
+            return Verdict(index, drawn)
+    return Verdict(len(submitted), sample(len(submitted)))
+
+
+def reject(offers: Sequence[Offer], distributions: Sequence[Dense], chance: Chance) -> Verdict:
+    """Rule B. Every offer but the last begins with a submitted token; the last one holds the roots at the branch point.
+
+    `distributions[i]` is the target's distribution after i submitted tokens.
+    """
+    last = len(offers) - 1
+    for index, (offer, distribution) in enumerate(zip(offers, distributions, strict=True)):
+        token = choose(distribution, offer, chance)
+        if index == last or token != offer.tokens[0]:
+            return Verdict(index, token)
+    raise ValueError("rule B needs at least one offer, if only an empty one")
+
+
+def choose(p: Dense, offer: Offer, chance: Chance) -> int:
+    """Test the offered tokens in order, each against what the earlier ones left over; the result follows p exactly."""
+    q = offer.distribution
+    for token in offer.tokens:
+        keep = keep_chance(p, q, token)
+        if chance.pick((keep, 1 - keep)) == 0:
+            return token
+        p, q = recovery_distribution(p, q), without(q, token)
+    return chance.pick(list(p))
+
+
+def keep_chance(p: Dense, q: Dense, token: int) -> Prob:
+    """Chance to keep a token that was drawn from q: min(1, p/q)."""
+    ratio: Prob = p[token] / q[token]
+    return min(ratio, 1)
+
+
+def recovery_distribution(p: Dense, q: Dense) -> Dense:
+    """The distribution after a rejection: what p has over q, normalised."""
+    excess = np.maximum(p - q, 0)
+    total = excess.sum()
+    # With p = q nothing is ever rejected; only rounding can ask for this distribution.
+    return excess / total if total else p
+
+
+def without(q: Dense, token: int) -> Dense:
+    """The distribution q once `token` has been drawn and is not put back."""
+    rest = q.copy()
+    rest[token] = 0
+    total = rest.sum()
+    return rest / total if total else rest

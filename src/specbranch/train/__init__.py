@@ -1,1 +1,0 @@
-"""Training of H-RAD: collect what a pair does, fit the predictor, judge it on prompts that it has not seen."""
