@@ -33,10 +33,11 @@ import zmq
 
 from specbranch.child import Child
 from specbranch.machine import provenance
-from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.digest import Digest
-from specbranch.service.endpoint import connected
-from specbranch.service.wire import MAX_FRAME, VERSION, Hello, Open, Setting, Step, StepRow, encode, pack
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.transport import connected
+from specbranch.service.wire.messages import MAX_FRAME, VERSION, Hello, Open, Setting, Step, StepRow, encode, pack
+from specbranch.service.wire.payloads import Digest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

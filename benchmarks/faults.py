@@ -40,9 +40,10 @@ from under_load.servers import ACCEPTED, Served, Service, free_port, own_cores, 
 from under_load.traffic import STREAM, WHOLE, Request, read_prompts
 
 from specbranch.machine import provenance
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.endpoint import ClientKeys, make_keys
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
 from specbranch.service.process import DraftOptions
+from specbranch.service.wire.addresses import ClientKeys, make_keys
 
 RESULT = Path(__file__).parent / "faults.json"
 OVER_UNIX = ("killed", "stopped", "restarted", "socket deleted", "disk full", "second service", "preempted")

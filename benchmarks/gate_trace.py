@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.costs import Costs
-from specbranch.core.gate import Gate
 from specbranch.extensions import load_pyplot
 from specbranch.machine import provenance
+from specbranch.service.client.gate import Gate
 from specbranch.simulation.loop import Step, TargetStep
 from specbranch.simulation.presets import Pair, make_trace
 from specbranch.simulation.simulate import Layout, method_for, simulate

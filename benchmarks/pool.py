@@ -28,13 +28,13 @@ from specbranch.child import PIPE, Child
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import Row
 from specbranch.machine import provenance
-from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.connection import Connection
-from specbranch.service.link import SocketLink
-from specbranch.service.pool import draft_client
-from specbranch.service.reporter import Reporter
-from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.wire import Drain
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.pool import draft_client
+from specbranch.service.client.stats import Reporter
+from specbranch.service.client.transport import Connection, SocketLink
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.wire.messages import Drain
 from specbranch.simulation.scripted import ScriptedEngine, TextScript, match
 
 RESULT = Path(__file__).parent / "pool.json"

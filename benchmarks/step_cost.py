@@ -31,7 +31,8 @@ from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.machine import provenance
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.target import Request, Target, TargetOptions
-from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
 from specbranch.service.process import DraftOptions
 
 RESULT = Path(__file__).parent / "step-cost.json"
@@ -169,7 +170,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 def serve(log_file: Path, words: Sequence[str]) -> None:
     """`specbranch` with these words; when it ends, the log has the spans of all lookups."""
     from specbranch.cli import app
-    from specbranch.service.server import Server
+    from specbranch.service.server.server import Server
 
     lookups: list[tuple[float, float, float]] = []
 

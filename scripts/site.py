@@ -26,7 +26,7 @@ INTERFACE = (
     "specbranch.DraftServer",
     "specbranch.core.planner",
     "specbranch.engines.base",
-    "specbranch.service.client",
+    "specbranch.service.client.interface",
     "specbranch.core.session",
     "specbranch.simulation.simulate",
 )

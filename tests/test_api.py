@@ -15,7 +15,7 @@ import pytest
 import specbranch
 from specbranch import DraftServer, SpecBranchError, simulate
 from specbranch.core.planners import SettingError
-from specbranch.service.endpoint import EndpointError
+from specbranch.service.wire.addresses import EndpointError
 from specbranch.simulation.presets import PAIRS, make_trace
 
 HEAVY = ("torch", "vllm", "llama_cpp", "transformers", "matplotlib", "zmq", "numpy", "msgspec", "typer")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbranch.child import Child
-from specbranch.plugins.settings import client_keys
 from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.page import read_page
-from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, client_keys
+from specbranch.service.client.stats import read_page
 from specbranch.service.process import DraftOptions
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"

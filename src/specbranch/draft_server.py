@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
-from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.service.endpoint import check_reachable, each_address
+from specbranch.service.client.interface import DraftSettings
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions, StartError
+from specbranch.service.wire.addresses import check_reachable, each_address
 
 log = logging.getLogger(__name__)
 

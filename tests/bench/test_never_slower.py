@@ -24,8 +24,8 @@ def decision(step: int, at_s: float, is_open: bool = False) -> dict[str, Any]:
 
 def test_the_lines_of_the_gate_are_understood(caplog: pytest.LogCaptureFixture) -> None:
     """As the proposer writes them."""
-    from specbranch.core.gate import Decision
     from specbranch.plugins.vllm.proposer import SpecBranchProposer
+    from specbranch.service.client.gate import Decision
 
     proposer = object.__new__(SpecBranchProposer)
     proposer._decided = {}

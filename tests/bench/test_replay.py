@@ -14,8 +14,7 @@ import pytest
 
 from specbranch.bench.replay import replay_document, write_replay
 from specbranch.bench.timeline_file import Timeline, read_timeline
-from specbranch.service.snapshot import RUN, SUBMITTED, Snapshot
-from specbranch.service.timeline import RowVerdict, TimelineRecorder, VerdictTree
+from specbranch.service.server.timeline import RUN, SUBMITTED, RowVerdict, Snapshot, TimelineRecorder, VerdictTree
 
 ROOT = Path(__file__).parents[2]
 LANE = (b"me", b"ours")

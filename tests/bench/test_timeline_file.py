@@ -8,7 +8,7 @@ import pytest
 
 from specbranch.bench.timeline_file import Span, Timeline, TimelineError, read_timeline, shared_s, shares
 from specbranch.bench.timeline_plot import choose_stretches
-from specbranch.service.timeline import RowVerdict, TimelineRecorder
+from specbranch.service.server.timeline import RowVerdict, TimelineRecorder
 
 LANE = (b"me", b"ours")
 

@@ -18,8 +18,8 @@ from specbranch.engines.vocabulary import VocabularyError
 from specbranch.errors import UsageError
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.service.client import DraftClient
-from specbranch.service.endpoint import EndpointError, ServiceKeys, make_keys
+from specbranch.service.client.client import DraftClient
+from specbranch.service.wire.addresses import EndpointError, ServiceKeys, make_keys
 from tests.service.harness import PATIENCE_S, be_patient, free_port, scripted_service, tcp_service
 
 

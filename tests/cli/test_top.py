@@ -27,14 +27,15 @@ from specbranch.cli.describe import lines
 from specbranch.cli.measures import Measure, measures
 from specbranch.cli.reading import Reading, of_overview, of_page
 from specbranch.cli.top_view import as_json, as_line, as_screen, count, duration, memory
-from specbranch.core.gate import Decision
 from specbranch.core.round import Stats
 from specbranch.plugins.vllm.metrics import Collector
-from specbranch.plugins.vllm.page import read_page
 from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.endpoint import make_keys
-from specbranch.service.wire import Overview
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.gate import Decision
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.stats import read_page
+from specbranch.service.wire.addresses import make_keys
+from specbranch.service.wire.messages import Overview
 from specbranch.version import __version__
 from tests.cli.test_remote import keys_in
 from tests.service.harness import PATIENCE_S, Walk, be_patient, free_port, scripted_service, tcp_service, wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.core.gate import Gate
+from specbranch.service.client.gate import Gate
 
 
 def drive(gate: Gate, steps: int, speedup: float, rows: int = 1, warm_up: int = 3) -> tuple[float, int]:

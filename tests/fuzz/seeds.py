@@ -12,11 +12,9 @@ from pathlib import Path
 from specbranch.core.distribution import Distribution
 from specbranch.core.planners import PLANNERS, longest_submission
 from specbranch.hrad.network import write_hrad
-from specbranch.service import wire
-from specbranch.service.digest import DIGEST_LEN
-from specbranch.service.draft_probs import pack_probs
-from specbranch.service.snapshot import Snapshot
-from specbranch.service.timeline import RowVerdict, TimelineRecorder, VerdictTree
+from specbranch.service.server.timeline import RowVerdict, Snapshot, TimelineRecorder, VerdictTree
+from specbranch.service.wire import messages
+from specbranch.service.wire.payloads import DIGEST_LEN, pack_probs
 from specbranch.trace import Header, Record, encode_line
 from tests.engines.test_gguf import BEFORE, gguf_file, token_pair
 from tests.fuzz.targets import SEPARATOR, TARGETS
@@ -28,27 +26,31 @@ _SURE = Distribution((7, 8), (0.75, 0.25), 0.56)
 
 
 def _request() -> Iterator[bytes]:
-    sampling = wire.WireSampling(0.8, 0.95, 40, 12345)
-    row = wire.StepRow(_NAME, [1, 2, 3], _NAME, 2, wire.WireOutlook(1), [4, 5], sampling, 3, True)
-    yield wire.encode(wire.Hello(wire.VERSION, 1))
-    yield wire.encode(wire.Step(2, b"me", 20.0, [row, wire.StepRow(_NAME, [9], _NAME, 0)], 5000, wire.Beside(2, 5, 3)))
-    yield wire.encode(wire.Open(b"me", "budget", {"gamma": 8, "prices": True}, "confidence", [wire.pack([1, 2, 3])]))
-    yield wire.encode(wire.StatsRequest(3, b"me"))
-    yield wire.encode(wire.OverviewRequest(4))
-    yield wire.encode(wire.Drain(5))
+    sampling = messages.WireSampling(0.8, 0.95, 40, 12345)
+    row = messages.StepRow(_NAME, [1, 2, 3], _NAME, 2, messages.WireOutlook(1), [4, 5], sampling, 3, True)
+    yield messages.encode(messages.Hello(messages.VERSION, 1))
+    yield messages.encode(
+        messages.Step(2, b"me", 20.0, [row, messages.StepRow(_NAME, [9], _NAME, 0)], 5000, messages.Beside(2, 5, 3))
+    )
+    yield messages.encode(
+        messages.Open(b"me", "budget", {"gamma": 8, "prices": True}, "confidence", [messages.pack([1, 2, 3])])
+    )
+    yield messages.encode(messages.StatsRequest(3, b"me"))
+    yield messages.encode(messages.OverviewRequest(4))
+    yield messages.encode(messages.Drain(5))
 
 
 def _reply() -> Iterator[bytes]:
     probs = pack_probs([_SURE, None])
-    ahead = wire.AheadRow(_NAME, [wire.Outcome([1, 2], [7, 8], probs)])
-    counts = dict.fromkeys(wire.StatsReply.__struct_fields__, 5)
-    yield wire.encode(wire.Welcome(wire.VERSION, 1, "small", 1000, bytes(range(8))))
-    yield wire.encode(wire.Proposals(2, [[7, 8], None], [probs, b""]))
-    yield wire.encode(wire.Ahead([ahead]))
-    yield wire.encode(wire.Refused("no planner is called x"))
-    yield wire.encode(wire.StatsReply(**counts))
-    yield wire.encode(wire.Draining(5, True, 3))
-    yield wire.encode(wire.Overview(4, {"draft": "small", "row_limit": 64}, {"steps": 7.0}))
+    ahead = messages.AheadRow(_NAME, [messages.Outcome([1, 2], [7, 8], probs)])
+    counts = dict.fromkeys(messages.StatsReply.__struct_fields__, 5)
+    yield messages.encode(messages.Welcome(messages.VERSION, 1, "small", 1000, bytes(range(8))))
+    yield messages.encode(messages.Proposals(2, [[7, 8], None], [probs, b""]))
+    yield messages.encode(messages.Ahead([ahead]))
+    yield messages.encode(messages.Refused("no planner is called x"))
+    yield messages.encode(messages.StatsReply(**counts))
+    yield messages.encode(messages.Draining(5, True, 3))
+    yield messages.encode(messages.Overview(4, {"draft": "small", "row_limit": 64}, {"steps": 7.0}))
 
 
 def _trace() -> Iterator[bytes]:

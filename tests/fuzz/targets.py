@@ -22,8 +22,8 @@ from specbranch.engines.vocabulary import difference, read_vocabulary, sampled
 from specbranch.errors import SpecBranchError
 from specbranch.hrad import network
 from specbranch.plugins.vllm.settings import read_settings
-from specbranch.service import wire
-from specbranch.service.draft_probs import unpack_probs
+from specbranch.service.wire import messages
+from specbranch.service.wire.payloads import unpack_probs
 from specbranch.simulation.simulate import Method, simulate
 from specbranch.trace import Answer, Header, Trace, read_trace, write_trace
 
@@ -39,18 +39,18 @@ _SHORT = Trace(Header(), (Answer((1, 2, 1, 1, 2, 1, 1, 1), (_SURE,) * 8, prompt=
 
 def request(data: bytes) -> None:
     """A frame at the service."""
-    frame = wire.encode(wire.decode_request(data))
+    frame = messages.encode(messages.decode_request(data))
 
-    assert wire.encode(wire.decode_request(frame)) == frame
+    assert messages.encode(messages.decode_request(frame)) == frame
 
 
 def reply(data: bytes) -> None:
     """A frame at the client, and the probabilities in it."""
-    message = wire.decode_reply(data)
-    frame = wire.encode(message)
+    message = messages.decode_reply(data)
+    frame = messages.encode(message)
 
-    assert wire.encode(wire.decode_reply(frame)) == frame
-    if isinstance(message, wire.Proposals):
+    assert messages.encode(messages.decode_reply(frame)) == frame
+    if isinstance(message, messages.Proposals):
         for row, probs in zip(message.rows, message.probs, strict=False):
             with suppress(ValueError):  # what the client expects of them
                 unpack_probs(probs, len(row or ()))

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.gate import Decision
 from specbranch.plugins.vllm import stats_file
 from specbranch.plugins.vllm.metrics import STATES, Collector
 from specbranch.plugins.vllm.stats_file import (
@@ -28,9 +27,11 @@ from specbranch.plugins.vllm.stats_file import (
     read_stats_files,
     remove_stats_files,
 )
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.link import SocketLink
-from specbranch.service.reporter import Reporter
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.gate import Decision
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.stats import Reporter
+from specbranch.service.client.transport import SocketLink
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, scripted_service, wait_for
 
 COUNTS = {"calls": 9, "answered": 7, "timeouts": 2, "wait_s": 0.5}
@@ -200,7 +201,7 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
             waits_s.append(timeout_s)
             return super().await_readable(timeout_s)
 
-    monkeypatch.setattr("specbranch.service.reporter.SocketLink", NotedLink)
+    monkeypatch.setattr("specbranch.service.client.stats.SocketLink", NotedLink)
     with scripted_service(tmp_path) as service:
         for engine in range(4):
             show(service.address, bytes([engine]), engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specbranch.plugins.vllm.pace import Pace
+from specbranch.service.client.gate import Pace
 
 
 def clock() -> Iterator[float]:

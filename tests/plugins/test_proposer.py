@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.gate import Decision
 from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import HASH_LEN
@@ -24,9 +23,9 @@ from specbranch.plugins.vllm import proposer as vllm_proposer
 from specbranch.plugins.vllm.compat import config, patches, runner
 from specbranch.plugins.vllm.compat.runner import PAD
 from specbranch.plugins.vllm.layout import LayoutError
-from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
-from specbranch.service.client import ClientOptions, Committed
+from specbranch.service.client.gate import Decision, Pace
+from specbranch.service.client.interface import ClientOptions, Committed
 
 
 class FixedClient:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from specbranch.engines.vocabulary import VocabSample
-from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.text_drafts import TextDrafts
-from specbranch.service.client import DraftClient
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import DraftSettings
 from specbranch.simulation.scripted import match
 from tests.service.harness import PATIENCE_S, TARGET, VOCAB, Service, scripted_service
 

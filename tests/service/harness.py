@@ -20,10 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.service.client import ClientOptions, Committed, DraftClient, Drafts
-from specbranch.service.endpoint import ServiceKeys, each_address
-from specbranch.service.link import SocketLink
-from specbranch.service.server import Server, ServiceOptions
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed, Drafts
+from specbranch.service.client.transport import SocketLink
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.wire.addresses import ServiceKeys, each_address
 from specbranch.simulation.scripted import ScriptedEngine, TextScript, match
 from tests.service.nursery import MODULES, ROOT, Forked
 from tests.toys import random_script

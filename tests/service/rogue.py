@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from specbranch.core.round import MAX_WINDOW
-from specbranch.service.wire import (
+from specbranch.service.wire.messages import (
     MAX_REPLY,
     VERSION,
     Drain,

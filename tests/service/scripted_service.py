@@ -18,11 +18,10 @@ from typing import Any
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import Row
 from specbranch.logs import set_up_logs
-from specbranch.service.metrics import serve_metrics
-from specbranch.service.observer import Observer
-from specbranch.service.recorder import Recorder
-from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.timeline import TimelineRecorder
+from specbranch.service.server.metrics import serve_metrics
+from specbranch.service.server.recorder import Observer, Recorder
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.server.timeline import TimelineRecorder
 from specbranch.simulation.scripted import ScriptedEngine, TextScript
 from tests.service.harness import DRAFT, RECENT, VOCAB
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.service import ahead
-from specbranch.service import outcomes as service_outcomes
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.digest import Digest
-from specbranch.service.outcomes import Outcomes
-from specbranch.service.wire import MAX_AHEAD, Ahead, AheadRow, Outcome, Proposals, Step, StepRow, encode
+from specbranch.service.client import sequences
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.sequences import Outcomes
+from specbranch.service.server import handler
+from specbranch.service.wire.messages import MAX_AHEAD, Ahead, AheadRow, Outcome, Proposals, Step, StepRow, encode
+from specbranch.service.wire.payloads import Digest
 from tests.service.harness import PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench, likely
 
@@ -130,7 +131,7 @@ def test_nothing_is_told_twice_nor_without_end(monkeypatch: pytest.MonkeyPatch) 
     bench.compute._grown.put(bench.store.snapshot()[0])
     assert told(bench) == []
 
-    monkeypatch.setattr(ahead, "_MOST", 2)
+    monkeypatch.setattr(handler, "_MOST", 2)
     bench.step(TEXT, likely(TEXT))
     messages = []
     for _ in range(10):
@@ -156,7 +157,7 @@ def test_a_message_has_no_more_sequences_than_it_may() -> None:
 
 
 def test_an_answer_is_taken_once_and_the_oldest_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_outcomes, "_MOST_OUTCOMES", 2)
+    monkeypatch.setattr(sequences, "_MOST_OUTCOMES", 2)
     names = [Digest([number]).name for number in range(3)]
     outcomes = Outcomes()
     for name in names:

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from specbranch.core.round import MAX_WINDOW
-from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.wire import (
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.wire.messages import (
     MAX_REPLY,
     MAX_ROWS,
     VERSION,
@@ -109,7 +110,7 @@ def test_a_draft_with_the_targets_vocabulary_is_no_matter(tmp_path: Path, caplog
 def test_rows_beyond_the_bounds_of_a_message_are_counted_and_the_first_one_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("specbranch.service.client.MAX_SEQUENCE", 4)
+    monkeypatch.setattr("specbranch.service.client.client.MAX_SEQUENCE", 4)
     with contextlib.closing(DraftClient(ClientOptions(f"ipc://{tmp_path}/draft.sock"))) as client:
         for tokens in ([1] * 4, [1] * 5, [1] * 6, [1]):
             client.propose([Committed(tokens, 1)])
@@ -151,8 +152,8 @@ def test_the_largest_answer_there_can_be_fits_into_a_reply() -> None:
 
 FORKED = """
 import os, signal, sys
-from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.reporter import Reach, Reporter
+from specbranch.service.client.client import ClientOptions, Committed, DraftClient
+from specbranch.service.client.stats import Reach, Reporter
 address = sys.argv[1]
 row = Committed([1, 2, 3], 1)
 long_s = 3600.0  # who waits for anything never ends

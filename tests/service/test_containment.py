@@ -17,11 +17,12 @@ from specbranch.core.planner import Planner
 from specbranch.core.round import Round, Verdict
 from specbranch.engines.base import Row
 from specbranch.errors import EngineError
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.digest import Digest
-from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.sessions import DraftSession, State
-from specbranch.service.wire import Open, Proposals, Refused, StatsReply, StatsRequest, Step, StepRow, pack
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.server.session import DraftSession, State
+from specbranch.service.wire.messages import Open, Proposals, Refused, StatsReply, StatsRequest, Step, StepRow, pack
+from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, free_port, scrape, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted

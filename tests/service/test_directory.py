@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file, read_stats_files
-from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.endpoint import EndpointError, default_address
-from specbranch.service.server import Server, ServiceOptions
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.wire.addresses import EndpointError, default_address
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, LeapingClock, scripted_service
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import zmq
 
-from specbranch.service.client import ClientOptions, Committed
-from specbranch.service.wire import VERSION, Hello, Proposals, Step, Welcome, decode_request, encode
+from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.wire.messages import VERSION, Hello, Proposals, Step, Welcome, decode_request, encode
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, scripted_service
 
 DEADLINE_S = 0.2

@@ -7,10 +7,10 @@ import time
 import urllib.request
 from pathlib import Path
 
-from specbranch.plugins.vllm.page import read_page
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.wire import VERSION, Overview, OverviewRequest, encode
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.stats import Reach, Reporter, read_page
+from specbranch.service.wire.messages import VERSION, Overview, OverviewRequest, encode
 from specbranch.version import __version__
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, free_port, scripted_service
 from tests.service.rogue import rogue

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.endpoint import ClientKeys, ServiceKeys, make_keys
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.wire.addresses import ClientKeys, ServiceKeys, make_keys
 from tests.service.harness import PATIENCE_S, Walk, tcp_service
 from tests.service.test_faults import walk_until_accepted
 

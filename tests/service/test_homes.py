@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specbranch.service import homes as service_homes
-from specbranch.service.homes import KEY_LEN, Homes
+from specbranch.service.client import pool
+from specbranch.service.client.pool import KEY_LEN, Homes
 
 ADDRESSES = ["ipc:///one", "ipc:///two", "ipc:///three"]
 ALL = [0, 1, 2]
@@ -81,7 +81,7 @@ def test_a_text_is_found_by_the_name_that_it_has_now() -> None:
 
 
 def test_texts_that_have_ended_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_homes, "_MOST", 2)
+    monkeypatch.setattr(pool, "_MOST", 2)
     ours = homes()
     for name in (b"a", b"b", b"a", b"c"):
         ours.settle(name, 1)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.endpoint import EndpointError
-from specbranch.service.listener import listening, lowest_free_file
-from specbranch.service.socket_file import SocketFile
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.server.listener import SocketFile, listening, lowest_free_file
+from specbranch.service.wire.addresses import EndpointError
 from tests.service.harness import PATIENCE_S, Service, Walk, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
 

@@ -11,13 +11,13 @@ import pytest
 from specbranch.core.round import Outlook, Signal
 from specbranch.engines.base import Row
 from specbranch.errors import EngineError, EngineFull
-from specbranch.service.compute import Compute
-from specbranch.service.digest import Digest
-from specbranch.service.dispatch import Dispatch
-from specbranch.service.observer import Observer
-from specbranch.service.sessions import SessionStore, State
-from specbranch.service.timeline import TimelineRecorder
-from specbranch.service.wire import (
+from specbranch.service.server.draft_runner import Compute
+from specbranch.service.server.handler import Dispatch
+from specbranch.service.server.recorder import Observer
+from specbranch.service.server.session import State
+from specbranch.service.server.store import SessionStore
+from specbranch.service.server.timeline import TimelineRecorder
+from specbranch.service.wire.messages import (
     VERSION,
     Hello,
     Open,
@@ -34,6 +34,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
+from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, VOCAB, wait_for
 

@@ -18,17 +18,15 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.core.costs import StepEstimate
-from specbranch.plugins.settings import client_keys
-from specbranch.service.client import ClientOptions, Committed, DraftClient, Question
-from specbranch.service.digest import Digest
-from specbranch.service.endpoint import EndpointError, ServiceKeys, each_address, make_keys
-from specbranch.service.homes import Homes
-from specbranch.service.link import SocketLink, await_any
-from specbranch.service.pool import DraftPool, _besides, draft_client
-from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.tenants import Tenants
-from specbranch.service.wire import (
+from specbranch.service.client.client import DraftClient, Question
+from specbranch.service.client.interface import ClientOptions, Committed, client_keys
+from specbranch.service.client.pool import DraftPool, Homes, _besides, draft_client
+from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.client.transport import SocketLink, await_any
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.server.tenants import Tenants
+from specbranch.service.wire.addresses import EndpointError, ServiceKeys, each_address, make_keys
+from specbranch.service.wire.messages import (
     VERSION,
     Beside,
     Drain,
@@ -42,6 +40,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
+from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, be_patient, free_port, scripted_service, wait_for
 from tests.service.rogue import rogue
@@ -218,7 +217,7 @@ def watch_waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
         waits.append((len(links), timeout_s))
         return await_any(links, timeout_s)
 
-    monkeypatch.setattr("specbranch.service.pool.await_any", noted)
+    monkeypatch.setattr("specbranch.service.client.pool.await_any", noted)
     return waits
 
 
@@ -306,7 +305,7 @@ def test_who_answers_is_not_blamed_for_who_does_not(tmp_path: Path, monkeypatch:
         num_answered = pool.counts.answered
         mute = pool._links[pool._services[0]]
         monkeypatch.setattr(
-            "specbranch.service.pool.await_any",
+            "specbranch.service.client.pool.await_any",
             lambda links, timeout_s: await_any(links, timeout_s) if links != [mute] else [],
         )
         pool.propose([Committed([*silent, 1], 1), Committed(walk.tokens, walk._num_new, len(walk.proposal))])
@@ -502,7 +501,7 @@ def test_the_time_of_a_step_goes_to_all_services_with_what_is_beside_their_rows(
 ) -> None:
     addresses = sockets(tmp_path, "one", "two")
     prompts = [*prompts_for(addresses, 0), *prompts_for(addresses, 1, 2)]
-    monkeypatch.setattr("specbranch.service.pool._SILENCE_S", math.inf)  # no text leaves the mute ones
+    monkeypatch.setattr("specbranch.service.client.pool._SILENCE_S", math.inf)  # no text leaves the mute ones
     with mutes(addresses) as services, pool_of(addresses, deadline_s=0.01) as pool:
         for length in (1, 2):
             rows = [Committed([*prompt, *[1] * length], 1, length) for prompt in prompts]

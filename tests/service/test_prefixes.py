@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specbranch.service.digest import Digest
-from specbranch.service.prefixes import MARK_LEN, Prefixes
+from specbranch.service.server.store import MARK_LEN, Prefixes
+from specbranch.service.wire.payloads import Digest
 from tests.service.harness import DRAFT
 from tests.service.test_lookup import Bench
 

@@ -17,13 +17,11 @@ from specbranch.core.round import Stats
 from specbranch.engines.base import Row
 from specbranch.errors import EngineFull
 from specbranch.logs import Seldom
-from specbranch.service.busy import Heard
-from specbranch.service.compute import _MOST_FAILURES
-from specbranch.service.digest import Digest
-from specbranch.service.sessions import DraftSession
-from specbranch.service.turns import Message, Turns
-from specbranch.service.usage import Usage
-from specbranch.service.wire import (
+from specbranch.service.server.batch import Heard
+from specbranch.service.server.draft_runner import _MOST_FAILURES
+from specbranch.service.server.fair_queue import Message, Turns, Usage
+from specbranch.service.server.session import DraftSession
+from specbranch.service.wire.messages import (
     MAX_FRAME,
     MAX_ROWS,
     MAX_SEQUENCE,
@@ -37,6 +35,7 @@ from specbranch.service.wire import (
     encode,
     pack,
 )
+from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, VOCAB
 from tests.service.test_lookup import Bench, likely

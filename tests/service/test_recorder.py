@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from specbranch.core.distribution import Distribution
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.recorder import Note, Recorder
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.server.recorder import Note, Recorder
 from specbranch.trace import read_trace
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 

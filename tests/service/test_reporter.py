@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.wire import StatsReply, StatsRequest
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.wire.messages import StatsReply, StatsRequest
 from tests.service.harness import (
     PATIENCE_S,
     START_S,
@@ -145,8 +146,8 @@ def test_the_sums_of_more_namespaces_than_are_kept_apart_are_not_lost() -> None:
 
 COLLECTED = """
 import gc
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.reporter import Reporter
+from specbranch.service.client.client import ClientOptions, DraftClient
+from specbranch.service.client.stats import Reporter
 for owner in (DraftClient(ClientOptions("ipc:///nowhere")), Reporter("ipc:///nowhere", b"ours")):
     owner.itself = owner
     del owner

@@ -19,14 +19,14 @@ from specbranch.core.costs import Costs
 from specbranch.core.distribution import Distribution, RandomChance, Sampling
 from specbranch.core.node import TopDraw
 from specbranch.core.session import Session
-from specbranch.service.client import ClientOptions, Committed, DraftClient, Drafts
-from specbranch.service.digest import Digest
-from specbranch.service.draft_probs import pack_probs, unpack_probs
-from specbranch.service.pool import DraftPool
-from specbranch.service.redraw import redraw
-from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.told import Told
-from specbranch.service.wire import Ahead, AheadRow, Outcome, Proposals, Step, StepRow, WireSampling
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.filters import redraw
+from specbranch.service.client.interface import ClientOptions, Committed, Drafts
+from specbranch.service.client.pool import DraftPool
+from specbranch.service.client.sequences import Told
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.wire.messages import Ahead, AheadRow, Outcome, Proposals, Step, StepRow, WireSampling
+from specbranch.service.wire.payloads import Digest, pack_probs, unpack_probs
 from specbranch.simulation.scripted import Offer, ScriptedEngine, TextScript, reject
 from tests.service.harness import PATIENCE_S
 from tests.service.test_lookup import Bench

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
 from tests.service.harness import PATIENCE_S, START_S, TARGET, scripted_service
 
 TARGETS, SEQUENCES, STEPS = 8, 32, 12

@@ -13,11 +13,13 @@ import zmq.auth
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.endpoint import ClientKeys, EndpointError, ServiceKeys, connected, default_address, make_keys
-from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.wire import VERSION, Hello, Refused, Welcome, decode_reply, encode
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.client.transport import connected
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.wire.addresses import ClientKeys, EndpointError, ServiceKeys, default_address, make_keys
+from specbranch.service.wire.messages import VERSION, Hello, Refused, Welcome, decode_reply, encode
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, free_port, scrape, scripted_service, tcp_service, wait_for
 from tests.service.test_faults import client_for, walk_until_accepted

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from specbranch.core.costs import StepEstimate
-from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.tenants import Tenants
-from specbranch.service.wire import MAX_STEP_US, Step, StepRow, decode_request
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.server.tenants import Tenants
+from specbranch.service.wire.messages import MAX_STEP_US, Step, StepRow, decode_request
 from tests.world.clock import Clock
 
 NAME = bytes(16)

@@ -15,10 +15,10 @@ import pytest
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import Row
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.snapshot import SUBMITTED
-from specbranch.service.timeline import RowVerdict, TimelineRecorder
-from specbranch.service.wire import Proposals
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.server.timeline import SUBMITTED, RowVerdict, TimelineRecorder
+from specbranch.service.wire.messages import Proposals
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench, likely

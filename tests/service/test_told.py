@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specbranch.service import told as service_told
-from specbranch.service.digest import Digest
-from specbranch.service.told import TokenArray, Told
-from specbranch.service.wire import MAX_NEW
+from specbranch.service.client import sequences
+from specbranch.service.client.sequences import TokenArray, Told
+from specbranch.service.wire.messages import MAX_NEW
+from specbranch.service.wire.payloads import Digest
 
 
 def array(*tokens: int) -> TokenArray:
@@ -68,7 +68,7 @@ def test_no_more_new_tokens_than_a_message_may_have() -> None:
 
 
 def test_only_the_sequences_of_late_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_told, "_MOST", 2)
+    monkeypatch.setattr(sequences, "_MOST", 2)
     told = Told()
     for name in ("a", "b", "a", "c"):
         tell(told, name, array(1, 2, 3))

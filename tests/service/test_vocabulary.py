@@ -13,9 +13,20 @@ import pytest
 import zmq
 
 from specbranch.engines.vocabulary import HASH_LEN, read_sample, read_vocabulary
-from specbranch.service.client import ClientOptions, Committed, DraftClient
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
 from specbranch.service.process import DraftOptions, DraftProcess
-from specbranch.service.wire import VERSION, Hello, Open, Proposals, Request, Step, Welcome, decode_request, encode
+from specbranch.service.wire.messages import (
+    VERSION,
+    Hello,
+    Open,
+    Proposals,
+    Request,
+    Step,
+    Welcome,
+    decode_request,
+    encode,
+)
 from tests.engines.models import model_path
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, scripted_service, wait_for
 

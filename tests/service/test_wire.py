@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from specbranch.engines.vocabulary import MAX_SAMPLE
-from specbranch.service.digest import Digest
-from specbranch.service.wire import (
+from specbranch.service.wire.messages import (
     MAX_FRAME,
     MAX_NEW,
     MAX_REPLY,
@@ -47,6 +46,7 @@ from specbranch.service.wire import (
     pack,
     unpack,
 )
+from specbranch.service.wire.payloads import Digest
 
 NAME = Digest([1, 2, 3]).name
 

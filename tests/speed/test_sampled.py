@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from specbranch.core.distribution import Distribution, Sampling, number, pick
-from specbranch.service.draft_probs import pack_probs, unpack_probs
-from specbranch.service.redraw import redraw
+from specbranch.service.client.filters import redraw
+from specbranch.service.wire.payloads import pack_probs, unpack_probs
 from tests.counting import num_calls
 
 VOCAB, WINDOW, TOP = 151_936, 8, 32

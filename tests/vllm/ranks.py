@@ -12,7 +12,7 @@ import pytest
 from specbranch.core.distribution import Distribution
 from specbranch.plugins.vllm.compat import patches, runner
 from specbranch.plugins.vllm.v2.speculator import Speculator
-from specbranch.service.client import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, Committed
 
 torch = pytest.importorskip("torch")
 

@@ -16,7 +16,8 @@ from typing import Any
 from specbranch.core.planners import PLANNERS
 from specbranch.plugins.vllm.compat.engine import describe
 from specbranch.plugins.vllm.settings import read_settings
-from specbranch.service.client import ClientOptions, DraftClient
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
 from tests.service.rogue import rogue
 from tests.vllm.runs import draft_service, drafting, num_equal, proposer_of, tokens_of
 

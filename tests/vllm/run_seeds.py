@@ -18,10 +18,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from specbranch.plugins import settings
 from specbranch.plugins.vllm.arguments import proposer_arguments
 from specbranch.plugins.vllm.compat import engine
 from specbranch.plugins.vllm.settings import read_settings
+from specbranch.service.client import interface
 from tests.vllm.coin_model import NUM_COINS, write_coins
 from tests.vllm.runs import draft_service
 
@@ -45,7 +45,7 @@ def main() -> None:
 
     from vllm import LLM
 
-    settings._STEP_SHARE = None  # type: ignore[assignment]  # a step whose answer is late tests nothing
+    interface._STEP_SHARE = None  # type: ignore[assignment]  # a step whose answer is late tests nothing
     with tempfile.TemporaryDirectory() as directory:
         target, draft = write_coins(Path(directory))
         with draft_service(str(draft)) as address:

@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import Literal
 
 from specbranch.core.round import Stats
-from specbranch.service.client import DraftClient
-from specbranch.service.digest import Digest
-from specbranch.service.sessions import DraftSession
-from specbranch.service.wire import StatsReply
+from specbranch.service.client.client import DraftClient
+from specbranch.service.server.session import DraftSession
+from specbranch.service.wire.messages import StatsReply
+from specbranch.service.wire.payloads import Digest
 from tests.world.engine import VOCAB, target_token
 from tests.world.ledger import Ledger
 from tests.world.service import MAX_EVENTS, Service

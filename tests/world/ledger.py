@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specbranch.service.digest import Digest
-from specbranch.service.wire import (
+from specbranch.service.wire.messages import (
     Ahead,
     FrameError,
     Open,
@@ -17,6 +16,7 @@ from specbranch.service.wire import (
     decode_request,
     unpack,
 )
+from specbranch.service.wire.payloads import Digest
 
 
 @dataclass(slots=True)

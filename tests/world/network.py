@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
-from specbranch.service.turns import Message
+from specbranch.service.server.fair_queue import Message
 from tests.world.faults import Faults
 from tests.world.schedule import Actor, Schedule
 

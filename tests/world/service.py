@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbranch.service.dispatch import Answer
-from specbranch.service.observer import Observer
-from specbranch.service.recorder import Recorder
-from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.timeline import TimelineRecorder
+from specbranch.service.server.handler import Answer
+from specbranch.service.server.recorder import Observer, Recorder
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.server.timeline import TimelineRecorder
 from tests.world.clock import Clock
 from tests.world.disk import Disk
 from tests.world.engine import WorldEngine

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from specbranch.service.client import ClientOptions, Committed, DraftClient
-from specbranch.service.reporter import Reporter
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.stats import Reporter
 from specbranch.simulation import scripted
 from tests.world.clock import Clock
 from tests.world.engine import VOCAB, target_token

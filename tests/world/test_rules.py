@@ -11,16 +11,15 @@ from specbranch.core.ngram import Answer, AnswerMemory
 from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.core.tree import Tree
-from specbranch.service.client import DraftClient
-from specbranch.service.compute import Compute
-from specbranch.service.connection import Connection
-from specbranch.service.dispatch import Dispatch
-from specbranch.service.faults import Faults
-from specbranch.service.lookup import Lookup
-from specbranch.service.prefixes import Prefixes
-from specbranch.service.recorder import Recorder
-from specbranch.service.sessions import DraftSession, SessionStore
-from specbranch.service.tenants import Tenants
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.transport import Connection
+from specbranch.service.server.draft_runner import Compute
+from specbranch.service.server.handler import Dispatch
+from specbranch.service.server.lookup import Lookup
+from specbranch.service.server.recorder import Recorder
+from specbranch.service.server.session import DraftSession
+from specbranch.service.server.store import Faults, Prefixes, SessionStore
+from specbranch.service.server.tenants import Tenants
 from specbranch.simulation import scripted
 from tests.world.invariants import Rule, Violation
 from tests.world.test_world import NUM_WORLDS

@@ -23,8 +23,8 @@ from specbranch.machine import provenance
 from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
 from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.target import TargetOptions
+from specbranch.service.client.stats import Reach, Reporter
 from specbranch.service.process import DraftProcess
-from specbranch.service.reporter import Reach, Reporter
 
 _REPORT_S = 5.0
 _COUNTED = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")

@@ -17,7 +17,7 @@ from specbranch.extensions import load_planners
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.process import DraftOptions
-from specbranch.service.wire import MAX_WAIT_MS
+from specbranch.service.wire.messages import MAX_WAIT_MS
 
 BARE = "bare"
 

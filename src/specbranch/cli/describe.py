@@ -14,8 +14,8 @@ from specbranch.cli.reading import printable
 from specbranch.cli.source import ServiceSource, ending_at_outage
 from specbranch.cli.top_view import count, duration, memory
 from specbranch.errors import SpecBranchError
-from specbranch.service.endpoint import default_address
-from specbranch.service.wire import Overview
+from specbranch.service.wire.addresses import default_address
+from specbranch.service.wire.messages import Overview
 
 
 def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: AsJson = False) -> None:

@@ -28,8 +28,8 @@ from specbranch.errors import EngineError, SpecBranchError
 from specbranch.machine import cpu_name, instruction_sets, num_gpus, read_topology
 from specbranch.plugins.vllm.compat import launch
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.service.endpoint import default_address
 from specbranch.service.process import DraftOptions
+from specbranch.service.wire.addresses import default_address
 from specbranch.version import __version__
 
 _PACKAGES = ("torch", "transformers", "llama-cpp-python", "pyzmq", "msgspec", "numpy", "huggingface-hub", "matplotlib")

@@ -30,12 +30,11 @@ from specbranch.engines.base import EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.errors import EngineError, UsageError
 from specbranch.logs import set_up_logs
-from specbranch.service.endpoint import EndpointError, ServiceKeys, default_address, make_keys
-from specbranch.service.metrics import serve_metrics
-from specbranch.service.observer import Observer
-from specbranch.service.recorder import Recorder
-from specbranch.service.server import Server, ServiceOptions
-from specbranch.service.timeline import TimelineRecorder
+from specbranch.service.server.metrics import serve_metrics
+from specbranch.service.server.recorder import Observer, Recorder
+from specbranch.service.server.server import Server, ServiceOptions
+from specbranch.service.server.timeline import TimelineRecorder
+from specbranch.service.wire.addresses import EndpointError, ServiceKeys, default_address, make_keys
 
 log = logging.getLogger(__name__)
 

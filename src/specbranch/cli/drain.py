@@ -16,10 +16,9 @@ from specbranch.cli.remote import why_silent
 from specbranch.cli.source import Outage, ending_at_outage
 from specbranch.cli.top_view import count
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.plugins.settings import client_keys
-from specbranch.service.connection import Connection
-from specbranch.service.link import SocketLink
-from specbranch.service.wire import Drain, Draining, Refused
+from specbranch.service.client.interface import client_keys
+from specbranch.service.client.transport import Connection, SocketLink
+from specbranch.service.wire.messages import Drain, Draining, Refused
 
 _ANSWER_S = 2.0
 _PAUSE_S = 0.5

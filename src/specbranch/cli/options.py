@@ -18,7 +18,7 @@ from specbranch.engines.base import DTYPES
 from specbranch.engines.registry import ENGINES
 from specbranch.errors import UsageError
 from specbranch.plugins.vllm.flags import Flags
-from specbranch.service.endpoint import each_address
+from specbranch.service.wire.addresses import each_address
 
 FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM
 

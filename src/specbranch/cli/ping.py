@@ -14,9 +14,9 @@ from specbranch.cli.reading import printable
 from specbranch.cli.remote import why_silent
 from specbranch.cli.source import Outage, ServiceSource, ending_at_outage
 from specbranch.errors import UsageError
-from specbranch.plugins.settings import client_keys
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.endpoint import EndpointError, default_address
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, client_keys
+from specbranch.service.wire.addresses import EndpointError, default_address
 
 _ANSWER_S = 2.0
 _TIMES = 5

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 from specbranch.core.round import Stats
 from specbranch.core.tree import CAUSES
-from specbranch.plugins.vllm.page import Sample
-from specbranch.service.metrics import PREFIX
-from specbranch.service.undrafted import REASONS
-from specbranch.service.wire import Overview
+from specbranch.service.client.stats import Sample
+from specbranch.service.wire.messages import PREFIX, REASONS, Overview
 
 _OF_VLLM = "specbranch_"
 _OWN_LABELS = ("cause", "reason")  # all others tell engines apart, whose figures are summed

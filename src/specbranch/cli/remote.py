@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specbranch.errors import UsageError
-from specbranch.plugins.settings import client_keys
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.endpoint import check_reachable
-from specbranch.service.wire import Welcome
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, client_keys
+from specbranch.service.wire.addresses import check_reachable
+from specbranch.service.wire.messages import Welcome
 
 _ANSWER_S = 2.0
 _CONNECT_S = 1.0

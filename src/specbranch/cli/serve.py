@@ -54,9 +54,9 @@ from specbranch.plugins.vllm.flags import Flags, layout_of
 from specbranch.plugins.vllm.server import VllmServer
 from specbranch.plugins.vllm.serving import ServeOptions
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
-from specbranch.service.endpoint import each_address
 from specbranch.service.keeper import DraftKeeper
 from specbranch.service.process import DraftOptions
+from specbranch.service.wire.addresses import each_address
 
 _POLL_S = 0.3
 _KILLED = 130

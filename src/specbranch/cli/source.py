@@ -19,10 +19,9 @@ from specbranch.cli.console import print_json
 from specbranch.cli.reading import Reading, of_overview, of_page, printable
 from specbranch.cli.remote import why_silent
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.plugins.settings import client_keys
-from specbranch.plugins.vllm.page import read_page
-from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.wire import Overview
+from specbranch.service.client.interface import client_keys
+from specbranch.service.client.stats import Reach, Reporter, read_page
+from specbranch.service.wire.messages import Overview
 
 _ANSWER_S = 1.0
 _MOST_BYTES = 1 << 24  # of a page

@@ -17,7 +17,7 @@ from specbranch.cli.options import ServiceKeysDir
 from specbranch.cli.reading import Reading
 from specbranch.cli.source import Outage, Source, ending_at_outage, open_source
 from specbranch.errors import SpecBranchError
-from specbranch.service.endpoint import default_address
+from specbranch.service.wire.addresses import default_address
 
 _NAP_S = 0.1  # Ctrl-C is noticed so soon
 

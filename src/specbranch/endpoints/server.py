@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from specbranch.endpoints.reply import Reply, read_replies
 from specbranch.errors import SpecBranchError
 from specbranch.plugins.vllm.messages import Ask
-from specbranch.plugins.vllm.page import read_page
+from specbranch.service.client.stats import read_page
 
 _SHOWN = 300  # characters of a server's message
 _SUBMITTED, _ACCEPTED = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))

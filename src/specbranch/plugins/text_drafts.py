@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.gate import Gate
 from specbranch.engines.vocabulary import VocabSample
-from specbranch.plugins.settings import DraftSettings
-from specbranch.service.client import Committed
-from specbranch.service.pool import draft_client
+from specbranch.service.client.gate import Gate
+from specbranch.service.client.interface import Committed, DraftSettings
+from specbranch.service.client.pool import draft_client
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from specbranch.engines.vocabulary import VocabSample, read_sample
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import extra
-from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.text_drafts import TextDrafts
+from specbranch.service.client.interface import DraftSettings
 
 with extra("torch"):
     import torch

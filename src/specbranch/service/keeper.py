@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from specbranch.service.process import DraftOptions, DraftProcess, StartError, Tell
-from specbranch.service.wire import Welcome
+from specbranch.service.wire.messages import Welcome
 
 _LOOK_S = 0.2
 _FIRST_PAUSE_S = 1.0

@@ -12,8 +12,9 @@ from types import TracebackType
 
 from specbranch.child import PIPE, Child, Idleness
 from specbranch.errors import SpecBranchError
-from specbranch.service.client import ClientOptions, DraftClient
-from specbranch.service.wire import Welcome
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.wire.messages import Welcome
 
 IDLE_S = 60.0  # a start that does nothing for so long is given up
 

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specbranch.core.tree import CAUSES
-from specbranch.plugins.settings import client_keys
 from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
-from specbranch.service.endpoint import each_address
-from specbranch.service.reporter import Reach, Reporter
-from specbranch.service.undrafted import REASONS
-from specbranch.service.wire import StatsReply
+from specbranch.service.client.interface import client_keys
+from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.wire.addresses import each_address
+from specbranch.service.wire.messages import REASONS, StatsReply
 
 log = logging.getLogger(__name__)
 

@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 
 from specbranch.core.distribution import Distribution, Sampling
-from specbranch.core.gate import Decision, Gate
 from specbranch.engines.vocabulary import read_sample
 from specbranch.hrad.network import Hrad, read_hrad
 from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
 from specbranch.plugins.vllm.foresight import Foresight
 from specbranch.plugins.vllm.limits import Limits
-from specbranch.plugins.vllm.pace import Pace
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
-from specbranch.service.client import Committed, Drafts
-from specbranch.service.pool import draft_client
+from specbranch.service.client.gate import Decision, Gate, Pace
+from specbranch.service.client.interface import Committed, Drafts
+from specbranch.service.client.pool import draft_client
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
 

@@ -10,8 +10,8 @@ import msgspec
 
 from specbranch.core.planners import SettingError, suggest
 from specbranch.errors import FlagError, SpecBranchError
-from specbranch.plugins.settings import DraftSettings
 from specbranch.plugins.vllm.arguments import SECTION
+from specbranch.service.client.interface import DraftSettings
 
 PADS = ("auto", "on", "off")
 RUNNERS = ("v1", "v2", "auto")

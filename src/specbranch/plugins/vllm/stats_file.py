@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from specbranch.core.gate import Decision
 from specbranch.private_files import claim_own_directory, is_private, own_directory
+from specbranch.service.client.gate import Decision
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,226 @@
+"""Switch drafts on and off by measured tokens per second, from step times that can be compared.
+
+The gate: does speculation pay at this load? It compares what both ways of decoding really gave.
+
+For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
+them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, and
+more rarely the more a trial costs, so a pair that does not pay costs next to nothing. A draft that is away costs
+nothing, and is looked for as often as at first. Where drafts pay again after a long time, the other loads try them
+soon.
+
+Both ways are those of one engine: one that can speculate may be slower than one that cannot, also without drafts, and
+the gate does not see that.
+
+How long an engine step took, and whether it can be compared with others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+_PLAIN_STEPS = 8  # of a measurement without drafts
+_TRIAL_STEPS = 16  # of one with drafts
+_SETTLE_STEPS = 4  # that are let pass after a change
+# A trial begins when the first drafts have come, at the latest after so many steps: a draft has to prefill the sequence
+# first, and that is not what is to be judged.
+_LONGEST_SETTLE_STEPS = 64
+# One measurement may be wrong, so the gate first opens for few steps, and for twice as many each time that plain
+# decoding loses again.
+_FIRST_OPEN_STEPS, _OPEN_STEPS = 64, 512
+_CLOSED_STEPS, _LONGEST_CLOSED_STEPS = 256, 8192  # between two trials
+_MARGIN = 1.02  # drafts must give so many times the tokens per second of plain decoding
+_HOPELESS = 0.8  # a trial that gives less than this ends early, and so does the wait for its first drafts
+_MOST_LOST = 0.02  # what a trial of drafts has lost may be this share of the steps until the next one
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Tokens per second over the last steps; a step counts half after 32 later ones."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        keep = 0.5 ** (1 / 32)
+        self.tokens = self.tokens * keep + tokens
+        self.seconds = self.seconds * keep + seconds
+        self.steps += 1
+
+    @property
+    def value(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is known of one load."""
+
+    most_rows: int
+    pause: int
+    is_open: bool = False
+    is_measuring: bool = True
+    stretch: int = 0  # steps that the gate is open for; 0 while it is closed
+    plain: _Rate = field(default_factory=_Rate)
+    drafted: _Rate = field(default_factory=_Rate)
+    awaiting: _Rate = field(default_factory=_Rate)  # steps that were to have drafts, until the first came
+    steps: int = 0  # since the last decision
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a measurement found for steps of that many rows: tokens per second with drafts and without them."""
+
+    most_rows: int  # half of them, or fewer, are another load
+    is_open: bool
+    drafted: float
+    plain: float
+    num_steps: int  # until both ways are compared again
+
+    @property
+    def rows(self) -> str:
+        """The load in words."""
+        fewest = self.most_rows // 2 + 1
+        return f"{fewest}-{self.most_rows}" if fewest < self.most_rows else f"{self.most_rows}"
+
+
+class Gate:
+    """Ask `is_open` before each engine step and report by `observe` what the step gave. No clock in here."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}
+        self.decisions: dict[int, Decision] = {}  # the last of each load, by its most rows
+        self._was_open = False
+        self._since_change = 0
+        self._has_seen_drafts = False
+
+    @property
+    def was_open(self) -> bool:
+        """What `is_open` said last."""
+        return self._was_open
+
+    def interrupt(self) -> None:
+        """Steps ran that it was not asked about: the next ones still show those, as after a change."""
+        self._since_change = 0
+        self._has_seen_drafts = False
+        for load in self._loads.values():
+            load.awaiting = _Rate()
+
+    def is_open(self, num_rows: int) -> bool:
+        """Whether the next step should go with drafts."""
+        is_open = self._load(num_rows).is_open
+        if is_open != self._was_open:
+            self._was_open = is_open
+            self.interrupt()
+        return is_open
+
+    def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:
+        """Take in a step of so many rows that ran as `is_open` last said; only whole decoding steps."""
+        load = self._load(num_rows)
+        self._since_change += 1
+        # The first steps after a change still show the other way: sequences in prefill, drafts on their way.
+        is_settled = self._since_change > _SETTLE_STEPS and (
+            not load.is_open or self._has_seen_drafts or self._has_waited(load, num_tokens, step_s)
+        )
+        self._has_seen_drafts |= has_drafts
+        if load.is_open != self._was_open or not is_settled:
+            return
+        (load.drafted if load.is_open else load.plain).observe(num_tokens, step_s)
+        load.steps += 1
+        self._decide(load)
+
+    def _has_waited(self, load: _Load, num_tokens: int, step_s: float) -> bool:
+        """Whether the first drafts need not be waited for any longer: it took too long, or costs too much itself."""
+        waited = load.awaiting
+        if waited.steps >= _TRIAL_STEPS // 2 and waited.value < _HOPELESS * load.plain.value:
+            load.drafted, load.steps, load.awaiting = waited, waited.steps, _Rate()  # that was trial enough
+            return True
+        waited.observe(num_tokens, step_s)
+        return self._since_change > _LONGEST_SETTLE_STEPS
+
+    def _decide(self, load: _Load) -> None:
+        if load.is_measuring:
+            if load.is_open:
+                is_hopeless = load.steps >= _TRIAL_STEPS // 2 and not self._pays(load, _HOPELESS)
+                if load.steps >= _TRIAL_STEPS or is_hopeless:
+                    self._conclude(load)
+            elif load.steps >= _PLAIN_STEPS:
+                # Drafts gone stale say nothing of now; those that just ran do.
+                if load.drafted.steps:
+                    self._conclude(load)
+                else:
+                    self._turn(load, is_open=True, is_measuring=True)
+        elif load.is_open:
+            if load.steps >= load.stretch or not self._pays(load, _MARGIN):
+                load.plain = _Rate()
+                self._turn(load, is_open=False, is_measuring=True)
+        elif load.steps >= load.pause:
+            self._turn(load, is_open=True, is_measuring=True)
+
+    def _conclude(self, load: _Load) -> None:
+        drafted, plain = load.drafted.value, load.plain.value
+        is_open = self._pays(load, _MARGIN)
+        was_free = load.is_open and not self._has_seen_drafts and self._pays(load, 1 / _MARGIN)
+        self._turn(load, is_open=is_open, is_measuring=False)
+        if is_open:
+            if load.pause > 2 * _CLOSED_STEPS:
+                self._hurry()
+            load.pause = _CLOSED_STEPS
+            load.stretch = min(max(2 * load.stretch, _FIRST_OPEN_STEPS), _OPEN_STEPS)
+        else:
+            load.stretch = 0
+            # A trial in which no draft came and no time was lost, as while the service is away, may soon be repeated.
+            longer = min(max(2 * load.pause, self._steps_to_regain(load)), _LONGEST_CLOSED_STEPS)
+            load.pause = _CLOSED_STEPS if was_free else longer
+            load.drafted = _Rate()
+        num_steps = load.stretch if is_open else load.pause
+        self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
+
+    def _steps_to_regain(self, load: _Load) -> int:
+        """So many plain steps make what a trial has lost a small part; not very many, for it may have been chance."""
+        num_steps = _SETTLE_STEPS + min(load.drafted.steps, _TRIAL_STEPS)
+        lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)
+        return int(min(lost / _MOST_LOST, 4 * _CLOSED_STEPS))
+
+    def _hurry(self) -> None:
+        """Drafts pay again at a load where they had not for long: the others find out soon whether they do there."""
+        for load in self._loads.values():
+            load.pause = min(load.pause, _CLOSED_STEPS)
+
+    def _pays(self, load: _Load, margin: float) -> bool:
+        return load.drafted.value >= margin * load.plain.value
+
+    def _turn(self, load: _Load, is_open: bool, is_measuring: bool) -> None:
+        load.is_open, load.is_measuring, load.steps = is_open, is_measuring, 0
+
+    def _load(self, num_rows: int) -> _Load:
+        """Loads of 1, 2, 3-4, 5-8, ... rows."""
+        key = max(num_rows - 1, 0).bit_length()
+        if key not in self._loads:
+            self._loads[key] = _Load(1 << key, _CLOSED_STEPS // 2)
+        return self._loads[key]
+
+
+class Pace:
+    """Called once after every step. Only steps that decode the same rows as the one before can be compared."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s = clock()
+        self._lengths: list[int] = []  # sorted
+
+    def step_s(self, num_new: Sequence[int], lengths: Sequence[int]) -> float | None:
+        """Seconds since the last step; None if rows came, left or were in prefill.
+
+        `num_new`: new tokens of each row, 0 in prefill; `lengths`: lengths of the rows that have new ones. Rows have
+        no ids here, so they are recognised by their lengths.
+        """
+        now_s = self._clock()
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        is_same = False
+        if all(num_new):
+            is_same = sorted(length - new for length, new in zip(lengths, num_new, strict=True)) == self._lengths
+        self._lengths = sorted(lengths)
+        return elapsed_s if is_same else None

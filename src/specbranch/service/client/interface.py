@@ -1,0 +1,306 @@
+"""What every source of drafts offers a target: settings, options, counters, and the rows of a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from specbranch.core.distribution import Distribution, Sampling
+from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
+from specbranch.core.planners.predictors import CONSTANTS
+from specbranch.core.round import Outlook
+from specbranch.engines.models import local_model
+from specbranch.extensions import load_planners
+from specbranch.hrad.network import read_card
+from specbranch.service.client.sequences import Growth, Told
+from specbranch.service.wire.addresses import ClientKeys, default_address
+from specbranch.service.wire.messages import MAX_NEW, MAX_SEQUENCE, MAX_STEP_US, MAX_WAIT_MS
+from specbranch.service.wire.payloads import Tokens
+
+log = logging.getLogger(__name__)
+
+_STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSettings:
+    """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
+
+    `address` may be a list, of services with the same draft and the same keys: they share the load.
+    `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
+    share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay.
+    `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
+    """
+
+    address: str | list[str] = field(default_factory=default_address)
+    planner: str = DEFAULT_PLANNER
+    settings: dict[str, Any] = field(default_factory=dict)
+    predictor: str = "confidence"
+    deadline_ms: Annotated[float, Meta(ge=0, le=MAX_WAIT_MS)] = 100.0
+    namespace: str | None = None
+    keys: str | None = None
+    is_gated: bool = True
+
+    @property
+    def trained_predictor(self) -> Path | None:
+        """The directory of a trained predictor, if one was chosen."""
+        return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
+
+    def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
+        """Options for the client; `gamma` is the most draft tokens per step, unless the settings name another number.
+
+        `vocab_len` and `vocab_sample` are the target's; a caller that only checks the settings has none.
+        """
+        load_planners()
+        settings = dict(self.settings)
+        if "gamma" in setting_names(self.planner):
+            settings.setdefault("gamma", gamma)
+        planner = make_planner(self.planner, settings, CONSTANTS["confidence"])  # raises for what would be refused
+        trained = self.trained_predictor
+        if trained is not None and not trained.is_dir():
+            hint = suggest(self.predictor, list(CONSTANTS))
+            raise SettingError(f"no predictor is called {self.predictor!r}, nor a directory with a trained one; {hint}")
+        if trained is not None and planner.asks_predictor:
+            _refuse_window(trained, settings.get("gamma", gamma))
+        return ClientOptions(
+            address=self.address,
+            planner=self.planner,
+            settings=settings,
+            predictor="hrad" if trained else self.predictor,
+            deadline_s=self.deadline_ms / 1000,
+            step_share=None if planner.lets_wait else _STEP_SHARE,
+            namespace=self.namespace.encode(errors="surrogatepass") if self.namespace else None,
+            keys=client_keys(self.keys),
+            vocab_len=vocab_len,
+            vocab_sample=vocab_sample,
+        )
+
+
+def _refuse_window(directory: Path, gamma: int) -> None:
+    """Raise if a predictor was trained for windows of another length: its "all" would not mean all of gamma tokens."""
+    window = read_card(directory).window
+    if window != gamma:
+        raise SettingError(
+            f"the predictor in {directory} was trained for windows of {window} draft tokens, and gamma is {gamma}; "
+            f"set gamma to {window}, or train it again with `specbranch train fit --window {gamma}`"
+        )
+
+
+def client_keys(directory: str | None) -> ClientKeys | None:
+    """The client's part of a directory of keys."""
+    if directory is None:
+        return None
+    return ClientKeys(Path(directory) / "client.key_secret", Path(directory) / "service.key")
+
+
+_PACE = 0.1  # of following the target's steps
+_SHORTEST_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of a millisecond on a quiet machine
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
+
+    An engine that does not know the last may leave it out: then it is what the client proposed for this sequence.
+    `outlook` is what the target foresees for the tokens that come next, if it has looked. `name` is the engine's own
+    name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
+    not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`drawn_from`), so
+    they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random one.
+    `longest`: the most draft tokens that are wanted. `has_recurring_noise`: the tokens are sampled with random numbers
+    that may come again, so nothing of them may help to draft another sequence.
+    """
+
+    tokens: Tokens
+    num_new: int
+    num_submitted: int | None = None
+    outlook: Outlook | None = None
+    name: str | None = None
+    sampling: Sampling | None = None
+    longest: int | None = None
+    has_recurring_noise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Where the service is, how long to wait for it, and which planner it shall use for us.
+
+    `address` may be several, of services with the same draft and the same keys (`pool.draft_client`).
+    Clients that were given the same `namespace` share drafts for equal sequences; without one a random one is made.
+    `step_share`: an answer may take this part of the target's step at most, as steps were told (`propose`, `is_whole`),
+    and never more than `deadline_s`; None for planners that let the target wait on purpose.
+    `vocab_len` is how many tokens the target has. An engine fails at one beyond, so drafts are cut before it; without a
+    number the caller has to see to that. `vocab_sample` is of the target's tokens (`vocabulary.read_sample`). A draft
+    with another vocabulary is not used; without a sample on both sides, sizes are compared.
+    """
+
+    address: str | Sequence[str]
+    planner: str = DEFAULT_PLANNER
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    predictor: str = "confidence"
+    deadline_s: float = 0.05
+    namespace: bytes | None = None
+    keys: ClientKeys | None = None
+    vocab_len: int | None = None
+    vocab_sample: bytes = b""
+    step_share: float | None = None
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """What the client did, and what it gave up."""
+
+    calls: int = 0
+    answered: int = 0
+    timeouts: int = 0
+    unreachable: int = 0
+    unawaited: int = 0  # told the service, did not wait for it
+    late: int = 0
+    foreseen: int = 0  # rows whose answer was here before they asked
+    drawn: int = 0  # draft tokens that were drawn by chance
+    refused: int = 0
+    foreign: int = 0  # drafts cut before a token that the target does not have
+    other_vocab: int = 0  # calls without drafts, because the draft has another vocabulary
+    oversized: int = 0  # rows that were not sent: more tokens than a message may have
+    faults: int = 0
+    opened: int = 0
+    moved: int = 0  # sequences that went on at another service
+    wait_s: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """The counters by name; asked for at every step."""
+        return dict(zip(self.__slots__, _COUNTS(self), strict=True))
+
+
+_COUNTS = attrgetter(*ClientCounts.__slots__)
+
+
+class Drafts(ABC):
+    """Asks for drafts for one target. One thread at a time may use it; a forked process gets nothing from it."""
+
+    def __init__(
+        self,
+        options: ClientOptions,
+        told: Told | None = None,
+        counts: ClientCounts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._namespace = options.namespace or os.urandom(16)
+        self._returned_s: float | None = None  # when the last call of `propose` ended
+        self._told = told or Told()
+        self._step_s: float | None = None  # of the target, smoothed
+        self.counts = counts or ClientCounts()
+        self.drawn_from: list[list[Distribution | None]] = []  # of the last call: for each row, for each of its tokens
+
+    @property
+    def namespace(self) -> bytes:
+        """Keeps our sequences apart from those of others."""
+        return self._namespace
+
+    @property
+    @abstractmethod
+    def is_lagging(self) -> bool:
+        """Whether nobody answers in time any more."""
+
+    @property
+    @abstractmethod
+    def has_other_vocab(self) -> bool:
+        """Whether the draft has another vocabulary than the target, so that nothing is drafted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the connection; nothing that is still queued is waited for."""
+
+    @abstractmethod
+    def is_ours(self) -> bool:
+        """Whether this process made the connection."""
+
+    @abstractmethod
+    def _propose(self, rows: Sequence[Committed], end_s: float, step_us: int) -> list[list[int]] | None:
+        """Tokens to submit for every row, until then; None if there are none."""
+
+    @abstractmethod
+    def _expect(self, prompts: Sequence[Tokens], end_s: float) -> None:
+        """Send sequences that the target begins to read."""
+
+    def propose(self, rows: Sequence[Committed], is_whole: bool = False) -> list[list[int]]:
+        """Tokens to submit for every row; empty lists where there are none in time. Never raises.
+
+        `is_whole`: the engine's step since the last call has decoded these rows and nothing else, so that its time
+        tells what verifying costs.
+        """
+        nothing: list[list[int]] = [[] for _ in rows]
+        self.drawn_from = [[] for _ in rows]
+        if not self.is_ours():
+            return nothing
+        self.counts.calls += 1
+        start_s = self._clock()
+        step_s = start_s - self._returned_s if is_whole and self._returned_s is not None else 0.0
+        self._learn_step(step_s)
+        try:
+            step_us = int(1e6 * step_s)
+            found = self._propose(rows, start_s + self._patience_s(), step_us if step_us <= MAX_STEP_US else 0)
+        except Exception:
+            self.counts.faults += 1
+            log.exception("draft client failed; this step goes without drafts")
+            found = None
+        finally:
+            self._returned_s = self._clock()
+            self.counts.wait_s += self._returned_s - start_s
+        if found is None:
+            self.drawn_from = [[] for _ in rows]
+            return nothing
+        self.drawn_from = [drawn[: len(draft)] for drawn, draft in zip(self.drawn_from, found, strict=True)]
+        return found
+
+    def expect(self, prompts: Sequence[Tokens]) -> None:
+        """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""
+        end_s = self._clock() + self._options.deadline_s
+        try:
+            if self.is_ours():
+                self._expect([prompt for prompt in prompts if len(prompt) <= MAX_SEQUENCE], end_s)
+        except Exception:
+            self.counts.faults += 1
+            log.exception("draft client failed; prompts will be sent with their first tokens")
+
+    def _learn_step(self, step_s: float) -> None:
+        if step_s > 0.0:
+            self._step_s = step_s if self._step_s is None else self._step_s + _PACE * (step_s - self._step_s)
+
+    def _patience_s(self) -> float:
+        """How long the target may wait for an answer."""
+        share, longest_s = self._options.step_share, self._options.deadline_s
+        if share is None or self._step_s is None:
+            return longest_s
+        return min(max(share * self._step_s, _SHORTEST_WAIT_S), longest_s)
+
+    def _fits(self, row: Committed) -> bool:
+        """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
+        length = len(row.tokens)
+        if length > MAX_SEQUENCE or row.num_new > MAX_NEW:
+            if not self.counts.oversized:
+                log.warning(
+                    "a text of %d tokens, %d of them new, is not drafted for: the draft service takes %d, %d of them "
+                    "new; further ones are only counted",
+                    length,
+                    row.num_new,
+                    MAX_SEQUENCE,
+                    MAX_NEW,
+                )
+            self.counts.oversized += 1
+            return False
+        return 0 < row.num_new < length
+
+    def _follow(self, row: Committed) -> Growth:
+        return self._told.follow(row.name, np.asarray(row.tokens, dtype="<i4"), row.num_new)

@@ -1,0 +1,144 @@
+"""Counters of a running service, by its own protocol or from a page of metrics.
+
+Asks a draft service for its figures, for whoever shows them. It never raises and never waits long.
+
+A connection of its own, apart from the one that drafts come through. A service that does not answer is waited for once;
+from then on it is asked, but not waited for, until an answer comes.
+
+A page of Prometheus metrics: the text of an endpoint, as samples.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from specbranch.service.client.transport import Connection, Link, SocketLink
+from specbranch.service.wire.addresses import ClientKeys
+from specbranch.service.wire.messages import Overview, OverviewRequest, Refused, Reply, StatsReply, StatsRequest
+
+log = logging.getLogger(__name__)
+
+
+_PATIENCE_S = 1.0  # a question that stays open for longer is met with silence
+
+
+class Reach(enum.Enum):
+    """How a service was found when it was last asked."""
+
+    ANSWERS = "answers"
+    LATE = "late"  # no answer yet: a busy machine, or the beginning of a silence
+    SILENT = "silent"  # it is connected and says nothing
+    ABSENT = "absent"  # nobody listens
+
+
+class Reporter:
+    """One connection to a draft service. One thread at a time may use it.
+
+    It asks for the `stats` of one namespace or, without one, for the `overview` of the service. `refusal` is why the
+    last question was not answered by either. `link` and `clock` are as those of `DraftClient`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        namespace: bytes | None,
+        keys: ClientKeys | None = None,
+        *,
+        link: Link | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._namespace = namespace
+        self._clock = clock
+        self._connection = Connection(link or SocketLink(address, keys), clock)
+        self._round = 0
+        self._is_new = True
+        self._open_s: float | None = None  # when the oldest question was asked that is still open
+        self.stats: StatsReply | None = None
+        self.overview: Overview | None = None
+        self.refusal: str | None = None
+
+    def ask(self, timeout_s: float) -> Reach:
+        """Bring the figures up to date if that can be done in time; they stay as they were if not."""
+        try:
+            return self._ask(timeout_s)
+        except Exception:
+            log.exception("the draft service could not be asked for its figures")
+            return Reach.ABSENT
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._connection.close()
+
+    def _ask(self, timeout_s: float) -> Reach:
+        if not self._connection.is_ours():
+            return Reach.ABSENT
+        now_s = self._clock()
+        end_s = now_s + timeout_s
+        for reply in self._connection.replies(end_s, waits=False):
+            self._take(reply)  # an answer that came too late; it still is the newest we have
+        self._round += 1
+        if self._is_new:
+            # Connecting happens in the background; the first question must not come too early.
+            self._connection.await_writable(timeout_s)
+            self._is_new = False
+        if not self._connection.send(self._question()):
+            self._open_s = None
+            return Reach.ABSENT
+        if self._open_s is not None:
+            return Reach.SILENT if now_s - self._open_s > _PATIENCE_S else Reach.LATE
+        for reply in self._connection.replies(end_s):
+            if self._take(reply) == self._round:
+                return Reach.ANSWERS
+        self._open_s = now_s
+        return Reach.LATE
+
+    def _question(self) -> StatsRequest | OverviewRequest:
+        if self._namespace is None:
+            return OverviewRequest(self._round)
+        return StatsRequest(self._round, self._namespace)
+
+    def _take(self, reply: Reply | None) -> int | None:
+        """Take in one message; the round that it answers, None if it is no answer."""
+        self._open_s = None
+        if reply is None:
+            return None
+        self.refusal = reply.reason if isinstance(reply, Refused) else None
+        if isinstance(reply, StatsReply):
+            self.stats = reply
+            return reply.round
+        if isinstance(reply, Overview):
+            self.overview = reply
+            return reply.round
+        # A service of an older release knows no reports. It is there, though, and drafts.
+        return self._round
+
+
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One number of a page."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def read_page(text: str) -> Iterator[Sample]:
+    """The samples of a page; comments and what is no sample are left out."""
+    for line in text.splitlines():
+        found = _SAMPLE.match(line)
+        if found is None:
+            continue
+        name, labels, value = found.groups()
+        try:
+            yield Sample(name, dict(_LABEL.findall(labels or "")), float(value))
+        except ValueError:
+            continue

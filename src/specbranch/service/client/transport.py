@@ -1,0 +1,241 @@
+"""The client's ZeroMQ socket: send and receive frames, notice a lost connection and make it anew.
+
+A client's socket: single frames out, messages in. All of ZeroMQ on the client's side is here.
+
+Nothing here reads a clock or a message, so that another transport can take its place.
+
+A client's end of the wire: messages out, replies in, and nothing that the other side does can hold it up.
+
+ZeroMQ connects by itself, again and again. It gives up for good on a peer that breaks a rule, such as the bound on
+frames, so a connection over which nothing can be sent is made anew from time to time. The directory of a Unix socket
+is looked at again then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import zmq
+import zmq.auth
+
+from specbranch.logs import Seldom
+from specbranch.service.wire.addresses import (
+    _BEAT_MS,
+    _DEAD_MS,
+    LINGER_MS,
+    ClientKeys,
+    EndpointError,
+    _curve_keys,
+    is_safe,
+    socket_path,
+)
+from specbranch.service.wire.messages import MAX_REPLY, FrameError, Refused, Reply, Request, decode_reply, encode
+
+log = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """A way to a service that connects by itself, again and again. Nothing raises unless it says so."""
+
+    def send(self, frame: bytes) -> bool:
+        """Whether the frame is on its way; False, at once, if there is nobody to send it to."""
+        ...
+
+    def receive(self) -> list[bytes] | None:
+        """The frames of a message that is here; None, at once, if there is none."""
+        ...
+
+    def await_readable(self, timeout_s: float) -> bool:
+        """Wait until a message is here, or the time is up; whether there is one."""
+        ...
+
+    def await_writable(self, timeout_s: float) -> None:
+        """Wait until something can be sent, or the time is up."""
+        ...
+
+    def renew(self) -> None:
+        """Connect anew; raises `EndpointError` if somebody else could listen there."""
+        ...
+
+    def close(self) -> None:
+        """Let go; nothing that is still queued is waited for."""
+        ...
+
+
+class SocketLink:
+    """One DEALER socket. A fork leaves its parent's alone when it is closed."""
+
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+        self._address = address
+        context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._socket = connected(context, address, keys)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        # What finalizes holds the socket too: a context that is collected before its socket waits for it forever.
+        self._close = weakref.finalize(self, _close, context, self._socket, os.getpid())
+
+    def send(self, frame: bytes) -> bool:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def await_readable(self, timeout_s: float) -> bool:
+        return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
+
+    def await_writable(self, timeout_s: float) -> None:
+        self._socket.poll(math.ceil(timeout_s * 1000), zmq.POLLOUT)
+
+    def renew(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it was not connected
+            self._socket.disconnect(self._address)
+        reach(self._socket, self._address)
+
+    def close(self) -> None:
+        self._close()
+
+
+def await_any(links: Sequence[SocketLink], timeout_s: float) -> list[SocketLink]:
+    """Those with a message, as soon as one of them has one; none if the time is up before."""
+    asked: list[tuple[Any, int]] = [(link._socket, zmq.POLLIN) for link in links]
+    ready = dict(zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))) if timeout_s > 0 else {}
+    return [link for link in links if link._socket in ready]
+
+
+def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> None:
+    if os.getpid() == pid:
+        socket.close(linger=0)
+        context.term()
+
+
+_MOST_IN_A_ROW = 256  # frames without a pause; a service that woke up has so many late answers, a flood has more
+_RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
+
+
+class Connection:
+    """Messages over one link. One thread at a time may use it, and only the process that made it."""
+
+    def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link = link
+        self._clock = clock
+        self._pid = os.getpid()
+        self._is_fork_told = False
+        self._warn = Seldom(log, clock)
+        self._num_in_a_row = 0
+        self._since_s = clock()
+
+    def is_ours(self) -> bool:
+        """Whether this process made the connection; a fork of it must not touch the socket, and is told so once."""
+        if os.getpid() == self._pid:
+            return True
+        if not self._is_fork_told:
+            self._is_fork_told = True
+            log.warning("a forked process cannot use its parent's connection to the draft service; make a new client")
+        return False
+
+    def send(self, message: Request) -> bool:
+        """Whether the message is on its way; False, at once, if there is nobody to send it to."""
+        if self._link.send(encode(message)):
+            return True
+        if self._clock() - self._since_s > _RENEWAL_S:
+            self._renew()
+        return False
+
+    def await_writable(self, timeout_s: float) -> None:
+        """Wait until something can be sent, or the time is up."""
+        self._link.await_writable(timeout_s)
+
+    def replies(self, end_s: float, waits: bool = True) -> Iterator[Reply | None]:
+        """Replies as they come, until then, or those that are here already; None for what is no reply.
+
+        Who sends so fast that there always is one more is no service, and is dropped.
+        """
+        while (frames := self._receive(end_s if waits else 0.0)) is not None:
+            if self._num_in_a_row == _MOST_IN_A_ROW:
+                self._warn("the draft service sends more than can be taken in; connecting anew")
+                self._renew()
+                return
+            self._num_in_a_row += 1
+            yield self._read(frames)
+            if self._clock() >= end_s:
+                return
+
+    def close(self) -> None:
+        """Let go of the connection; nothing that is still queued is waited for. A fork leaves its parent's alone."""
+        self._link.close()
+
+    def _receive(self, end_s: float) -> list[bytes] | None:
+        """What is here, or comes until then. To try costs less than to ask first."""
+        frames = self._link.receive()
+        if frames is not None:
+            return frames
+        self._num_in_a_row = 0
+        left_s = end_s - self._clock()
+        return self._link.receive() if left_s > 0 and self._link.await_readable(left_s) else None
+
+    def _read(self, frames: list[bytes]) -> Reply | None:
+        try:
+            if len(frames) != 1:
+                raise FrameError(f"a message of {len(frames)} frames; one is taken")
+            reply = decode_reply(frames[0])
+        except FrameError as error:
+            self._warn("the draft service sent what is no message: %.200r", str(error))
+            return None
+        if isinstance(reply, Refused):
+            self._warn("the draft service refused: %.200r", reply.reason)
+        return reply
+
+    def _renew(self) -> None:
+        self._num_in_a_row = 0
+        self._since_s = self._clock()
+        try:
+            self._link.renew()
+        except EndpointError as error:
+            self._warn("no connection to the draft service: %s", error)
+
+
+def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
+    """A DEALER socket that connects by itself, again and again, with back-off; see `reach`."""
+    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, LINGER_MS)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
+    dealer.setsockopt(zmq.RCVHWM, 16)
+    # Nothing is queued for a service that is not there: a send then fails at once instead of waiting.
+    dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.setsockopt(zmq.SNDHWM, 1024)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    if socket_path(address) is None:
+        dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
+    reach(dealer, address)
+    return dealer
+
+
+def reach(dealer: zmq.Socket[bytes], address: str) -> None:
+    """Connect, unless the directory of a Unix socket is not there: it could be made by anybody, and is looked at first.
+
+    Raises if somebody else could listen there.
+    """
+    path = socket_path(address)
+    if path is None or is_safe(path):
+        dealer.connect(address)

@@ -1,0 +1,286 @@
+"""The service's bound socket: its file, its descriptors, frames in and out.
+
+The service's socket: bound, made again when its file is lost, and closed to strangers before descriptors end.
+
+The file of a Unix socket that this process listens at. Two threads use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from specbranch.logs import Seldom
+from specbranch.service.server.fair_queue import Message
+from specbranch.service.wire.addresses import LINGER_MS, EndpointError, ServiceKeys, is_safe, load_key, socket_path
+from specbranch.service.wire.messages import MAX_FRAME
+
+log = logging.getLogger(__name__)
+
+_RECEIVED = 16  # messages of one client that wait in the socket: at most so many frames
+_SENT = 128  # answers to one client that it has not taken yet; more are dropped
+_HANDSHAKE_MS = 3000  # who has not said by then that it speaks ZeroMQ is dropped
+_BACKLOG = 32
+_BEAT_MS, _DEAD_MS = 10_000, 30_000  # over TCP: who does not answer for so long is gone, and its descriptor is free
+_LOOK_MS = 100
+
+
+class Listener:
+    """A bound ROUTER socket. One thread uses it; only `watch` runs on another."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, keys: ServiceKeys | None) -> None:
+        self._address = address
+        self._path = socket_path(address)
+        self._file: SocketFile | None = None
+        self._warn = Seldom(log)
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self.socket.setsockopt(zmq.RCVHWM, _RECEIVED)
+        self.socket.setsockopt(zmq.SNDHWM, _SENT)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        with contextlib.ExitStack() as bound:
+            bound.callback(self.socket.close)
+            if self._path is None:
+                self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+                self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
+                bound.callback(_bind_tcp(context, self.socket, address, keys).stop)
+            else:
+                self._file = _bind_unix(self.socket, address, self._path)
+                bound.callback(self._remove)
+                bound.enter_context(_guarded(self.socket, self._file))
+            self._bound = bound.pop_all()
+
+    def close(self) -> None:
+        """Stop to listen; the socket's file goes too, if it is still ours."""
+        self._bound.close()
+
+    def receive(self) -> Message:
+        """The next message, with the name of the client's key where there are keys; `zmq.Again` if there is none."""
+        if self._path is not None:
+            client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            return Message(client, b"", frames)
+        name, *parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        user = str(parts[-1].get("User-Id")).encode() if parts else b""
+        return Message(name.bytes, user, [part.bytes for part in parts])
+
+    def send(self, client: bytes, frame: bytes) -> None:
+        """Send a frame to a client, unless that would have to wait; raises `zmq.ZMQError` then."""
+        self.socket.send_multipart((client, frame), zmq.NOBLOCK)
+
+    def check(self) -> None:
+        """Listen anew if the socket's file was deleted; raises if somebody else listens there by now."""
+        if self._file is None or self._path is None or self._file.is_ours:
+            return
+        if self._path.exists():
+            raise EndpointError(
+                f"{self._path} was replaced: another service listens there, and nobody can reach this one any more; "
+                "start one of them with another --listen"
+            )
+        try:
+            self._file.replace(_bind_unix(self.socket, self._address, self._path))
+        except (EndpointError, OSError) as error:
+            self._warn("the socket was deleted, and it cannot be made again: %s", error)
+        else:
+            self._warn("the socket was deleted; made it again at %s", self._address)
+
+    def _remove(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+
+
+@contextlib.contextmanager
+def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None = None) -> Iterator[Listener]:
+    """A listener that is closed in the end."""
+    listener = Listener(context, address, keys)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many descriptors as it may have; how many these are. Every client takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if limit == resource.RLIM_INFINITY else limit
+
+
+def lowest_free_file() -> int:
+    """The lowest number that no descriptor has: all below are in use."""
+    try:
+        number = os.dup(0)
+    except OSError:
+        number = os.open(os.devnull, os.O_RDONLY)
+    os.close(number)
+    return number
+
+
+@contextlib.contextmanager
+def _guarded(router: zmq.Socket[bytes], file: SocketFile) -> Iterator[None]:
+    """Hide the socket's file while few descriptors are left: on the last one ZeroMQ would abort the process."""
+    events: zmq.Socket[bytes] = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
+    is_over = threading.Event()
+    thread = threading.Thread(target=_guard, args=(events, file, is_over), name="descriptors", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        router.disable_monitor()
+        events.close()
+
+
+def _guard(events: zmq.Socket[bytes], file: SocketFile, is_over: threading.Event) -> None:
+    limit = raise_file_limit()
+    reserve = max(limit // 4, 64)
+    warn = Seldom(log)
+    while not is_over.is_set():
+        if events.poll(_LOOK_MS):
+            with contextlib.suppress(zmq.Again):
+                for _ in range(1000):
+                    events.recv_multipart(zmq.NOBLOCK)
+        try:
+            is_full = lowest_free_file() >= limit - reserve
+        except OSError:
+            is_full = True
+        if is_full and file.hide():
+            warn("more than %d descriptors are open: no new client is taken until some have left", limit - reserve)
+        elif not is_full and file.show():
+            log.info("new clients are taken again")
+
+
+def _bind_unix(router: zmq.Socket[bytes], address: str, path: Path) -> SocketFile:
+    if not is_safe(path):
+        path.parent.mkdir(parents=True, mode=0o700)
+    if path.exists():
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise EndpointError(f"{path} exists and is no socket; choose another address")
+        if _is_alive(path):
+            raise EndpointError(f"a service listens at {address} already; stop it or choose another address")
+        path.unlink()
+    before = os.umask(0o177)
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        raise EndpointError(f"cannot listen at {address}: {error}") from error
+    finally:
+        os.umask(before)
+    path.chmod(0o600)
+    return SocketFile(path)
+
+
+def _is_alive(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _bind_tcp(
+    context: zmq.Context[Any], router: zmq.Socket[bytes], address: str, keys: ServiceKeys | None
+) -> ThreadAuthenticator:
+    if keys is None:
+        raise EndpointError(
+            f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR"
+        )
+    public, secret = load_key(keys.secret)
+    if not list(keys.clients.glob("*.key")):
+        raise EndpointError(f"{keys.clients} holds no client's public key; nobody could connect")
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve(domain="*", location=str(keys.clients))
+    router.curve_server = True
+    router.curve_publickey, router.curve_secretkey = public, secret
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        authenticator.stop()
+        raise EndpointError(f"cannot listen at {address}: {error}") from error
+    return authenticator
+
+
+class SocketFile:
+    """Known by its inode: what others put at the same path is never touched.
+
+    While it is hidden nobody new can connect; who is connected already stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hidden = path.with_name(f".{path.name}.{os.getpid()}")
+        self._identity = _identity(path)
+        self._is_hidden = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is still there, seen or hidden."""
+        with self._lock:
+            return self._is_there()
+
+    def replace(self, file: SocketFile) -> None:
+        """The file was lost; this is the new one at the same path."""
+        with self._lock:
+            self._identity, self._is_hidden = file._identity, False
+
+    def hide(self) -> bool:
+        """Let nobody new connect; False if that is so already, or if the file is not ours."""
+        with self._lock:
+            return not self._is_hidden and self._move(self._path, self._hidden)
+
+    def show(self) -> bool:
+        """Let others connect again; False if they could all the time."""
+        with self._lock:
+            return self._is_hidden and self._move(self._hidden, self._path)
+
+    def remove(self) -> None:
+        """Delete it, if it is still ours."""
+        with self._lock:
+            if self._is_there():
+                self._where.unlink(missing_ok=True)
+
+    @property
+    def _where(self) -> Path:
+        return self._hidden if self._is_hidden else self._path
+
+    def _is_there(self) -> bool:
+        return _identity(self._where) == self._identity
+
+    def _move(self, source: Path, target: Path) -> bool:
+        if not self._is_there():
+            return False
+        with contextlib.suppress(OSError):
+            if self._is_hidden:
+                os.link(source, target)  # fails, unlike a rename, if somebody else has put one there meanwhile
+                source.unlink()
+            else:
+                source.rename(target)
+            self._is_hidden = not self._is_hidden
+            return True
+        return False
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,266 @@
+"""Record a service as a Chrome timeline, with snapshots of the trees that verdicts met.
+
+The timeline of a run: what target and draft did and when, as the draft service sees it, in Chrome's trace format.
+
+The time between an answer and the next verdict of the same target is the target's step. An answer that was held back is
+a wait. With each verdict goes the draft tree that it met. Recording appends one small tuple and does no I/O. There is
+no clock here: times come in as numbers.
+
+A draft tree as it stood when a verdict came, packed so small that thousands can be kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specbranch.core.node import Node
+from specbranch.core.tree import Tree
+from specbranch.private_files import open_private
+
+log = logging.getLogger(__name__)
+
+Lane = tuple[bytes, bytes]  # client, namespace
+
+_PROCESS = 1
+_DRAFT_THREAD = 1
+# The fields of every kind of event, in the order in which they are recorded.
+_FIELDS = {
+    "step": ("rows", "new_rows", "submitted", "accepted", "committed", "is_prefill"),
+    "wait": ("rows",),
+    "draft": ("rows", "tokens", "is_prefill", "sessions"),
+    "open": ("planner", "sequences", "tokens"),
+    "hit": ("rows",),
+    "miss": ("rows",),
+    "verdict": ("session", "tokens", "submitted", "is_hit", "tree"),
+}
+_INSTANTS = ("open", "hit", "miss", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictTree:
+    """The tree of a session before a verdict, and the tokens that the verdict committed."""
+
+    session: int
+    tokens: tuple[int, ...]
+    tree: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class RowVerdict:
+    """One row of a verdict; `is_hit` is None where nothing could be prepared for it."""
+
+    submitted: int
+    committed: int
+    is_known: bool
+    is_hit: bool | None
+    tree: VerdictTree | None = None
+
+    @property
+    def accepted(self) -> int:
+        """Submitted tokens that were accepted; the last committed token is the target's own."""
+        return min(self.submitted, self.committed - 1)
+
+
+class TimelineRecorder:
+    """Records up to `max_events` events, then logs one warning and records no more. Two threads may use it at once.
+
+    Trees are recorded until they have `max_nodes` in all.
+    """
+
+    def __init__(self, max_events: int = 1_000_000, max_nodes: int = 4_000_000) -> None:
+        self._max_events = max_events
+        self._nodes_left = max_nodes
+        # Plain tuples of numbers: the garbage collector soon stops tracking them. Kind, lane, start, end, values.
+        self._events: list[tuple[str, int, float, float, tuple[Any, ...]]] = []
+        self._lanes: dict[Lane, int] = {}
+        self._answered_s: dict[int, float] = {}
+        self.is_full = False
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether there is room for more of them."""
+        return self._nodes_left > 0 and not self.is_full
+
+    def open(self, lane: Lane, at_s: float, planner: str, num_sequences: int, num_tokens: int) -> None:
+        """Whole sequences came in, to be drafted for by this planner."""
+        self._record("open", self._number(lane), at_s, at_s, (planner, num_sequences, num_tokens))
+
+    def arrive(self, lane: Lane, at_s: float, rows: Sequence[RowVerdict]) -> None:
+        """A verdict came in; the target's step ends here."""
+        number = self._number(lane)
+        start_s = self._answered_s.pop(number, None)
+        if start_s is not None:
+            num_known = sum(row.is_known for row in rows)
+            sums = (
+                sum(row.submitted for row in rows),
+                sum(row.accepted for row in rows),
+                sum(row.committed for row in rows),
+            )
+            self._record("step", number, start_s, at_s, (len(rows), len(rows) - num_known, *sums, num_known == 0))
+        for kind, is_hit in (("hit", True), ("miss", False)):
+            count = sum(row.is_hit is is_hit for row in rows)
+            if count:
+                self._record(kind, number, at_s, at_s, (count,))
+        for row in rows:
+            if row.tree is not None:
+                met = row.tree
+                self._nodes_left -= len(met.tree)
+                self._record(
+                    "verdict", number, at_s, at_s, (met.session, met.tokens, row.submitted, row.is_hit, met.tree)
+                )
+
+    def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
+        """An answer was sent; `num_held` of its rows were held back since the verdict. The target's step begins."""
+        number = self._number(lane)
+        self._answered_s[number] = at_s
+        if num_held and at_s > since_s:
+            self._record("wait", number, since_s, at_s, (num_held,))
+
+    def draft(self, start_s: float, end_s: float, rows: int, tokens: int, is_prefill: bool, sessions: set[int]) -> None:
+        """One step of the draft engine is over."""
+        self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
+
+    def write(self, path: Path, **about: Any) -> None:
+        """Write the file, readable by its owner only, completely or not at all. `about` is stored beside the events."""
+        encode = msgspec.json.encode
+        part = path.with_name(f"{path.name}.part")
+        part.unlink(missing_ok=True)  # of a run that was killed
+        with open_private(part, "xb") as file:
+            file.write(b'{"displayTimeUnit":"ms","otherData":' + encode({**about, "is_cut": self.is_full}))
+            file.write(b',"traceEvents":[\n')
+            for index, event in enumerate(self.trace_events()):
+                file.write((b",\n" if index else b"") + encode(event))
+            file.write(b"\n]}\n")
+        part.replace(path)
+
+    def trace_events(self) -> Iterator[dict[str, Any]]:
+        """The events in Chrome's trace format, names of the lanes first; times count from the first event."""
+        yield from self._names()
+        origin_s = min((event[2] for event in self._events), default=0.0)
+        for kind, number, start_s, end_s, values in self._events:
+            args = dict(zip(_FIELDS[kind], values, strict=True))
+            if kind == "verdict":
+                args["tree"] = args["tree"].as_json()
+            event = {
+                "name": _name(kind, args),
+                "cat": kind,
+                "pid": _PROCESS,
+                "tid": _thread(kind, number),
+                "ts": _microseconds(start_s - origin_s),
+            }
+            if kind in _INSTANTS:
+                yield {**event, "ph": "i", "s": "t", "args": args}
+            else:
+                yield {**event, "ph": "X", "dur": _microseconds(end_s - start_s), "args": args}
+
+    def _names(self) -> Iterator[dict[str, Any]]:
+        yield _metadata("process_name", 0, name="specbranch")
+        threads = {_DRAFT_THREAD: "draft"}
+        for number in self._lanes.values():
+            threads[_thread("step", number)] = f"target {number}"
+            threads[_thread("wait", number)] = f"wait {number}"
+        for thread, name in threads.items():
+            yield _metadata("thread_name", thread, name=name)
+            yield _metadata("thread_sort_index", thread, sort_index=thread)
+
+    def _number(self, lane: Lane) -> int:
+        number = self._lanes.get(lane)
+        if number is None:
+            if self.is_full:
+                return 0  # nothing more is recorded
+            number = self._lanes[lane] = len(self._lanes) + 1
+        return number
+
+    def _record(self, kind: str, number: int, start_s: float, end_s: float, values: tuple[Any, ...]) -> None:
+        if len(self._events) < self._max_events:
+            self._events.append((kind, number, start_s, end_s, values))
+        elif not self.is_full:
+            self.is_full = True
+            log.warning("the timeline is full after %d events; later events are not recorded", self._max_events)
+
+
+def _name(kind: str, args: dict[str, Any]) -> str:
+    """What the viewer writes on an event."""
+    if kind == "step":
+        # The service is not told when a target starts on a new sequence; the target may have been idle before.
+        return "prefill or idle" if args["is_prefill"] else f"{args['accepted']}/{args['submitted']}"
+    if kind == "draft":
+        return "prefill" if args["is_prefill"] else f"draft {args['rows']}"
+    return kind
+
+
+def _thread(kind: str, number: int) -> int:
+    """The draft's lane first, then two for every target: its steps, its waits."""
+    if kind == "draft":
+        return _DRAFT_THREAD
+    return 2 * number + (kind == "wait")
+
+
+def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": thread, "args": args}
+
+
+def _microseconds(time_s: float) -> float:
+    return round(1e6 * time_s, 3)
+
+
+MAX_NODES = 256  # the likeliest ones of a tree
+
+RUN, SUBMITTED = 1, 2  # marks of a node
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The nodes below the root, which is 0 and not in here; a parent comes before its children."""
+
+    parents: array[int]
+    tokens: array[int]
+    percents: array[int]  # how likely the sequence was to come here, seen from the root
+    marks: array[int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """Four lists of equal length."""
+        return {name: getattr(self, name).tolist() for name in self.__slots__}
+
+
+def take_snapshot(tree: Tree, num_submitted: int) -> Snapshot:
+    """The tree now; of what was submitted, only the first tokens were really sent."""
+    submitted = {id(node) for node in (tree.submitted or [])[:num_submitted]}
+    taken = Snapshot(array("H"), array("i"), array("B"), array("B"))
+    for parent, node in _likeliest(tree.root):
+        taken.parents.append(parent)
+        taken.tokens.append(node.token)
+        taken.percents.append(min(100, round(100 * math.exp(node.log_chance - tree.root.log_chance))))
+        taken.marks.append(RUN * (node.distribution is not None) + SUBMITTED * (id(node) in submitted))
+    return taken
+
+
+def _likeliest(root: Node) -> Iterator[tuple[int, Node]]:
+    """Nodes with the numbers of their parents, the likeliest first, but none before its parent."""
+    heap: list[tuple[float, int, int, Node]] = []
+    number = num_seen = 0
+    parent: Node = root
+    while True:
+        for child in parent.children:
+            num_seen += 1
+            heapq.heappush(heap, (-child.log_chance, num_seen, number, child))
+        if not heap or number == MAX_NODES:
+            return
+        number += 1
+        _, _, above, parent = heapq.heappop(heap)
+        yield above, parent

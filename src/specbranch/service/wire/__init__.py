@@ -1,0 +1,1 @@
+"""The wire between draft services and their clients."""

@@ -1,0 +1,149 @@
+"""Addresses, keys, and a client's socket.
+
+A Unix socket with owner-only rights by default. TCP only with CURVE keys on both sides; without them it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+import zmq.auth
+
+from specbranch.errors import SpecBranchError
+from specbranch.private_files import DirectoryError, holds_sockets, own_directory
+
+LINGER_MS = 0
+# A network that goes away closes nothing: a connection over which nobody answers for so long is made anew.
+_BEAT_MS, _DEAD_MS = 1000, 4000
+
+
+class EndpointError(SpecBranchError, RuntimeError):
+    """An address or a key that cannot be used; the message says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceKeys:
+    """Of the service: its own secret key file, and the directory of the public keys of its clients."""
+
+    secret: Path
+    clients: Path
+
+    def owner(self) -> bytes | None:
+        """The public key that was made with the service's own; None if it is no longer among those of the clients."""
+        with contextlib.suppress(OSError, ValueError):
+            return zmq.auth.load_certificate(self.clients / "client.key")[0]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """Of a client: its own secret key file, and the service's public key file."""
+
+    secret: Path
+    service: Path
+
+
+def default_address() -> str:
+    """A Unix socket that only this user can reach."""
+    return f"ipc://{own_directory()}/specbranch-draft.sock"
+
+
+def each_address(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The addresses of one service or of several, each once."""
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(one, str) for one in listed):
+        raise EndpointError(f"{given!r} is no address of a draft service, nor a list of addresses")
+    return tuple(dict.fromkeys(listed))
+
+
+def make_keys(directory: Path) -> list[Path]:
+    """Write a key pair for a service and one for a client; secret ones can be read by their owner only.
+
+    Never overwrites: if one of the files exists, `EndpointError` is raised and nothing is changed.
+    """
+    files = [directory / name for name in ("service.key", "service.key_secret", "client.key", "client.key_secret")]
+    copy = directory / "clients" / "client.key"
+    for path in (*files, copy):
+        if os.path.lexists(path):
+            raise _exists(path)
+    copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".new-") as fresh:
+        for name in ("service", "client"):
+            zmq.auth.create_certificates(fresh, name)
+        contents = {path: (Path(fresh) / path.name).read_bytes() for path in (*files, copy)}
+    _write_new(contents)
+    return files
+
+
+def _write_new(contents: Mapping[Path, bytes]) -> None:
+    """Write all of these files or, if one of them cannot be written or exists by now, none."""
+    with contextlib.ExitStack() as undone:
+        for path, content in contents.items():
+            mode = 0o600 if path.suffix == ".key_secret" else 0o644
+            try:
+                number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            except FileExistsError as error:
+                raise _exists(path) from error
+            undone.callback(path.unlink, missing_ok=True)
+            with os.fdopen(number, "wb") as file:
+                file.write(content)
+        undone.pop_all()
+
+
+def _exists(path: Path) -> EndpointError:
+    return EndpointError(
+        f"{path} exists already, so nothing was written: new keys would lock out every target that has the old ones; "
+        "name another directory, or first delete the keys in this one yourself"
+    )
+
+
+def check_reachable(address: str, keys: ClientKeys | None = None) -> None:
+    """Raise what `connected` would raise for an address or for keys that cannot be used."""
+    if socket_path(address) is None:
+        _curve_keys(address, keys)
+
+
+def _curve_keys(address: str, keys: ClientKeys | None) -> tuple[bytes, bytes, bytes]:
+    """A client's public and secret key, and the service's public one."""
+    if keys is None:
+        raise EndpointError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
+    public, secret = load_key(keys.secret)
+    try:
+        service, _ = zmq.auth.load_certificate(keys.service)
+    except (OSError, ValueError) as error:
+        raise EndpointError(f"{keys.service} cannot be read as a key: {error}") from error
+    return public, secret, service
+
+
+def socket_path(address: str) -> Path | None:
+    """The file of a Unix address; None for TCP."""
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return Path(address.removeprefix("ipc://"))
+    if address.startswith("tcp://"):
+        return None
+    raise EndpointError(f"{address!r} is no address; give ipc://PATH, or tcp://HOST:PORT with keys")
+
+
+def is_safe(path: Path) -> bool:
+    """Whether there is a directory for a socket; one that is not safe raises."""
+    try:
+        return holds_sockets(path)
+    except DirectoryError as error:
+        raise EndpointError(str(error)) from error
+
+
+def load_key(path: Path) -> tuple[bytes, bytes]:
+    """The public and the secret key in a file."""
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise EndpointError(f"{path} cannot be read as a key: {error}") from error
+    if secret is None:
+        raise EndpointError(f"{path} holds no secret key; name the file that ends in .key_secret")
+    return public, secret
