@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specbranch.plugins.vllm.settings import ProposerSettings
 
+METHOD = "custom_class"  # of `speculative_config`: vLLM's hook for proposers like ours
 PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
 SECTION = "specbranch"  # our key in vLLM's `additional_config`
 
@@ -22,7 +23,7 @@ def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int =
     """
     return {
         "speculative_config": {
-            "method": "custom_class",
+            "method": METHOD,
             "model": PROPOSER,
             "num_speculative_tokens": num_speculative_tokens,
         },

@@ -17,14 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from specbranch.core.distribution import Sampling
-from specbranch.plugins.vllm.arguments import PROPOSER
+from specbranch.plugins.vllm.arguments import METHOD, PROPOSER
 from specbranch.plugins.vllm.compat import config
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.settings import RunnerError, read_settings
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
 
-_HOOK, _CARRIER = "custom_class", "ngram_gpu"
+_CARRIER = "ngram_gpu"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 _LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
@@ -61,7 +61,7 @@ def _carrying(original: Callable[..., None]) -> Any:
 def choose_runner(vllm_config: Any) -> None:
     """Give a configuration that names our proposer the form that suits the runner; other ones are left alone."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method != _HOOK or speculative.model != PROPOSER:
+    if speculative is None or speculative.method != METHOD or speculative.model != PROPOSER:
         return
     settings = read_settings(config.own_config(vllm_config))
     cause = None
@@ -72,7 +72,7 @@ def choose_runner(vllm_config: Any) -> None:
     else:
         speculative.method = _CARRIER
         if not vllm_config.use_v2_model_runner:
-            speculative.method = _HOOK
+            speculative.method = METHOD
             cause = "vLLM's choice for this configuration"
     if cause is None:
         _say("specbranch drafts for vLLM's Model Runner V2, on GPUs untested; leave out `runner` for V1")
@@ -90,7 +90,7 @@ def _say(words: str) -> None:
 
 def refuse_v1(vllm_config: Any) -> None:
     """Raise if V1 has made our proposer though V2 was asked for: this vLLM is too old, or did not load our plugin."""
-    if vllm_config.speculative_config.method == _HOOK:
+    if vllm_config.speculative_config.method == METHOD:
         raise RunnerError(
             "`runner` is 'v2', but this vLLM runs our proposer on Model Runner V1. It takes vLLM 0.32, and the plugin "
             "'specbranch' must not be left out by VLLM_PLUGINS; or set `runner` to 'auto'"
