@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from specbranch.child import Child
+from specbranch.launch.child import Child
 from specbranch.machine import provenance
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, Committed

@@ -39,10 +39,10 @@ from under_load.relay import Relay
 from under_load.servers import ACCEPTED, Served, Service, free_port, own_cores, serving
 from under_load.traffic import STREAM, WHOLE, Request, read_prompts
 
+from specbranch.launch.draft_process import DraftOptions
 from specbranch.machine import provenance
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.process import DraftOptions
 from specbranch.service.wire.addresses import ClientKeys, make_keys
 
 RESULT = Path(__file__).parent / "faults.json"

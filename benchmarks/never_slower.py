@@ -28,12 +28,11 @@ from typing import Any, TextIO
 from specbranch.bench.prompts import read_prompts
 from specbranch.core.planners import DEFAULT_PLANNER, setting_names
 from specbranch.engines.models import found_model
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import Ask, Done, Run, TargetProcess
 from specbranch.machine import provenance
-from specbranch.plugins.vllm.messages import Ask, Done, Run
-from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import TargetOptions
-from specbranch.service.process import DraftOptions, DraftProcess
 
 RESULT = Path(__file__).parent / "never-slower.json"
 FLOOR = 0.97

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.child import PIPE, Child
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import Row
+from specbranch.launch.child import PIPE, Child
 from specbranch.machine import provenance
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, Committed

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import DraftServer
-from specbranch.cli.placement import Cores, split, usable_cores
+from specbranch.launch.placement import Cores, split, usable_cores
 from specbranch.machine import provenance
 
 OUT = Path(__file__).parent

@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.child import PIPE, Child
 from specbranch.core.planners import DEFAULT_PLANNER
+from specbranch.launch.child import PIPE, Child
+from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.vllm_engine import Request, Target, TargetOptions
 from specbranch.machine import provenance
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import Request, Target, TargetOptions
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.process import DraftOptions
 
 RESULT = Path(__file__).parent / "step-cost.json"
 GAMMA = 8
@@ -254,7 +254,7 @@ def arguments(num_requests: int) -> dict[str, Any]:
 def describe(target: Target) -> dict[str, Any]:
     import msgspec
 
-    from specbranch.plugins.vllm.compat import engine
+    from specbranch.launch import vllm_engine as engine
 
     found: dict[str, Any] = msgspec.to_builtins(engine.describe(target.llm))
     return found

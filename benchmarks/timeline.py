@@ -16,12 +16,11 @@ from typing import Any
 
 from specbranch.bench.timeline_file import Mark, Span, TargetLane, Timeline, read_timeline
 from specbranch.bench.timeline_plot import choose_stretches, plot_timeline
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import Ask, Done, Run, TargetProcess
 from specbranch.machine import provenance
-from specbranch.plugins.vllm.messages import Ask, Done, Run
-from specbranch.plugins.vllm.process import TargetProcess
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import TargetOptions
-from specbranch.service.process import DraftOptions, DraftProcess
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "timeline.json"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbranch.child import PIPE, Child, Idleness
+from specbranch.launch.child import PIPE, Child, Idleness
 from tests.world.clock import Clock
 
 SLEEPS = "import time; time.sleep(600)"
@@ -155,7 +155,7 @@ def test_a_child_that_waits_is_idle_and_one_that_works_is_not(monkeypatch: pytes
     try:
         assert sleeper.output.readline() == worker.output.readline() == b"here\n"
         with monkeypatch.context() as patch:
-            patch.setattr("specbranch.child.time", SimpleNamespace(monotonic=clock))
+            patch.setattr("specbranch.launch.child.time", SimpleNamespace(monotonic=clock))
             idle, busy = Idleness(sleeper), Idleness(worker)
             begun_s = processor_s(worker)
             end_s = time.monotonic() + 120

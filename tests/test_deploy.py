@@ -89,8 +89,7 @@ def test_our_commands_and_settings_are_as_the_files_say() -> None:
     import typer
 
     from specbranch.cli import app
-    from specbranch.plugins.vllm.arguments import PROPOSER
-    from specbranch.plugins.vllm.settings import read_settings
+    from specbranch.plugins.vllm.settings import PROPOSER, read_settings
 
     ours: Any = typer.main.get_command(app)
     flags = {

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbranch.child import Child
-from specbranch.plugins.vllm.endpoint import Endpoint
+from specbranch.launch.child import Child
+from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.vllm_server import Endpoint
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
 from specbranch.service.client.stats import read_page
-from specbranch.service.process import DraftOptions
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 SUBMITTED = "vllm:spec_decode_num_draft_tokens_total"

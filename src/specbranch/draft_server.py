@@ -16,11 +16,9 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
-from specbranch.plugins.vllm.arguments import proposer_arguments
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.launch.draft_process import DraftKeeper, DraftOptions, StartError
+from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from specbranch.service.client.interface import DraftSettings
-from specbranch.service.keeper import DraftKeeper
-from specbranch.service.process import DraftOptions, StartError
 from specbranch.service.wire.addresses import check_reachable, each_address
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specbranch.cli.placement import split
+from specbranch.launch.placement import split
 from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace

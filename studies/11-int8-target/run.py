@@ -17,10 +17,9 @@ from statistics import median
 from typing import Any
 
 from specbranch.engines.models import local_model
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import Ask, Run, TargetProcess, step_gaps_s
 from specbranch.machine import provenance
-from specbranch.plugins.vllm.messages import Ask, Run, step_gaps_s
-from specbranch.plugins.vllm.process import TargetProcess
-from specbranch.plugins.vllm.target import TargetOptions
 
 OUT = Path(__file__).parent / "result.json"
 SIZES = (1, 2, 4, 8, 16)

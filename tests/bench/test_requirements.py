@@ -15,8 +15,8 @@ from specbranch.bench.requirements import check_methods, engines_that_fit
 from specbranch.bench.scenario import ScenarioError, read_scenario
 from specbranch.cli import app
 from specbranch.cli.preflight import Preflight
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.compat.source import KnownSpeculation, read_speculation
+from specbranch.launch.vllm_flags import KnownSpeculation, read_speculation
+from specbranch.plugins.vllm import installed
 
 CORE = min(os.sched_getaffinity(0))
 NO_CORE = 999_999
@@ -49,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find)
     monkeypatch.setattr(requirements, "known_speculation", lambda: KNOWN)
     monkeypatch.setattr(requirements, "weight_bytes", lambda model, dtype=None: 10**9)
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
     monkeypatch.setattr("specbranch.machine.free_host_memory", lambda: 10**12)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("SPECBRANCH_MODELS", str(tmp_path))
@@ -134,7 +134,7 @@ def test_engines_that_do_not_fit_together_are_refused_with_how_many_do(
 
     for free in (None, 2 * 10**9):
         monkeypatch.setattr("specbranch.machine.free_host_memory", lambda free=free: free)
-        monkeypatch.setattr(launch, "runs_on_cpu", lambda free=free: free is None)  # a GPU has memory of its own
+        monkeypatch.setattr(installed, "runs_on_cpu", lambda free=free: free is None)  # a GPU has memory of its own
         check(tmp_path, peer)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from specbranch.bench.survey import MESSAGES, record_distributions, take_survey, time_steps
 from specbranch.core.distribution import Distribution
-from specbranch.plugins.vllm.messages import Answer, Done, Run
-from specbranch.plugins.vllm.process import TargetProcess
-from specbranch.plugins.vllm.target import TargetOptions
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import Answer, Done, Run, TargetProcess
 from specbranch.simulation.scripted import ScriptedEngine, TextScript
 
 

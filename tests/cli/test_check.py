@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm import installed
 
 runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
-    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(installed, "is_installed", lambda: True)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
 
 
@@ -47,7 +47,7 @@ def test_wrong_options_name_their_advice(options: list[str], advice: str) -> Non
 
 
 def test_a_draft_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr(installed, "is_installed", lambda: True)
     (tmp_path / "config.json").write_text("{}")
     core = str(min(os.sched_getaffinity(0)))
     result = runner.invoke(app, ["check", str(tmp_path), "--draft", "no/such/draft.gguf", "--draft-cores", core])

@@ -9,10 +9,10 @@ from specbranch.cli.answer import Answer
 from specbranch.cli.compare import comparison_line, shared_cores
 from specbranch.cli.painter import Run
 from specbranch.cli.pair import PairOptions
-from specbranch.cli.placement import Cores
-from specbranch.plugins.vllm import messages
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.target import Piece
+from specbranch.launch import vllm_worker
+from specbranch.launch.placement import Cores
+from specbranch.launch.vllm_engine import Piece
+from specbranch.plugins.vllm import installed
 
 
 def answered(tokens: list[int], seconds: float) -> Answer:
@@ -25,7 +25,7 @@ def answered(tokens: list[int], seconds: float) -> Answer:
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> PairOptions:
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
     return PairOptions(target="t", draft="d")
 
 
@@ -47,7 +47,7 @@ def test_the_answer_without_drafts_gets_the_cores_of_both(
 
 
 def test_a_draft_beside_a_gpu_takes_nothing_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: False)
     monkeypatch.setattr(PairOptions, "cores", lambda options: Cores((0,), (1,)))
 
     assert shared_cores(PairOptions(target="t", draft="d")) is None
@@ -68,7 +68,7 @@ def test_the_line_says_where_answers_part_and_that_sampled_ones_are_not_compared
 
 
 def test_what_a_process_reports_becomes_an_answer_step_by_step() -> None:
-    said = messages.Answer(
+    said = vllm_worker.Answer(
         tokens=[1, 2, 3], text="abc", texts=["a", "bc"], steps=[(0.5, 1), (1.5, 2)], finish_reason="stop"
     )
 

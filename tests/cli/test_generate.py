@@ -23,7 +23,7 @@ from specbranch.cli.chat import Chat, Message
 from specbranch.cli.interrupt import Interrupt
 from specbranch.cli.painter import Painter, Run
 from specbranch.cli.screen import Screen
-from specbranch.plugins.vllm.target import Piece
+from specbranch.launch.vllm_engine import Piece
 
 runner = CliRunner()
 

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.plugins.vllm.compat import launch
-from specbranch.service.process import DraftOptions
+from specbranch.launch.draft_process import DraftOptions
+from specbranch.plugins.vllm import installed
 
 runner = CliRunner()
 
@@ -35,7 +35,7 @@ def test_a_flag_that_is_nearly_ours_is_suspected(flag: str, ours: str) -> None:
 
 @pytest.mark.parametrize("flag", ["--lora-dtype", "--seed", "--host", "--runner", "--dtype", "--port", "--device-ids"])
 def test_flags_of_vllm_are_not_suspected(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "is_installed", lambda: False)
+    monkeypatch.setattr(installed, "is_installed", lambda: False)
     done = runner.invoke(app, ["serve", "t", "--draft", "d", flag, "x"])
 
     assert "did you mean" not in done.stderr

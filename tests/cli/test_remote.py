@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.cli.options import remote_draft
 from specbranch.cli.preflight import Preflight
-from specbranch.cli.remote import RemoteDraft, _ask
 from specbranch.draft_server import DraftServer
 from specbranch.engines.vocabulary import VocabularyError
 from specbranch.errors import UsageError
-from specbranch.plugins.vllm.compat import launch
+from specbranch.launch.draft_process import RemoteDraft, _ask
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.client.client import DraftClient
 from specbranch.service.wire.addresses import EndpointError, ServiceKeys, make_keys
@@ -85,7 +85,7 @@ def test_several_services_are_asked_and_all_are_handed_over(tmp_path: Path, monk
 @pytest.mark.parametrize("wrong", ["client.key_secret", "service.key"])
 def test_keys_that_do_not_fit_are_refused(tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The service is there: it greets, and then does not answer."""
-    monkeypatch.setattr("specbranch.cli.remote._CONNECT_S", PATIENCE_S)
+    monkeypatch.setattr("specbranch.launch.draft_process._CONNECT_S", PATIENCE_S)
     make_keys(tmp_path / "theirs")
     with tcp_service(keys_in(tmp_path / "ours")) as address:
         shutil.copytree(tmp_path / "ours", tmp_path / "mixed")
@@ -108,9 +108,9 @@ def test_keys_that_are_not_there_and_addresses_of_no_kind_are_refused(tmp_path: 
 def test_the_commands_refuse_keys_that_do_not_fit(
     tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr(installed, "is_installed", lambda: True)
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: None)
-    monkeypatch.setattr("specbranch.cli.remote._CONNECT_S", PATIENCE_S)
+    monkeypatch.setattr("specbranch.launch.draft_process._CONNECT_S", PATIENCE_S)
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "config.json").write_text("{}")
     make_keys(tmp_path / "theirs")
@@ -125,7 +125,7 @@ def test_the_commands_refuse_keys_that_do_not_fit(
 
 def test_a_running_draft_with_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch)
-    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr(installed, "is_installed", lambda: True)
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "config.json").write_text('{"vocab_size": 151936}')
     with scripted_service(tmp_path) as service:

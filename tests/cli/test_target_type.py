@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specbranch.cli import app, target_type
+from specbranch.cli import app
 from specbranch.cli.preflight import Preflight
-from specbranch.cli.target_type import computed_type, has_int8_output, slow_type, types_here, types_to_measure
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.compat import launch
+from specbranch.launch import vllm_install
+from specbranch.launch.vllm_install import computed_type, has_int8_output, slow_type, types_here, types_to_measure
+from specbranch.plugins.vllm import installed
 
 VNNI = ["avx2", "avx512f", "avx512_vnni"]
 EIGHT = {"num_bits": 8, "type": "int"}
@@ -96,13 +97,13 @@ def test_a_type_fits_if_its_weights_and_the_drafts_do(tmp_path: Path, monkeypatc
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
         (tmp_path / name / "model.safetensors").write_bytes(bytes(1000))
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
     pair = str(tmp_path / "target"), str(tmp_path / "draft")
 
     for free, has_both in ((3000, True), (2999, False), (None, True)):
         monkeypatch.setattr("specbranch.machine.free_host_memory", lambda free=free: free)
         assert ("float32" in types_here(*pair, "auto")) == has_both
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: False)
     assert types_here(*pair, "auto") == ["auto"]
 
 
@@ -117,8 +118,8 @@ def test_commands_that_draft_say_it_before_anything_loads(
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags : avx2 avx512f avx512_vnni")
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
-    monkeypatch.setattr(target_type, "_CPUINFO", cpuinfo)
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(vllm_install, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
     monkeypatch.setattr(Preflight, "run", lambda self: None)
     for module, name in (("generate", "Pair"), ("serve", "_run"), ("plan", "survey_types")):
         monkeypatch.setattr(import_module(f"specbranch.cli.{module}"), name, load)
@@ -133,8 +134,8 @@ def test_doctor_says_it_of_a_target_too(tmp_path: Path, monkeypatch: pytest.Monk
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags : avx2 avx512f avx512_vnni")
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
-    monkeypatch.setattr(target_type, "_CPUINFO", cpuinfo)
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(vllm_install, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
     monkeypatch.setattr(Preflight, "findings", lambda self: [])
     done = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
 
@@ -142,9 +143,9 @@ def test_doctor_says_it_of_a_target_too(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_nothing_is_said_on_a_gpu_or_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: True)
-    assert target_type.slow_type_here("/nowhere/at/all", "auto") is None
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
+    assert vllm_install.slow_type_here("/nowhere/at/all", "auto") is None
 
-    monkeypatch.setattr(launch, "runs_on_cpu", lambda: False)
-    monkeypatch.setattr(target_type, "read_config", lambda model: {"dtype": "bfloat16"})
-    assert target_type.slow_type_here("big", "auto") is None
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(vllm_install, "read_config", lambda model: {"dtype": "bfloat16"})
+    assert vllm_install.slow_type_here("big", "auto") is None

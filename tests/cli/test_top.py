@@ -346,7 +346,7 @@ def test_over_tcp_the_right_keys_are_let_in_and_others_are_told(
             with monkeypatch.context() as patch:
                 be_patient(patch)
                 assert run(*command, address, "--keys", str(tmp_path / "ours")).exit_code == 0
-            monkeypatch.setattr("specbranch.cli.remote._CONNECT_S", PATIENCE_S)  # it greets everybody
+            monkeypatch.setattr("specbranch.launch.draft_process._CONNECT_S", PATIENCE_S)  # it greets everybody
             done = run(*command, address, "--keys", str(tmp_path / "theirs"))
             assert done.exit_code == 1 and "or it does not know these keys" in done.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from specbranch.endpoints.cells import in_cells
+from specbranch.exactness.server_findings import in_cells
 
 
 def test_frequent_texts_are_cells_of_their_own_and_rare_ones_share_a_beginning() -> None:

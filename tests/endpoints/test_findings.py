@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specbranch.endpoints.findings import (
+from specbranch.exactness.openai_server import Drafts, Reply
+from specbranch.exactness.server_findings import (
     Greedy,
     Sampled,
     always,
@@ -18,9 +19,7 @@ from specbranch.endpoints.findings import (
     greedy_together,
     same_distribution,
 )
-from specbranch.endpoints.reply import Reply
-from specbranch.endpoints.server import Drafts
-from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, NOTE, SKIPPED
+from specbranch.exactness.vllm_findings import FAILED, HOLDS, NOTE, SKIPPED
 
 TIE = 0.25
 

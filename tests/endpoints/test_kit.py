@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from specbranch.endpoints.kit import CompareOptions, Comparison, compare
-from specbranch.endpoints.reply import Reply
-from specbranch.endpoints.server import CHAT, Refused, ServerError
-from specbranch.plugins.vllm.exactness.findings import FAILED, NOTE, SKIPPED
-from specbranch.plugins.vllm.exactness.kit import Size
-from specbranch.plugins.vllm.messages import Ask
+from specbranch.exactness.openai_server import CHAT, Refused, Reply, ServerError
+from specbranch.exactness.server_check import CompareOptions, Comparison, compare
+from specbranch.exactness.vllm_check import Size
+from specbranch.exactness.vllm_findings import FAILED, NOTE, SKIPPED
+from specbranch.launch.vllm_worker import Ask
 from tests.endpoints.toy import InProcess, Toy, gullible, speculative
 
 SMALL = CompareOptions(size=Size(2, 4, 64, 0))
@@ -30,7 +29,7 @@ def results(found: Comparison) -> dict[str, str]:
 @pytest.fixture
 def without_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test would notice takes longer to find than the test itself, and decides nothing."""
-    monkeypatch.setattr("specbranch.plugins.vllm.exactness.statistics.noticed_shift", lambda *_: 0.0)
+    monkeypatch.setattr("specbranch.exactness.statistics.noticed_shift", lambda *_: 0.0)
 
 
 @pytest.mark.usefixtures("without_power")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specbranch.endpoints.parting import first_difference, part
-from specbranch.endpoints.reply import Reply
+from specbranch.exactness.openai_server import Reply
+from specbranch.exactness.server_findings import first_difference, part
 
 
 def reference(*likely: Mapping[str, float], end: str = "") -> Reply:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.endpoints.reply import Reply, read_replies
+from specbranch.exactness.openai_server import Reply, read_replies
 
 LEGACY = {
     "text": " heads",

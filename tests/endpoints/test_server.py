@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from specbranch.endpoints.reply import Reply
-from specbranch.endpoints.server import (
+from specbranch.exactness.openai_server import (
     CHAT,
     COMPLETIONS,
     Address,
     Drafts,
     Refused,
+    Reply,
     Server,
     ServerError,
     Unavailable,
     body_of,
 )
-from specbranch.plugins.vllm.messages import Ask
+from specbranch.launch.vllm_worker import Ask
 from tests.endpoints.toy import Toy, serving
 
 GREEDY = Ask("Coin:", {"temperature": 0, "max_tokens": 4})

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from specbranch.endpoints.reply import Reply, read_replies
-from specbranch.endpoints.server import CHAT, COMPLETIONS, Drafts, body_of
-from specbranch.plugins.vllm.messages import Ask
+from specbranch.exactness.openai_server import CHAT, COMPLETIONS, Drafts, Reply, body_of, read_replies
+from specbranch.launch.vllm_worker import Ask
 
 WORDS = (" heads,", " tails,", " sun,", " rain,", " cloud,", "<end>")
 Probs = list[float]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm.compat.patches import TESTED
+from specbranch.plugins.vllm.compat import TESTED
 from tests.matrix import RELEASES, page, results, runs
 from tests.matrix.overlay import OverlayError, unmet
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from specbranch.plugins.vllm.arguments import PROPOSER, proposer_arguments
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import PROPOSER, ProposerSettings, proposer_arguments, read_settings
 
 
 def test_the_proposer_reads_the_settings_that_were_given() -> None:
@@ -24,7 +23,7 @@ def test_the_proposer_reads_the_settings_that_were_given() -> None:
 
 def test_they_are_made_without_vllm_and_without_heavy_libraries() -> None:
     program = (
-        "import sys, specbranch.plugins.vllm.arguments\n"
+        "import sys, specbranch.plugins.vllm.settings\n"
         "assert not {'vllm', 'torch', 'numpy', 'zmq'} & set(sys.modules), sorted(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbranch.errors import FlagError
-from specbranch.plugins.vllm.binding import refuse_too_few, threads
+from specbranch.launch.placement import refuse_too_few, threads
 from specbranch.plugins.vllm.layout import Layout
 
 TWO = Layout(tensor=2)

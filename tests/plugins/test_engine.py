@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm.compat import engine
-from specbranch.plugins.vllm.compat.engine import WorkerError
+from specbranch.launch import vllm_engine
+from specbranch.launch.vllm_engine import WorkerError
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 
@@ -48,26 +48,26 @@ def drafters() -> list[Drafter]:
 
 
 def test_counters_are_those_of_the_worker_that_drafts(drafters: list[Drafter]) -> None:
-    assert engine.proposer_counts(Llm(drafters)) == {"calls": 3.0, "wait_s": 0.5}
-    assert engine.proposer_counts(Llm(drafters[::-1])) == {"calls": 3.0, "wait_s": 0.5}
+    assert vllm_engine.proposer_counts(Llm(drafters)) == {"calls": 3.0, "wait_s": 0.5}
+    assert vllm_engine.proposer_counts(Llm(drafters[::-1])) == {"calls": 3.0, "wait_s": 0.5}
 
 
 def test_all_workers_get_the_same_settings(drafters: list[Drafter]) -> None:
     settings = ProposerSettings(planner="sps", settings={"gamma": 3})
-    engine.use(Llm(drafters), settings)
+    vllm_engine.use(Llm(drafters), settings)
 
     assert [drafter.settings for drafter in drafters] == [settings, settings]
 
 
 def test_a_worker_that_refuses_settings_does_not_keep_the_others_from_answering(drafters: list[Drafter]) -> None:
     with pytest.raises(WorkerError, match="not this one"):
-        engine.use(Llm(drafters), ProposerSettings(planner="pearl"))
+        vllm_engine.use(Llm(drafters), ProposerSettings(planner="pearl"))
 
     assert drafters[1].settings is not None
 
 
 def test_ctrl_c_still_reaches_this_process() -> None:
     before = signal.getsignal(signal.SIGINT)
-    engine.ignore_interrupts(Llm([Drafter({})]))
+    vllm_engine.ignore_interrupts(Llm([Drafter({})]))
 
     assert signal.getsignal(signal.SIGINT) is before

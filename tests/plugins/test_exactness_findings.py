@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specbranch.plugins.vllm.exactness.findings import (
+from specbranch.exactness.vllm_findings import (
     FAILED,
     HOLDS,
     NOTE,
@@ -19,7 +19,7 @@ from specbranch.plugins.vllm.exactness.findings import (
     same_distribution,
     seeds_repeat,
 )
-from specbranch.plugins.vllm.messages import Answer, Ask, Done
+from specbranch.launch.vllm_worker import Answer, Ask, Done
 
 ASKS = [Ask("one", {}), Ask("two", {})]
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specbranch.plugins.vllm.exactness.statistics import (
+from specbranch.exactness.statistics import (
     Outcomes,
     chi_square,
     combined,
@@ -91,7 +91,7 @@ def test_a_drawn_p_value_is_close_to_the_enumerated_one(monkeypatch: pytest.Monk
     """100,000 draws: five standard deviations are 0.008 at most, a false alarm once in a million."""
     ones, others = counts(9, 4, 2), counts(4, 6, 5)
     exact = compare_counts(ones, others, 1e-4, np.random.default_rng(0))
-    monkeypatch.setattr("specbranch.plugins.vllm.exactness.statistics._MAX_TABLES", 0)
+    monkeypatch.setattr("specbranch.exactness.statistics._MAX_TABLES", 0)
     drawn = compare_counts(ones, others, 1e-4, np.random.default_rng(0))
 
     assert abs(drawn.p_value - exact.p_value) < 0.008

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.plugins.vllm.failure import FailureLog
-from specbranch.plugins.vllm.stages import Stages
+from specbranch.launch.vllm_log import FailureLog, Stages
 
 MEMORY = """
 (EngineCore pid=7) INFO 11-16 05:00:00 [core.py:1] Initializing a V1 LLM engine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specbranch.errors import FlagError
-from specbranch.plugins.vllm.flags import Flags, flags_of
+from specbranch.launch.vllm_flags import Flags, flags_of
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from specbranch.core.round import Outlook, Signal
 from specbranch.hrad.network import Hrad, HradError, read_hrad, write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer
-from specbranch.plugins.vllm.compat.features import FeatureError
+from specbranch.plugins.vllm.hidden_states import FeatureError
 from specbranch.plugins.vllm.settings import ProposerSettings
 from tests.plugins.test_proposer import proposer_with, tokens
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm import installed as vllm_installed
 
 
 def install(directory: Path, name: str, version: str) -> None:
@@ -43,10 +43,10 @@ def test_each_build_of_vllm_is_known(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
 
-    assert launch.distributions() == list(installed)
-    assert launch.version() == version
-    assert launch.is_cuda_build() == is_cuda
-    assert launch.runs_on_cpu() == on_cpu
+    assert vllm_installed.distributions() == list(installed)
+    assert vllm_installed.version() == version
+    assert vllm_installed.is_cuda_build() == is_cuda
+    assert vllm_installed.runs_on_cpu() == on_cpu
 
 
 def test_a_device_of_the_users_choice_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,5 +54,5 @@ def test_a_device_of_the_users_choice_is_respected(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
 
-    assert not launch.is_cuda_build()
-    assert launch.runs_on_cpu()
+    assert not vllm_installed.is_cuda_build()
+    assert vllm_installed.runs_on_cpu()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.plugins.vllm.flags import Flags, layout_of
+from specbranch.launch.vllm_flags import Flags, layout_of
+from specbranch.launch.vllm_server import ServeOptions
 from specbranch.plugins.vllm.layout import Layout, LayoutError
-from specbranch.plugins.vllm.serving import ServeOptions
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 PIPELINE, EVERY_RANK, ONE_PROCESS = "pipeline parallelism", "external_launcher", "one process"

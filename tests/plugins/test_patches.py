@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm.compat import patches
+from specbranch.plugins.vllm import compat
 
 torch = pytest.importorskip("torch")
 
 
 def right_expand(x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-    return patches._expand_batch_to_tokens(x, ends, num_tokens, replace_from, replace_to)
+    return compat._expand_batch_to_tokens(x, ends, num_tokens, replace_from, replace_to)
 
 
 def unfit_expand(*args: Any, **kwargs: Any) -> Any:
@@ -37,14 +37,14 @@ def test_a_sampler_without_faults_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     module = sampler(monkeypatch)
     own = vars(module).copy()
 
-    assert patches.patch_cpu_sampler() == []
+    assert compat.patch_cpu_sampler() == []
     assert vars(module) == own
 
 
 def test_nothing_is_touched_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sampler(monkeypatch, is_cpu=False, expand_batch_to_tokens=unfit_expand)
 
-    assert patches.patch_cpu_sampler() == []
+    assert compat.patch_cpu_sampler() == []
     assert module.expand_batch_to_tokens is unfit_expand
 
 
@@ -55,9 +55,9 @@ def test_a_sampler_that_holds_kernels_of_triton_gets_those_of_its_module(monkeyp
     parts: dict[str, Any] = {"_rejection_greedy_sample": dispatcher, "rejection_greedy_sample_kernel": own}
     sampler(monkeypatch, expand_batch_to_tokens=unfit_expand, **parts)
 
-    assert patches.patch_cpu_sampler() == ["rejection_greedy_sample_kernel", "expand_batch_to_tokens"]
+    assert compat.patch_cpu_sampler() == ["rejection_greedy_sample_kernel", "expand_batch_to_tokens"]
     assert dispatcher.kernel is own
-    assert patches.patch_cpu_sampler() == []  # a second time there is nothing left to do
+    assert compat.patch_cpu_sampler() == []  # a second time there is nothing left to do
 
 
 def test_a_fault_with_no_rows_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +68,6 @@ def test_a_fault_with_no_rows_is_worked_around(monkeypatch: pytest.MonkeyPatch) 
 
     module = sampler(monkeypatch, apply_top_k_top_p=apply)
 
-    assert patches.patch_cpu_sampler() == ["apply_top_k_top_p"]
+    assert compat.patch_cpu_sampler() == ["apply_top_k_top_p"]
     assert module.apply_top_k_top_p(torch.zeros(0, 4), None, None).shape == (0, 4)
     assert module.apply_top_k_top_p(torch.zeros(1, 2), None, None).tolist() == [[1.0, 1.0]]

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.plugins.vllm import process
-from specbranch.plugins.vllm.messages import Ask, Engine, Run
-from specbranch.plugins.vllm.process import TargetFailure, TargetProcess
+from specbranch.launch import vllm_worker
+from specbranch.launch.vllm_engine import Engine, TargetOptions
+from specbranch.launch.vllm_worker import Ask, Run, TargetFailure, TargetProcess
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import TargetOptions
 
 WORKER = """
 import os, sys
 import msgspec
-from specbranch.plugins.vllm.messages import Answer, Done, Engine, News, Run
-from specbranch.plugins.vllm.target import TargetOptions
+from specbranch.launch.vllm_worker import Answer, Done, Engine, News, Run
+from specbranch.launch.vllm_engine import TargetOptions
 
 def say(news):
     sys.stdout.buffer.write(msgspec.json.encode(news) + b"\\n")
@@ -42,7 +41,7 @@ OPTIONS = TargetOptions("large", ProposerSettings(planner="pearl"))
 def fake_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fake_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(process, "_WORKER", "fake_worker")
+    monkeypatch.setattr(vllm_worker, "_WORKER", "fake_worker")
 
 
 def test_options_and_runs_arrive_whole_and_their_outputs_come_back(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from specbranch.core.planners import SettingError
 from specbranch.core.round import Outlook
 from specbranch.engines.vocabulary import HASH_LEN
 from specbranch.hrad.network import write_hrad
-from specbranch.plugins.vllm import SpecBranchProposer, limits
+from specbranch.plugins.vllm import SpecBranchProposer, compat
 from specbranch.plugins.vllm import proposer as vllm_proposer
-from specbranch.plugins.vllm.compat import config, patches, runner
-from specbranch.plugins.vllm.compat.runner import PAD
+from specbranch.plugins.vllm import settings as vllm_settings
+from specbranch.plugins.vllm.compat import PAD
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 from specbranch.service.client.gate import Decision, Pace
@@ -58,9 +58,9 @@ class FixedClient:
 def proposer_with(
     monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, target: Any = None, **section: Any
 ) -> SpecBranchProposer:
-    monkeypatch.setattr(patches, "warn_if_untested", lambda: None)
-    monkeypatch.setattr(patches, "patch_cpu_sampler", lambda: None)
-    monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
+    monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
+    monkeypatch.setattr(compat, "patch_cpu_sampler", lambda: None)
+    monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
     monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", partial(FixedClient, [5, 6, 7]))
     vllm_config = SimpleNamespace(
         additional_config={"specbranch": {"address": "ipc:///nowhere", "is_gated": False, **section}},
@@ -407,9 +407,12 @@ def test_a_request_can_do_without_drafts_or_ask_for_short_ones(
 
 @pytest.mark.parametrize("gamma", [-1, "few", [1]])
 def test_a_wish_that_cannot_be_read_is_ignored_with_one_warning(gamma: Any, caplog: pytest.LogCaptureFixture) -> None:
-    limits._warn_of_value.cache_clear()
+    vllm_settings._warn_of_value.cache_clear()
     with caplog.at_level("WARNING", logger="vllm.specbranch"):
-        assert [limits.limit_of(SimpleNamespace(extra_args={limits.KEY: gamma})) for _ in range(2)] == [None, None]
+        assert [vllm_settings.limit_of(SimpleNamespace(extra_args={vllm_settings.KEY: gamma})) for _ in range(2)] == [
+            None,
+            None,
+        ]
 
     assert caplog.text.count("not a whole number") == 1
 
@@ -486,7 +489,7 @@ def test_a_runner_that_has_changed_gets_one_warning_and_drafts_for_all(
 ) -> None:
     proposer = proposer_with(monkeypatch)
     lengths, table = tokens([1, 2, 3])
-    proposer.meet(SimpleNamespace(input_batch=SimpleNamespace()), runner.News())
+    proposer.meet(SimpleNamespace(input_batch=SimpleNamespace()), compat.News())
     caplog.clear()
 
     assert [proposer.propose([[3]], lengths, table) for _ in range(3)] == [[[5, 6]]] * 3
@@ -541,7 +544,7 @@ def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(mon
 def padding(monkeypatch: pytest.MonkeyPatch) -> SpecBranchProposer:
     """A proposer with a runner, that pads to two tokens; sequences may have ten."""
     proposer = proposer_with(monkeypatch, pad="on")
-    proposer.meet(FakeRunner(proposer), runner.News())
+    proposer.meet(FakeRunner(proposer), compat.News())
     return proposer
 
 
@@ -616,14 +619,14 @@ def test_on_the_cpu_only_greedy_rows_are_padded(padding: SpecBranchProposer) -> 
 def test_rows_are_padded_where_vllm_has_graphs_for_it(
     monkeypatch: pytest.MonkeyPatch, pad: str, has_graphs: bool, is_padded: bool
 ) -> None:
-    monkeypatch.setattr(config, "has_graphs_for_equal_rows", lambda vllm_config: has_graphs)
+    monkeypatch.setattr(compat, "has_graphs_for_equal_rows", lambda vllm_config: has_graphs)
     proposer = proposer_with(monkeypatch, pad=pad)
     lengths, table = tokens([1, 2, 3])
     client: Any = proposer._client
     client._proposal = [5]
 
     assert proposer.propose([[3]], lengths, table) == [[5]]  # nobody has said what the rows are
-    proposer.meet(FakeRunner(proposer), runner.News())
+    proposer.meet(FakeRunner(proposer), compat.News())
     assert proposer.propose([[3]], lengths, table) == ([[5, PAD]] if is_padded else [[5]])
 
 
@@ -635,8 +638,8 @@ def test_a_vllm_without_whole_graphs_for_equal_rows_has_no_pads() -> None:
     ]
     for mode in modes:
         vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-        assert not config.has_graphs_for_equal_rows(vllm_config)
-    assert not config.has_graphs_for_equal_rows(SimpleNamespace())
+        assert not compat.has_graphs_for_equal_rows(vllm_config)
+    assert not compat.has_graphs_for_equal_rows(SimpleNamespace())
 
 
 def test_pads_that_vllm_counts_as_draft_tokens_are_known(

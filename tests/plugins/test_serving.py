@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 from specbranch.cli import app
 from specbranch.errors import FlagError
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import Flags
-from specbranch.plugins.vllm.serving import ServeOptions
+from specbranch.launch.vllm_flags import Flags
+from specbranch.launch.vllm_server import Endpoint, ServeOptions
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 
 
@@ -175,7 +174,7 @@ def test_nobody_at_the_endpoint_is_not_healthy() -> None:
 def test_what_is_wrong_is_said_before_anything_starts(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "is_installed", lambda: True)
+    monkeypatch.setattr(installed, "is_installed", lambda: True)
     result = CliRunner().invoke(app, ["serve", *words])
 
     assert result.exit_code == 2
@@ -183,7 +182,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "is_installed", lambda: False)
+    monkeypatch.setattr(installed, "is_installed", lambda: False)
     result = CliRunner().invoke(app, ["serve", "big", "--draft", "d"])
 
     assert result.exit_code == 2

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from specbranch.errors import FlagError
-from specbranch.plugins.vllm.compat import source
-from specbranch.plugins.vllm.compat.source import KnownArguments, known_arguments, read_arguments
-from specbranch.plugins.vllm.flags import Flags
-from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
+from specbranch.launch import vllm_flags
+from specbranch.launch.vllm_flags import (
+    Flags,
+    KnownArguments,
+    known_arguments,
+    read_arguments,
+    refuse_unknown_arguments,
+    refuse_unknown_flags,
+)
 
 ENGINE = """
 class EngineArgs:
@@ -42,7 +47,7 @@ class LLM:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(source, "_FEW", 3)
+    monkeypatch.setattr(vllm_flags, "_FEW", 3)
     for name, text in {
         "engine/arg_utils.py": ENGINE,
         "entrypoints/launchers/cli_args.py": FRONTEND,
@@ -132,7 +137,7 @@ def test_arguments_of_the_python_class_are_checked_alike(known: KnownArguments) 
 def test_the_installed_vllm_is_read_without_importing_it() -> None:
     pytest.importorskip("vllm", exc_type=ImportError)
     program = (
-        "import sys; from specbranch.plugins.vllm.compat.source import known_arguments as known; "
+        "import sys; from specbranch.launch.vllm_flags import known_arguments as known; "
         "assert {'--max-model-len', '-tp', '--port', '--enforce-eager'} <= known().flags; "
         "assert {'max_model_len', 'enforce_eager'} <= known().arguments; assert 'port' in known().numbers; "
         "assert 'vllm' not in sys.modules and 'torch' not in sys.modules"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbranch.plugins.vllm.compat import launch
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import TargetOptions
 
 SETTINGS = ProposerSettings(address="ipc:///d", planner="sps")
 
@@ -53,7 +53,7 @@ def test_batch_invariance_is_used_where_vllm_has_it(
     else:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
 
-    assert launch.be_batch_invariant() == launch.is_batch_invariant() == is_invariant
+    assert installed.be_batch_invariant() == installed.is_batch_invariant() == is_invariant
 
 
 def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "unset")  # so that it is restored
         monkeypatch.delenv(name)
-    launch.run_in_this_process({"OMP_NUM_THREADS": "3"})
+    installed.run_in_this_process({"OMP_NUM_THREADS": "3"})
 
     found = {name: os.environ[name] for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS")}
     assert found == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "3"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specbranch.engines.vocabulary import VocabSample
-from specbranch.plugins.text_drafts import TextDrafts
+from specbranch.plugins.single_text import TextDrafts
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import DraftSettings
 from specbranch.simulation.scripted import match

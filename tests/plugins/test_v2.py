@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from specbranch.core.planners import SettingError
-from specbranch.plugins.vllm.arguments import PROPOSER
-from specbranch.plugins.vllm.compat import runner, v2
+from specbranch.plugins.vllm import compat, register
 from specbranch.plugins.vllm.layout import LayoutError
-from specbranch.plugins.vllm.settings import RunnerError, read_settings
-from specbranch.plugins.vllm.v2.texts import Texts
+from specbranch.plugins.vllm.runner_v2_device import Texts
+from specbranch.plugins.vllm.settings import PROPOSER, RunnerError, read_settings
 
 
 class FakeConfig:
@@ -37,7 +36,7 @@ class FakeConfig:
 
 
 def chosen(config: FakeConfig) -> str:
-    v2.choose_runner(config)
+    register.choose_runner(config)
     return str(config.speculative_config.method)
 
 
@@ -71,13 +70,13 @@ def test_other_methods_are_left_alone() -> None:
         assert chosen(config) == before
     config = FakeConfig()
     config.speculative_config = None  # type: ignore[assignment]
-    v2.choose_runner(config)
+    register.choose_runner(config)
 
 
 def test_v1_refuses_to_stand_in_for_v2() -> None:
-    v2.refuse_v1(FakeConfig(method="ngram_gpu"))
+    compat.refuse_v1(FakeConfig(method="ngram_gpu"))
     with pytest.raises(RunnerError, match="VLLM_PLUGINS"):
-        v2.refuse_v1(FakeConfig())
+        compat.refuse_v1(FakeConfig())
 
 
 def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +97,9 @@ def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: py
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(v2, "_speculator", lambda: lambda config, device, states: "ours")
-    v2.install()
-    v2.install()
+    monkeypatch.setattr(register, "_speculator", lambda: lambda config, device, states: "ours")
+    register.install()
+    register.install()
     config: Any = fresh(runner="v2")
     config.__post_init__()
 
@@ -114,13 +113,15 @@ def test_a_vllm_without_v2_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    v2.install()
+    register.install()
 
 
 def test_prefill_context_parallelism_is_refused() -> None:
-    v2.refuse_context_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=1)))
+    compat.refuse_context_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=1)))
     with pytest.raises(LayoutError, match="2 ranks"):
-        v2.refuse_context_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=2)))
+        compat.refuse_context_parallelism(
+            SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=2))
+        )
 
 
 def test_rows_of_v2_stand_aside_as_those_of_v1() -> None:
@@ -133,17 +134,17 @@ def test_rows_of_v2_stand_aside_as_those_of_v1() -> None:
     )
     sampler = SimpleNamespace(sampling_states=states)
     model_runner = SimpleNamespace(lora_state=lora, encoder_cache=cache, sampler=sampler)
-    batch = v2.in_the_form_of_v1(model_runner, ["a", "b", "c", "d", "e"], np.array([3, 1, 0, 2, 4]))
+    batch = compat.in_the_form_of_v1(model_runner, ["a", "b", "c", "d", "e"], np.array([3, 1, 0, 2, 4]))
 
-    assert runner.rows_aside(batch, 5) == {1: "lora", 2: "multimodal", 3: "seed"}
-    assert runner.sampled_rows(batch, 5) == [3, 4]
+    assert compat.rows_aside(batch, 5) == {1: "lora", 2: "multimodal", 3: "seed"}
+    assert compat.sampled_rows(batch, 5) == [3, 4]
     model_runner.encoder_cache = None
-    assert runner.rows_aside(v2.in_the_form_of_v1(model_runner, ["a"], np.array([0])), 1) == {}
+    assert compat.rows_aside(compat.in_the_form_of_v1(model_runner, ["a"], np.array([0])), 1) == {}
 
 
 def test_vllms_own_requests_are_known() -> None:
-    assert runner.is_warmup(["_warmup_0_", "_v2_mixed_warmup_decode_"])
-    assert not runner.is_warmup(["_warmup_0_", "chatcmpl-1"])
+    assert compat.is_warmup(["_warmup_0_", "_v2_mixed_warmup_decode_"])
+    assert not compat.is_warmup(["_warmup_0_", "chatcmpl-1"])
 
 
 def test_settings_name_the_runner() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm import worker
-from specbranch.plugins.vllm.messages import Ask, Done, Run, step_gaps_s
-from specbranch.plugins.vllm.target import Piece, Request
+from specbranch.launch import vllm_worker
+from specbranch.launch.vllm_engine import Piece, Request
+from specbranch.launch.vllm_worker import Ask, Done, Run, step_gaps_s
 
 ASKS = [Ask("a", {}), Ask("b", {}), Ask("c", {}, is_chat=True)]
 
@@ -50,14 +50,14 @@ def piece(index: int, token: int, text: str, finish_reason: str | None) -> Piece
 
 
 def decoded(target: Any, attempts: int = 4) -> tuple[int, Done]:
-    news = list(worker.decode(target, Run(ASKS, batch=2, attempts=attempts)))
+    news = list(vllm_worker.decode(target, Run(ASKS, batch=2, attempts=attempts)))
     assert news[-1].done is not None
     return sum(one.num_finished for one in news), news[-1].done
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(vllm_worker, "_PAUSE_S", 0.0)
 
 
 def test_a_run_with_drafts_is_decoded_once() -> None:

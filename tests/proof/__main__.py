@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specbranch.cli.cores import divide_cores
 from specbranch.cli.progress import Progress
 from specbranch.cli.values import table
+from specbranch.launch.placement import divide_cores
 from specbranch.machine import num_gpus, provenance
 from tests.proof import report
 from tests.proof.plan import Proof

@@ -19,11 +19,10 @@ import msgspec
 
 from specbranch.bench.scenario import BenchMethod
 from specbranch.bench.survey import MESSAGES
-from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
-from specbranch.plugins.vllm.process import TargetProcess
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import Answer, Ask, Done, Run, TargetProcess, step_gaps_s
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import TargetOptions
-from specbranch.service.process import DraftOptions, DraftProcess
 
 _WARM_UP = 16  # tokens
 _CACHE_TOKENS = 32768

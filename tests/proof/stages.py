@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specbranch.child import Child
+from specbranch.launch.child import Child
 
 Reader = Callable[[Path], dict[str, Any]]
 Ending = Literal["passed", "failed", "timed out", "skipped"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.child import Child
+from specbranch.launch.child import Child
 from tests.proof import __main__ as program
 from tests.proof import report
 from tests.proof.plan import BARE, EXACT, OURS, Proof

@@ -266,7 +266,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands wait for the answer of a service as long as tests do, for services that do answer."""
     for command in ("drain", "ping", "remote", "source"):
         monkeypatch.setattr(importlib.import_module(f"specbranch.cli.{command}"), "_ANSWER_S", PATIENCE_S)
-    monkeypatch.setattr("specbranch.cli.remote._CONNECT_S", PATIENCE_S)
+    monkeypatch.setattr("specbranch.launch.draft_process._CONNECT_S", PATIENCE_S)
 
 
 def wait_for(is_so: Callable[[], bool], why: object = "") -> None:

@@ -13,9 +13,9 @@ import pytest
 import zmq
 
 from specbranch.engines.vocabulary import HASH_LEN, read_sample, read_vocabulary
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, Committed
-from specbranch.service.process import DraftOptions, DraftProcess
 from specbranch.service.wire.messages import (
     VERSION,
     Hello,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from specbranch.core.distribution import Distribution
-from specbranch.plugins.vllm.compat import patches, runner
-from specbranch.plugins.vllm.v2.speculator import Speculator
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.runner_v2 import Speculator
 from specbranch.service.client.interface import ClientOptions, Committed
 
 torch = pytest.importorskip("torch")
@@ -71,8 +71,8 @@ class Rank:
     """A worker with our speculator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_output_rank: bool = True, **section: Any) -> None:
-        monkeypatch.setattr(patches, "warn_if_untested", lambda: None)
-        monkeypatch.setattr(runner, "is_output_rank", lambda: is_output_rank)
+        monkeypatch.setattr(compat, "warn_if_untested", lambda: None)
+        monkeypatch.setattr(compat, "is_output_rank", lambda: is_output_rank)
         monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", Client)
         config = SimpleNamespace(
             additional_config={"specbranch": {**OURS, **section}},
@@ -109,7 +109,7 @@ class Rank:
         thinking = SimpleNamespace(use_thinking_budget=np.array(budgets)) if budgets else SimpleNamespace()
         sampler = SimpleNamespace(sampling_states=states, thinking_budget_state=thinking)
         lora = SimpleNamespace(lora_ids=np.zeros(SLOTS, np.int32))
-        self.speculator.meet(SimpleNamespace(sampler=sampler, lora_state=lora, encoder_cache=None), runner.News())
+        self.speculator.meet(SimpleNamespace(sampler=sampler, lora_state=lora, encoder_cache=None), compat.News())
 
     def propose(self, *rows: tuple[str, int, int], **kwargs: Any) -> list[list[int]]:
         """Drafts of rows, each given by name, slot and number of new tokens."""

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from specbranch.plugins.vllm.target import Request, Target, TargetOptions
+from specbranch.launch.vllm_engine import Request, Target, TargetOptions
 
 
 def main() -> None:

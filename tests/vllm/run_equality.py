@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import PLANNERS
-from specbranch.plugins.vllm.compat.engine import describe
+from specbranch.launch.vllm_engine import describe
 from specbranch.plugins.vllm.settings import read_settings
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions

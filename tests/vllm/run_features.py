@@ -42,7 +42,7 @@ def main() -> None:
 def _compare(target: str, address: str, directory: Path, port: int, num_tokens: int) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    from specbranch.plugins.vllm.compat import engine
+    from specbranch.launch import vllm_engine as engine
     from specbranch.plugins.vllm.settings import read_settings
 
     common: dict[str, Any] = {

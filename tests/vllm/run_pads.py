@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from specbranch.plugins.vllm.compat import engine
+from specbranch.launch import vllm_engine
 from specbranch.plugins.vllm.settings import read_settings
 from tests.vllm.runs import draft_service, drafting, num_equal, tokens_of
 
@@ -49,11 +49,13 @@ def main() -> None:
         lengths, drafts = {}, {}
         for planner in ("pearl", "none"):
             section = drafting(address, pad="on", planner=planner)["additional_config"]["specbranch"]
-            engine.use(llm, read_settings(section))
+            vllm_engine.use(llm, read_settings(section))
             lengths[planner] = _watch(llm)
-            before = engine.draft_tokens(llm)
+            before = vllm_engine.draft_tokens(llm)
             texts[planner] = _decode(llm, args.tokens)
-            drafts[planner] = [after - count for after, count in zip(engine.draft_tokens(llm), before, strict=True)]
+            drafts[planner] = [
+                after - count for after, count in zip(vllm_engine.draft_tokens(llm), before, strict=True)
+            ]
             texts[planner] += _decode_to_the_end(llm)
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
     print(json.dumps({"prompts": len(texts["bare"]), "equal": equal, "lengths": lengths, "drafts": drafts}))
@@ -67,7 +69,7 @@ def _decode(llm: Any, num_tokens: int) -> list[list[int]]:
     special: list[dict[str, Any]] = [
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
         {"logprobs": 2, "bad_words": [" the"]},
-        {"structured_outputs": engine.json_shape(SCHEMA)},
+        {"structured_outputs": vllm_engine.json_shape(SCHEMA)},
         {"min_tokens": num_tokens},
     ]
     plain = llm.generate(list(PROMPTS), SamplingParams(**greedy), use_tqdm=False)

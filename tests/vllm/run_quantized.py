@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from specbranch.plugins.vllm.target import Target, TargetOptions
+from specbranch.launch.vllm_engine import Target, TargetOptions
 
 
 def main() -> None:

@@ -18,9 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from specbranch.plugins.vllm.arguments import proposer_arguments
-from specbranch.plugins.vllm.compat import engine
-from specbranch.plugins.vllm.settings import read_settings
+from specbranch.launch import vllm_engine
+from specbranch.plugins.vllm.settings import proposer_arguments, read_settings
 from specbranch.service.client import interface
 from tests.vllm.coin_model import NUM_COINS, write_coins
 from tests.vllm.runs import draft_service
@@ -64,9 +63,9 @@ def main() -> None:
                 coins = range(start, min(start + AT_ONCE, args.pairs))
                 for turn in answers:
                     turn += _tosses(llm, coins, is_seeded=True)
-            seeded = engine.draft_tokens(llm)
+            seeded = vllm_engine.draft_tokens(llm)
             unseeded = [toss for _ in range(4) for toss in _tosses(llm, range(AT_ONCE), is_seeded=False)]
-            drafted, accepted = (now - then for now, then in zip(engine.draft_tokens(llm), seeded, strict=True))
+            drafted, accepted = (now - then for now, then in zip(vllm_engine.draft_tokens(llm), seeded, strict=True))
     print(
         json.dumps(
             {

@@ -17,9 +17,8 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-from specbranch.plugins.vllm.arguments import proposer_arguments
-from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 
 PROMPTS = (
     "def is_prime(n):\n",

@@ -21,12 +21,11 @@ from unittest import mock
 import numpy as np
 
 from specbranch.core.planners import PLANNERS
-from specbranch.plugins.vllm.arguments import proposer_arguments
-from specbranch.plugins.vllm.exactness.statistics import compare_counts, count_pairs
-from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import Request, Target, TargetOptions
-from specbranch.plugins.vllm.v2 import draft_logits, speculator
-from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.exactness.statistics import compare_counts, count_pairs
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.vllm_engine import Request, Target, TargetOptions
+from specbranch.plugins.vllm import runner_v2, runner_v2_device
+from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from tests.vllm.levels import FALSE_ALARM, MOST_TESTS
 from tests.vllm.random_model import VOCAB_LEN, write_pair
 from tests.vllm.runs import CORES, num_equal, proposer_of, squared
@@ -121,10 +120,10 @@ def sampled(target: str, draft: str) -> dict[str, Any]:
         def wrong(answer: Any, samplings: Any, drawn_from: Any) -> Any:
             """As if the tokens had been drawn at a quarter of the temperature."""
             flat = {row: [squared(squared(q)) for q in distributions] for row, distributions in drawn_from.items()}
-            return draft_logits.pack(answer, samplings, flat)
+            return runner_v2_device.pack(answer, samplings, flat)
 
         name = next(iter(SAMPLINGS))
-        with mock.patch.object(speculator, "pack", wrong):
+        with mock.patch.object(runner_v2, "pack", wrong):
             wrong_found = _compared(ours, SAMPLINGS[name], expected[name], pair)
     return {"found": found, "wrong": wrong_found}
 

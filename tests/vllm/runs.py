@@ -7,12 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specbranch.cli.placement import split, usable_cores
 from specbranch.core.distribution import Distribution
-from specbranch.plugins.vllm.arguments import proposer_arguments
-from specbranch.plugins.vllm.compat.runner import drafter_of
-from specbranch.plugins.vllm.settings import read_settings
-from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.placement import split, usable_cores
+from specbranch.plugins.vllm.compat import drafter_of
+from specbranch.plugins.vllm.settings import proposer_arguments, read_settings
 
 # Apart from each other: threads that wait for one another suffer badly when a core has two things to do.
 CORES = split(usable_cores(), target_on_cpu=True, draft_on_cpu=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS
+from specbranch.exactness.vllm_findings import FAILED, HOLDS
 from tests.results import record
 from tests.vllm.pair import require_pair
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm.arguments import PROPOSER
-from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.plugins.vllm.settings import PROPOSER
 from tests.results import record
 from tests.vllm.pair import SHORT, require_pair
 from tests.vllm.programs import run_with_sampler

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
-from specbranch.plugins.vllm.compat import runner
+from specbranch.plugins.vllm import compat, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.v2 import draft_logits
 from tests.vllm.ranks import GAMMA, SLOTS, VOCAB_LEN, Group, Rank
 
 torch = pytest.importorskip("torch")
@@ -27,7 +26,7 @@ Q = Distribution((8, 30, 5), (0.5, 0.3, 0.2), 1.0)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "broadcast", lambda tensor: tensor)
+    monkeypatch.setattr(compat, "broadcast", lambda tensor: tensor)
 
 
 def probabilities(rank: Rank, slot: int, place: int, temperature: float) -> dict[int, float]:
@@ -145,7 +144,7 @@ def test_requests_of_a_warm_up_have_certain_drafts(monkeypatch: pytest.MonkeyPat
 
 def test_a_distribution_that_is_too_wide_counts_as_certain() -> None:
     wide = Distribution(tuple(range(MOST_IDS + 1)), (1 / (MOST_IDS + 1),) * (MOST_IDS + 1), 3.0)
-    packed = draft_logits.pack(np.array([[3, -1]]), {0: Sampling(1.0)}, {0: [wide]})
+    packed = runner_v2_device.pack(np.array([[3, -1]]), {0: Sampling(1.0)}, {0: [wide]})
 
     assert packed[0, :, 0].tolist() == [3, -1]
     assert (packed[0, :, 1 : 1 + MOST_IDS] == -1).all() and not packed[0, :, 1 + MOST_IDS :].any()
@@ -153,7 +152,7 @@ def test_a_distribution_that_is_too_wide_counts_as_certain() -> None:
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_all_ranks_have_the_same_rows(monkeypatch: pytest.MonkeyPatch, has_failed: bool) -> None:
-    monkeypatch.setattr(runner, "broadcast", Group().broadcast)
+    monkeypatch.setattr(compat, "broadcast", Group().broadcast)
     ranks = [Rank(monkeypatch, is_output_rank=is_first) for is_first in (True, False)]
     ranks[0].client.distributions = [Q, None, Q]
     ranks[0].client.has_failed = has_failed
@@ -169,7 +168,7 @@ def test_all_ranks_have_the_same_rows(monkeypatch: pytest.MonkeyPatch, has_faile
 
 
 def test_too_many_rows_are_not_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(draft_logits, "MOST_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
+    monkeypatch.setattr(runner_v2_device, "MOST_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
     with caplog.at_level("INFO"):
         rank = Rank(monkeypatch)
     rank.sample_at([1.0] * SLOTS)
@@ -188,7 +187,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 from specbranch.core.distribution import Distribution
 from specbranch.core.distribution import Sampling, number, pick
-from specbranch.plugins.vllm.v2.draft_logits import DraftLogits, pack
+from specbranch.plugins.vllm.runner_v2_device import DraftLogits, pack
 
 ROWS, VOCAB, PLACES = 150, 6, 2
 p = torch.tensor([0.05, 0.4, 0.25, 0.1, 0.2, 0.0])

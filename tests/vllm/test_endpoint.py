@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.plugins.vllm.arguments import PROPOSER
-from specbranch.service.process import DraftOptions, DraftProcess
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.plugins.vllm.settings import PROPOSER
 from tests.results import record
 from tests.vllm.pair import require_pair
 from tests.vllm.served import Served, serving

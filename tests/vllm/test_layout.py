@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.cli.placement import usable_cores
-from specbranch.plugins.vllm.arguments import proposer_arguments
-from specbranch.plugins.vllm.failure import FailureLog
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.launch.placement import usable_cores
+from specbranch.launch.vllm_log import FailureLog
+from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from tests.engines.models import model_path
 
 pytest.importorskip("vllm", exc_type=ImportError)
@@ -40,7 +39,7 @@ def test_the_proposer_refuses_pipeline_parallelism(tmp_path: Path) -> None:
     words += ["--additional-config", json.dumps(ours["additional_config"])]
     binding = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "specbranch.plugins.vllm.launch", *words],
+        [sys.executable, "-m", "specbranch.launch.vllm_server", *words],
         env={**os.environ, **binding},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.structured_output.utils import strip_speculative_padding
 from specbranch.plugins.vllm.compat import patches
-from specbranch.plugins.vllm.compat.runner import PAD
+from specbranch.plugins.vllm.compat import PAD
 
 patches.patch_cpu_sampler()
 drafts = torch.tensor([[2, PAD, PAD], [1, PAD, PAD], [PAD, PAD, PAD], [2, 3, 4]], dtype=torch.int32)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbranch.plugins.vllm.compat import runner
-from specbranch.plugins.vllm.compat.features import FeatureError
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.hidden_states import FeatureError
 from specbranch.plugins.vllm.settings import ProposerSettings
 from tests.vllm.ranks import GAMMA, MAX_LEN, Group, Rank
 
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "broadcast", lambda tensor: tensor)
+    monkeypatch.setattr(compat, "broadcast", lambda tensor: tensor)
 
 
 def test_drafts_follow_the_texts_that_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_dummy_runs_and_warmups_ask_nobody(monkeypatch: pytest.MonkeyPatch, name
     rank = Rank(monkeypatch)
     rank.states.sample(0, [1, 2])
     kwargs = {"dummy_run": True} if name == "a" else {}
-    monkeypatch.setattr(runner, "broadcast", None)
+    monkeypatch.setattr(compat, "broadcast", None)
 
     assert rank.propose((name, 0, 1), **kwargs) == [[0, 0, 0]]
     assert rank.client.told == []
@@ -83,7 +83,7 @@ def test_dummy_runs_and_warmups_ask_nobody(monkeypatch: pytest.MonkeyPatch, name
 
 
 def test_all_ranks_have_the_drafts_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "broadcast", Group().broadcast)
+    monkeypatch.setattr(compat, "broadcast", Group().broadcast)
     ranks = [Rank(monkeypatch, is_output_rank=is_first) for is_first in (True, False)]
     for rank in ranks:
         rank.states.sample(0, [1, 2])
@@ -100,7 +100,7 @@ def test_all_ranks_have_the_drafts_of_the_first(monkeypatch: pytest.MonkeyPatch)
 def test_a_rank_that_fails_lets_no_other_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner, "broadcast", Group().broadcast)
+    monkeypatch.setattr(compat, "broadcast", Group().broadcast)
     ranks = [Rank(monkeypatch, is_output_rank=is_first) for is_first in (True, False)]
     ranks[0].client.has_failed = True
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_the_runner_tells_of_prompts_and_of_rows_that_stand_aside(monkeypatch: p
     rank.sample_at([0.0] * 4)
     model_runner = rank.speculator._runner
     model_runner.lora_state.lora_ids[0] = 5
-    rank.speculator.meet(model_runner, runner.News([[1]]))
+    rank.speculator.meet(model_runner, compat.News([[1]]))
 
     assert rank.client.expected == [[1]]
     assert rank.propose(("a", 0, 1), ("b", 1, 1)) == [[2, 2, 2], [9, 10, 11]]

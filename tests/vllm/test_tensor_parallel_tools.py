@@ -16,7 +16,7 @@ import pytest
 
 from specbranch.bench.results import read_results
 from specbranch.bench.summary import summarize
-from specbranch.plugins.vllm.exactness.findings import FAILED
+from specbranch.exactness.vllm_findings import FAILED
 from tests.vllm.even_heads import write_even
 from tests.vllm.pair import SHORT, require_pair
 

@@ -14,10 +14,10 @@ from specbranch.bench.survey import Survey, take_step_times, take_survey, time_s
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.process import TargetProcess
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import TargetProcess
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.plugins.vllm.target import TargetOptions
 
 _DRAFT_ROWS = (1, 2, 4, 8)
 _TARGET_BATCHES = (1, 2, 4, 8, 16)
@@ -42,7 +42,7 @@ class PairOptions:
     target_cores: Sequence[int] | None = None
     draft_cores: Sequence[int] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    times_hook: bool = field(default_factory=lambda: not launch.runs_on_cpu())
+    times_hook: bool = field(default_factory=lambda: not installed.runs_on_cpu())
 
     def target_options(self, has_hook: bool = False) -> TargetOptions:
         """The target: bare vLLM, or with our proposer, which drafts nothing."""

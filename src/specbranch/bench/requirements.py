@@ -15,8 +15,8 @@ from specbranch.bench.scenario import BenchMethod, Scenario, ScenarioError
 from specbranch.core.planners import suggest
 from specbranch.engines.models import require_model, weight_bytes
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.compat.source import known_speculation
+from specbranch.launch.vllm_flags import known_speculation
+from specbranch.plugins.vllm import installed
 
 _WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a model
 _PACKAGES = {"suffix": ("arctic_inference", "pip install --no-build-isolation --no-deps arctic-inference==0.1.1")}
@@ -39,7 +39,7 @@ def check_methods(scenario: Scenario) -> None:
                 settings.client_options(scenario.gamma)
         except SpecBranchError as error:
             raise ScenarioError(f"method {method.name!r}: {error}") from error
-    if launch.runs_on_cpu():
+    if installed.runs_on_cpu():
         _check_memory(scenario)
 
 

@@ -19,12 +19,11 @@ from typing import Any, TextIO
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario
+from specbranch.launch.draft_process import DraftProcess
+from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import Answer, Ask, Done, Run, TargetProcess, step_gaps_s
 from specbranch.machine import provenance
-from specbranch.plugins.vllm.messages import Answer, Ask, Done, Run, step_gaps_s
-from specbranch.plugins.vllm.process import TargetProcess
-from specbranch.plugins.vllm.target import TargetOptions
 from specbranch.service.client.stats import Reach, Reporter
-from specbranch.service.process import DraftProcess
 
 _REPORT_S = 5.0
 _COUNTED = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")

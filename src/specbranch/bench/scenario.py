@@ -14,9 +14,9 @@ from specbranch.core.planners import SettingError, planner_names, suggest
 from specbranch.engines.models import found_model
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
+from specbranch.launch.draft_process import DraftOptions
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings
-from specbranch.service.process import DraftOptions
 from specbranch.service.wire.messages import MAX_WAIT_MS
 
 BARE = "bare"

@@ -22,14 +22,14 @@ from typing import Any, TextIO
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, Served
-from specbranch.child import Child
 from specbranch.engines.models import found_model
 from specbranch.errors import SpecBranchError
+from specbranch.launch.child import Child
+from specbranch.launch.vllm_flags import flags_of
+from specbranch.launch.vllm_server import Endpoint
 from specbranch.machine import provenance
-from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import flags_of
 
-_VLLM = "specbranch.plugins.vllm.launch"  # vLLM's own command line
+_VLLM = "specbranch.launch.vllm_server"  # vLLM's own command line
 _STOP_S, _LOOK_S = 60.0, 0.5
 _TIMES = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = (50, 99)

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from specbranch.bench.profile import measure
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import DraftEngine, Row
-from specbranch.plugins.vllm.messages import Answer as Decoded
-from specbranch.plugins.vllm.messages import Ask, Run, step_gaps_s
-from specbranch.plugins.vllm.process import TargetProcess
+from specbranch.launch.vllm_worker import Answer as Decoded
+from specbranch.launch.vllm_worker import Ask, Run, TargetProcess, step_gaps_s
 from specbranch.trace import Answer, Header, Trace
 
 MESSAGES = (

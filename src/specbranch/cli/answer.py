@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbranch.cli.painter import Run
-from specbranch.plugins.vllm.target import Piece
+from specbranch.launch.vllm_engine import Piece
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from specbranch.cli.check_servers import (
     servers_page,
 )
 from specbranch.cli.console import console_for, friendly_errors, print_json, warn
-from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.findings import Page
 from specbranch.cli.options import (
     AsJson,
@@ -49,12 +48,13 @@ from specbranch.cli.options import (
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
 from specbranch.core.planners import DEFAULT_PLANNER, planner_names, setting_names
-from specbranch.endpoints.kit import CompareOptions, Comparison
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.plugins.vllm.exactness.kit import FULL, QUICK, CheckOptions, Report, Size
-from specbranch.plugins.vllm.exactness.kit import check as run_check
+from specbranch.exactness.server_check import CompareOptions, Comparison
+from specbranch.exactness.vllm_check import FULL, QUICK, CheckOptions, Report, Size
+from specbranch.exactness.vllm_check import check as run_check
+from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.placement import divide_cores, place_draft
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.service.process import DraftOptions
 
 
 def _sizes(name: str) -> str:

@@ -12,9 +12,9 @@ from specbranch.cli.console import warn
 from specbranch.cli.findings import Page
 from specbranch.cli.options import suspect
 from specbranch.cli.progress import Progress
-from specbranch.endpoints.kit import CompareOptions, Comparison, compare
-from specbranch.endpoints.server import Address, Server
 from specbranch.errors import UsageError
+from specbranch.exactness.openai_server import Address, Server
+from specbranch.exactness.server_check import CompareOptions, Comparison, compare
 from specbranch.version import __version__
 
 _PANEL = "Two servers"

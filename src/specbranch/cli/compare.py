@@ -12,10 +12,10 @@ from specbranch.cli.answer import Answer
 from specbranch.cli.painter import Run
 from specbranch.cli.pair import PairOptions
 from specbranch.cli.progress import Progress
-from specbranch.plugins.vllm import messages
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.process import TargetProcess
-from specbranch.plugins.vllm.target import Piece, TargetOptions
+from specbranch.launch import vllm_worker
+from specbranch.launch.vllm_engine import Piece, TargetOptions
+from specbranch.launch.vllm_worker import TargetProcess
+from specbranch.plugins.vllm import installed
 
 _WARM_TOKENS = 4
 
@@ -23,7 +23,7 @@ _WARM_TOKENS = 4
 def shared_cores(options: PairOptions) -> tuple[int, ...] | None:
     """Return the cores that target and draft divide among themselves; None if the draft takes none of the target's."""
     cores = options.cores()
-    if not launch.runs_on_cpu() or not cores.target or not cores.draft:
+    if not installed.runs_on_cpu() or not cores.target or not cores.draft:
         return None
     return tuple(sorted({*cores.target, *cores.draft}))
 
@@ -32,15 +32,15 @@ def answer_alone(
     options: PairOptions, cores: Sequence[int], prompt: Sequence[int], sampling: Mapping[str, Any]
 ) -> Answer:
     """Load vLLM without a draft in a process of its own, on `cores`, let it answer, and stop it."""
-    ask = messages.Ask("", dict(sampling), tokens=list(prompt))
-    warm_up = messages.Ask("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
+    ask = vllm_worker.Ask("", dict(sampling), tokens=list(prompt))
+    warm_up = vllm_worker.Ask("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
     how = TargetOptions(options.target, None, arguments=options.vllm_arguments())
     with tempfile.TemporaryDirectory(prefix="specbranch-log-") as directory, Progress() as progress:
         progress.show(f"loading {options.target} without a draft, on {describe(cores)}")
         with TargetProcess(how, Path(directory) / "load.log", cores) as target:
             progress.show(f"answering without drafts, on {describe(cores)}")
-            target.run(messages.Run([warm_up]))
-            (said,) = target.run(messages.Run([ask])).answers
+            target.run(vllm_worker.Run([warm_up]))
+            (said,) = target.run(vllm_worker.Run([ask])).answers
     return _as_answer(said)
 
 
@@ -74,7 +74,7 @@ def comparison_line(answer: Answer, plain: Answer, cores: Sequence[int] | None, 
     return f"{where} (nearly equally likely tokens may swap by rounding; --dtype float32 makes that very rare)"
 
 
-def _as_answer(said: messages.Answer) -> Answer:
+def _as_answer(said: vllm_worker.Answer) -> Answer:
     """Turn what a target's process reports of an answer into one that was followed step by step."""
     answer, begin = Answer(asked_s=0.0), 0
     for (at_s, num_tokens), text in zip(said.steps, said.texts, strict=True):

@@ -16,19 +16,17 @@ from rich.table import Table
 
 from specbranch import machine as specbranch_machine
 from specbranch.cli.console import console_for, friendly_errors, print_json
-from specbranch.cli.cores import divide_cores, place_draft
-from specbranch.cli.installation import target_on_cpu, vllm_note
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDraft
-from specbranch.cli.placement import Choice, choose_device, usable_cores
 from specbranch.cli.preflight import Finding, Preflight, State
-from specbranch.cli.target_type import slow_type_here
 from specbranch.engines.kv_cache import cache_size
 from specbranch.engines.registry import ENGINES, require_engine, runs_on_gpu
 from specbranch.errors import EngineError, SpecBranchError
+from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.placement import Choice, choose_device, divide_cores, place_draft, usable_cores
+from specbranch.launch.vllm_install import slow_type_here, target_on_cpu, vllm_note
 from specbranch.machine import cpu_name, instruction_sets, num_gpus, read_topology
-from specbranch.plugins.vllm.compat import launch
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.service.process import DraftOptions
 from specbranch.service.wire.addresses import default_address
 from specbranch.version import __version__
 
@@ -99,8 +97,8 @@ def software() -> Section:
     return {
         "python": platform.python_version(),
         "specbranch": __version__,
-        "vLLM": f"{launch.version()} for {'CPUs' if launch.runs_on_cpu() else 'GPUs'}"
-        if launch.is_installed()
+        "vLLM": f"{installed.version()} for {'CPUs' if installed.runs_on_cpu() else 'GPUs'}"
+        if installed.is_installed()
         else None,
         "note": vllm_note(),
         **versions,

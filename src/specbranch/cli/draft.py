@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 import typer
 
 from specbranch.cli.console import console_for, friendly_errors
-from specbranch.cli.cores import stay_on
 from specbranch.cli.options import (
     Cores,
     Device,
@@ -29,6 +28,7 @@ from specbranch.cli.options import (
 from specbranch.engines.base import EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.errors import EngineError, UsageError
+from specbranch.launch.placement import stay_on
 from specbranch.logs import set_up_logs
 from specbranch.service.server.metrics import serve_metrics
 from specbranch.service.server.recorder import Observer, Recorder

@@ -12,10 +12,10 @@ import typer
 
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceKeysDir
-from specbranch.cli.remote import why_silent
 from specbranch.cli.source import Outage, ending_at_outage
 from specbranch.cli.top_view import count
 from specbranch.errors import SpecBranchError, UsageError
+from specbranch.launch.draft_process import why_silent
 from specbranch.service.client.interface import client_keys
 from specbranch.service.client.transport import Connection, SocketLink
 from specbranch.service.wire.messages import Drain, Draining, Refused

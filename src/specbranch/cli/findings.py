@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specbranch.plugins.vllm.exactness.findings import FAILED, HOLDS, SKIPPED, Finding
-from specbranch.plugins.vllm.exactness.kit import Size
+from specbranch.exactness.vllm_check import Size
+from specbranch.exactness.vllm_findings import FAILED, HOLDS, SKIPPED, Finding
 
 _COLOURS = {HOLDS: "green", FAILED: "bold red"}
 _COLUMNS = ("check", "compared", "n", "result", "p", "")

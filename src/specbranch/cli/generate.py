@@ -20,7 +20,6 @@ from specbranch.cli.answer import Answer
 from specbranch.cli.chat import COMMANDS, Chat, Message
 from specbranch.cli.compare import answer_alone, compare_answers, comparison_line, shared_cores
 from specbranch.cli.console import friendly_errors, print_json, warn
-from specbranch.cli.cores import place_draft
 from specbranch.cli.interrupt import Interrupt
 from specbranch.cli.options import (
     AsJson,
@@ -50,13 +49,14 @@ from specbranch.cli.options import (
 from specbranch.cli.painter import Painter
 from specbranch.cli.pair import Pair, PairOptions
 from specbranch.cli.screen import Screen
-from specbranch.cli.target_type import slow_type_here
 from specbranch.cli.timeline import print_shares
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.errors import SpecBranchError, UsageError
+from specbranch.launch.placement import place_draft
+from specbranch.launch.vllm_engine import Request
+from specbranch.launch.vllm_install import slow_type_here
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.plugins.vllm.target import Request
 
 _WARM_TOKENS = 4
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from specbranch.cli.remote import RemoteDraft
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, longest_submission
 from specbranch.engines.base import DTYPES
 from specbranch.engines.registry import ENGINES
 from specbranch.errors import UsageError
-from specbranch.plugins.vllm.flags import Flags
+from specbranch.launch.draft_process import RemoteDraft
+from specbranch.launch.vllm_flags import Flags
 from specbranch.service.wire.addresses import each_address
 
 FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM

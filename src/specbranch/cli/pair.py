@@ -12,18 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from specbranch.cli.cores import divide_cores
 from specbranch.cli.options import check_directory
-from specbranch.cli.placement import Cores
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.quiet import quiet
-from specbranch.cli.remote import RemoteDraft
 from specbranch.errors import SpecBranchError
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.failure import FailureLog
+from specbranch.launch.draft_process import DraftOptions, DraftProcess, RemoteDraft
+from specbranch.launch.placement import Cores, divide_cores
+from specbranch.launch.vllm_engine import Target, TargetOptions
+from specbranch.launch.vllm_log import FailureLog
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
-from specbranch.plugins.vllm.target import Target, TargetOptions
-from specbranch.service.process import DraftOptions, DraftProcess
 
 
 class LoadError(SpecBranchError, RuntimeError):
@@ -95,7 +93,7 @@ class PairOptions:
 
     def vllm_arguments(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
-        return {"enforce_eager": launch.runs_on_cpu(), **self.arguments}
+        return {"enforce_eager": installed.runs_on_cpu(), **self.arguments}
 
 
 class Pair:

@@ -11,9 +11,9 @@ from typing import Any
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
 from specbranch.cli.reading import printable
-from specbranch.cli.remote import why_silent
 from specbranch.cli.source import Outage, ServiceSource, ending_at_outage
 from specbranch.errors import UsageError
+from specbranch.launch.draft_process import why_silent
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
 from specbranch.service.wire.addresses import EndpointError, default_address

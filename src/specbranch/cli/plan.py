@@ -17,7 +17,6 @@ from specbranch.bench.pair_survey import PairOptions, survey_types
 from specbranch.bench.prompts import read_prompts
 from specbranch.bench.survey import MESSAGES, Survey
 from specbranch.cli.console import console_for, friendly_errors, print_json, warn
-from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import (
     AsJson,
     Draft,
@@ -35,15 +34,15 @@ from specbranch.cli.options import (
 )
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
-from specbranch.cli.target_type import slow_type_here, types_here
-from specbranch.cli.values import numbers
 from specbranch.core.planners import planner_names
 from specbranch.errors import SpecBranchError, UsageError
+from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.placement import divide_cores, numbers, place_draft
+from specbranch.launch.vllm_flags import flags_of
+from specbranch.launch.vllm_install import slow_type_here, types_here
 from specbranch.machine import provenance
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.flags import flags_of
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.service.process import DraftOptions
 from specbranch.trace import write_trace
 
 LEAST_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
@@ -108,7 +107,7 @@ def plan(
             draft_dtype=draft_dtype,
             target_cores=cores.target,
             draft_cores=cores.draft,
-            arguments={"enforce_eager": launch.runs_on_cpu(), **given},
+            arguments={"enforce_eager": installed.runs_on_cpu(), **given},
         )
         how = DraftOptions(draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft)
         arguments = options.target_options().arguments

@@ -15,20 +15,23 @@ import typer
 
 from specbranch import machine
 from specbranch.cli.draft import draft as draft_command
-from specbranch.cli.installation import install_command, target_on_cpu, vllm_flaw
-from specbranch.cli.remote import RemoteDraft
 from specbranch.engines.models import require_model, weight_bytes
 from specbranch.engines.registry import engine_for, require_device, require_engine
 from specbranch.engines.vocabulary import VocabSample, refuse_other_sample, refuse_other_vocabulary
 from specbranch.errors import FlagError, SpecBranchError, UsageError
-from specbranch.plugins.vllm.binding import refuse_too_few
-from specbranch.plugins.vllm.compat import launch, patches
-from specbranch.plugins.vllm.compat.source import known_arguments
-from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import Flags, layout_of
+from specbranch.launch.draft_process import DraftOptions, RemoteDraft
+from specbranch.launch.placement import refuse_too_few
+from specbranch.launch.vllm_flags import (
+    Flags,
+    known_arguments,
+    layout_of,
+    refuse_unknown_arguments,
+    refuse_unknown_flags,
+)
+from specbranch.launch.vllm_install import install_command, target_on_cpu, vllm_flaw
+from specbranch.launch.vllm_server import Endpoint
+from specbranch.plugins.vllm import compat, installed
 from specbranch.plugins.vllm.layout import Layout
-from specbranch.plugins.vllm.spelling import refuse_unknown_arguments, refuse_unknown_flags
-from specbranch.service.process import DraftOptions
 
 _GB = 1e9
 
@@ -103,12 +106,12 @@ class Preflight:
             raise UsageError(flaw)
         if self.draft is None and self.remote is None:
             return None
-        version, oldest = launch.version(), patches.TESTED[0]
+        version, oldest = installed.version(), compat.TESTED[0]
         series = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if len(series) < 2:
             return "vLLM's age was not checked: its version is unknown"
         if series < tuple(int(part) for part in oldest.split(".")):
-            command = install_command(on_cpu=launch.runs_on_cpu())
+            command = install_command(on_cpu=installed.runs_on_cpu())
             raise UsageError(f"vLLM {version} is too old to draft for, which takes {oldest} or later: {command}")
         return None
 

@@ -14,13 +14,12 @@ from rich.table import Table
 from specbranch.bench.profile import Profile, Timings, measure, read_bandwidth
 from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.cli.console import console_for, friendly_errors, print_json
-from specbranch.cli.cores import stay_on
 from specbranch.cli.options import AsJson, Cores, Device, Engine, Model, ModelDtype, Threads
 from specbranch.cli.progress import Progress
-from specbranch.cli.values import numbers
 from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.errors import EngineError, UsageError
+from specbranch.launch.placement import numbers, stay_on
 from specbranch.machine import provenance
 
 _LEAST_TOKENS = 16384  # of the KV cache

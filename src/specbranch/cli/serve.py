@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from specbranch.cli.console import console_for, friendly_errors, warn
-from specbranch.cli.cores import divide_cores, place_draft
 from specbranch.cli.options import (
     DraftAddress,
     DraftArg,
@@ -38,24 +37,20 @@ from specbranch.cli.options import (
     refuse_misspelt,
     remote_draft,
 )
-from specbranch.cli.placement import Cores
 from specbranch.cli.preflight import Preflight
 from specbranch.cli.progress import Progress
-from specbranch.cli.remote import RemoteDraft
-from specbranch.cli.target_type import slow_type_here
 from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.engines.models import found_model
 from specbranch.engines.registry import engine_for
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.plugins.vllm.compat import launch
-from specbranch.plugins.vllm.endpoint import Endpoint
-from specbranch.plugins.vllm.flags import Flags, layout_of
-from specbranch.plugins.vllm.server import VllmServer
-from specbranch.plugins.vllm.serving import ServeOptions
+from specbranch.launch.draft_process import DraftKeeper, DraftOptions, RemoteDraft
+from specbranch.launch.placement import Cores, divide_cores, place_draft
+from specbranch.launch.vllm_flags import Flags, layout_of
+from specbranch.launch.vllm_install import slow_type_here
+from specbranch.launch.vllm_server import Endpoint, ServeOptions, VllmServer
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
-from specbranch.service.keeper import DraftKeeper
-from specbranch.service.process import DraftOptions
 from specbranch.service.wire.addresses import each_address
 
 _POLL_S = 0.3
@@ -179,7 +174,7 @@ def serve(
             gamma=gamma or longest_submission(planner),
             section=section,
             flags=flags,
-            on_cpu=launch.runs_on_cpu(),
+            on_cpu=installed.runs_on_cpu(),
         )
         plan.check()
         warn(device.warning)

@@ -17,8 +17,8 @@ from rich.markup import escape
 
 from specbranch.cli.console import print_json
 from specbranch.cli.reading import Reading, of_overview, of_page, printable
-from specbranch.cli.remote import why_silent
 from specbranch.errors import SpecBranchError, UsageError
+from specbranch.launch.draft_process import why_silent
 from specbranch.service.client.interface import client_keys
 from specbranch.service.client.stats import Reach, Reporter, read_page
 from specbranch.service.wire.messages import Overview

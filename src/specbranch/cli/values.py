@@ -9,14 +9,6 @@ from typing import Any
 from specbranch.errors import UsageError
 
 
-def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers separated by commas."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UsageError(f"{option} is {text!r}; give whole numbers separated by commas")
-    return [int(part) for part in parts]
-
-
 def table(option: str, given: Sequence[str] | None) -> dict[str, Any]:
     """KEY=VALUE pairs as a table; values are JSON if they parse as JSON, else strings."""
     found: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from specbranch.engines.vocabulary import VocabSample, read_sample
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import extra
-from specbranch.plugins.text_drafts import TextDrafts
+from specbranch.plugins.single_text import TextDrafts
 from specbranch.service.client.interface import DraftSettings
 
 with extra("torch"):

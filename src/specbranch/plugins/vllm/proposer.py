@@ -19,10 +19,9 @@ import numpy as np
 from specbranch.core.distribution import Distribution, Sampling
 from specbranch.engines.vocabulary import read_sample
 from specbranch.hrad.network import Hrad, read_hrad
-from specbranch.plugins.vllm.compat import config, features, patches, runner, v2
-from specbranch.plugins.vllm.foresight import Foresight
-from specbranch.plugins.vllm.limits import Limits
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm import compat, hidden_states
+from specbranch.plugins.vllm.hidden_states import Foresight
+from specbranch.plugins.vllm.settings import Limits, ProposerSettings, read_settings
 from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
 from specbranch.service.client.gate import Decision, Gate, Pace
 from specbranch.service.client.interface import Committed, Drafts
@@ -39,12 +38,12 @@ class SpecBranchProposer:
     """Created by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
 
     def __init__(self, vllm_config: Any) -> None:
-        config.layout(vllm_config).refuse()  # before any weights are loaded
-        patches.warn_if_untested()
+        compat.layout(vllm_config).refuse()  # before any weights are loaded
+        compat.warn_if_untested()
         self._vllm_config = vllm_config
-        self._most = config.num_speculative_tokens(vllm_config)
-        self._max_model_len = config.max_model_len(vllm_config)
-        self._is_output_rank = runner.is_output_rank()
+        self._most = compat.num_speculative_tokens(vllm_config)
+        self._max_model_len = compat.max_model_len(vllm_config)
+        self._is_output_rank = compat.is_output_rank()
         self._client: Drafts | None = None
         self._gate: Gate | None = None
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
@@ -64,15 +63,15 @@ class SpecBranchProposer:
         self.drawn_from: dict[int, Sequence[Distribution | None]] = {}  # of the last drafts, by row
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.num_pads = 0  # that vLLM has verified, or rather rejected
-        settings = read_settings(config.own_config(vllm_config))
+        settings = read_settings(compat.own_config(vllm_config))
         if settings.runner == "v2":
-            v2.refuse_v1(vllm_config)
+            compat.refuse_v1(vllm_config)
         self.use(settings)
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
-            runner.introduce_runners()
+            compat.introduce_runners()
             self._stats_file = open_stats_file(
-                lambda: (config.model_name(vllm_config), config.engine_index(vllm_config))
+                lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config))
             )
         self._show()
 
@@ -81,7 +80,7 @@ class SpecBranchProposer:
 
         The proposers of all workers must get them at the same time.
         """
-        options = settings.client_options(self._most, config.vocab_len(self._vllm_config), self._vocab_sample)
+        options = settings.client_options(self._most, compat.vocab_len(self._vllm_config), self._vocab_sample)
         if settings == self._settings:
             return
         self._foresee_with(settings)
@@ -113,7 +112,7 @@ class SpecBranchProposer:
         return settings is not None and settings.rule != "match" and settings.planner != "none"
 
     @property
-    def feature_hook(self) -> features.FeatureHook | None:
+    def feature_hook(self) -> hidden_states.FeatureHook | None:
         """The hook that records each step's features; None without a trained predictor."""
         return self._foresight.feature_hook if self._foresight else None
 
@@ -122,7 +121,7 @@ class SpecBranchProposer:
         foreseen = asdict(self._foresight.counts) if self._foresight else {}
         return self._client.counts.as_dict() | foreseen if self._client else {}
 
-    def meet(self, model_runner: Any, news: runner.News) -> None:
+    def meet(self, model_runner: Any, news: compat.News) -> None:
         """The runner that calls us is about to run a step with this news; vLLM's hook tells neither. Never raises.
 
         The draft prefills new prompts at the same time, and so has a draft ready after the first token. vLLM counts
@@ -137,7 +136,7 @@ class SpecBranchProposer:
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The target is loaded; a trained predictor that does not fit it stops vLLM here."""
-        patches.patch_cpu_sampler()
+        compat.patch_cpu_sampler()
         self._model = model
         if self._hrad is not None:
             self._foresight = self._foresight_on(self._hrad)
@@ -182,7 +181,7 @@ class SpecBranchProposer:
         num_new = [len(sampled) for sampled in sampled_token_ids]
         step_s = self._pace.step_s(num_new, [len(text) for text in texts.values()])
         if self._is_worthwhile(num_new, step_s):
-            names = runner.row_names(self._runner, len(drafts))
+            names = compat.row_names(self._runner, len(drafts))
             asked = self._without_aside(list(texts), names)
             outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
             recurring = self._rows_with_recurring_noise(len(drafts))
@@ -216,19 +215,19 @@ class SpecBranchProposer:
         # vLLM adds one token of its own after the draft; both must fit.
         if self._max_model_len - max(map(len, texts.values())) - 1 < self._most:
             return False
-        if self._settings.pad == "auto" and not config.has_graphs_for_equal_rows(self._vllm_config):
+        if self._settings.pad == "auto" and not compat.has_graphs_for_equal_rows(self._vllm_config):
             return False
-        return runner.allows_pads(self._runner)
+        return compat.allows_pads(self._runner)
 
     def _padded(self, drafts: Sequence[list[int]]) -> list[list[int]]:
-        return [draft + [runner.PAD] * (self._most - len(draft)) for draft in drafts]
+        return [draft + [compat.PAD] * (self._most - len(draft)) for draft in drafts]
 
     def _foresee_with(self, settings: ProposerSettings) -> None:
         """Load the trained predictor of these settings, if they name one; one that does not fit raises."""
         hrad, foresight = None, None
         if settings.trained_predictor is not None:
             hrad = read_hrad(settings.trained_predictor)
-            features.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
+            hidden_states.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
             if self._model is not None:
                 foresight = self._foresight_on(hrad)
         if self._foresight is not None:
@@ -238,10 +237,10 @@ class SpecBranchProposer:
     def _foresight_on(self, hrad: Hrad) -> Foresight | None:
         """H-RAD on the loaded target; other ranks only contribute their shard of the embeddings."""
         if self._embed is None:
-            self._embed = features.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
+            self._embed = hidden_states.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
         if not self._is_output_rank:
             return None
-        return Foresight(hrad, features.FeatureHook(self._model, hrad.card.num_layers, self._embed))
+        return Foresight(hrad, hidden_states.FeatureHook(self._model, hrad.card.num_layers, self._embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], step_s: float | None) -> bool:
         """Report the last step to the gate, and ask it about the next one."""
@@ -272,7 +271,7 @@ class SpecBranchProposer:
         if self._runner is None:
             return rows
         aside = {
-            **runner.rows_aside(self._runner, len(names)),
+            **compat.rows_aside(self._runner, len(names)),
             **dict.fromkeys(self._limits.rows_off(names), "request"),
         }
         self._asides.update(aside[index] for index in rows if index in aside)
@@ -288,7 +287,7 @@ class SpecBranchProposer:
         """
         if self._settings is None or self._settings.namespace is None:
             return ()
-        return range(num_rows) if self._runner is None else runner.sampled_rows(self._runner, num_rows)
+        return range(num_rows) if self._runner is None else compat.sampled_rows(self._runner, num_rows)
 
     def _ask(self, rows: Mapping[int, Committed], is_whole: bool) -> dict[int, list[int]]:
         """The drafts of these rows, cut to the length that vLLM can take.
@@ -343,6 +342,6 @@ def _say_of_seeds() -> None:
 def _vocab_sample(vllm_config: Any) -> bytes:
     """A sample of the target's tokens; nothing if they cannot be read, and then sizes are compared."""
     try:
-        return read_sample(config.tokenizer(vllm_config))
+        return read_sample(compat.tokenizer(vllm_config))
     except AttributeError:
         return b""

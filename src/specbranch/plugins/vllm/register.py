@@ -1,12 +1,19 @@
-"""The entry point `vllm.general_plugins`, which vLLM calls in each of its processes."""
+"""The plugin's entry points: publish metrics, and let Model Runner V2 use our speculator."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import logging
+import sys
+from collections.abc import Callable
+from typing import Any
 
-log = logging.getLogger(__name__)
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.settings import METHOD, PROPOSER, RunnerError, read_settings
+
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
 
 
 def register() -> None:
@@ -15,8 +22,6 @@ def register() -> None:
     The metrics appear as soon as our proposer runs.
     """
     try:
-        from specbranch.plugins.vllm.compat.v2 import install
-
         install()
     except Exception:
         log.warning("drafts can be used with vLLM's Model Runner V1 only", exc_info=True)
@@ -33,17 +38,98 @@ def _show_metrics() -> None:
     """Once per process, whichever it is: a collector that nobody asks costs nothing."""
     from prometheus_client import REGISTRY
 
-    from specbranch.plugins.vllm.compat import launch
-    from specbranch.plugins.vllm.metrics import Collector
-    from specbranch.plugins.vllm.mirror import Mirror
+    from specbranch.plugins.vllm import installed
+    from specbranch.plugins.vllm.metrics import Collector, Mirror
     from specbranch.plugins.vllm.stats_file import begin_run, is_first_process, remove_stats_files
 
     run = begin_run()
     collector = Collector(run)
-    if launch.is_first_of_several_api_servers():
+    if installed.is_first_of_several_api_servers():
         Mirror(collector).start()
     else:
         REGISTRY.register(collector)
         atexit.register(collector.close)
     if is_first_process():
         atexit.register(remove_stats_files, run)
+
+
+_CARRIER = "ngram_gpu"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+def install() -> None:
+    """Let V2 use our speculator, if this vLLM can; to be called before vLLM's configuration is made."""
+    if "vllm.config" not in sys.modules:  # not called by vLLM
+        return
+    if importlib.util.find_spec(f"{_SPECULATORS}.ngram") is None:  # before 0.32
+        return
+    import vllm.v1.worker.gpu.spec_decode as spec_decode
+    from vllm.config.vllm import VllmConfig
+
+    if not hasattr(VllmConfig.__post_init__, "carries"):
+        VllmConfig.__post_init__ = _carrying(VllmConfig.__post_init__)
+        ours = _with_ours(spec_decode.init_speculator)
+        spec_decode.init_speculator = ours
+        if _RUNNER in sys.modules:  # then it has the function under its own name
+            sys.modules[_RUNNER].init_speculator = ours  # type: ignore[attr-defined]
+
+
+def _carrying(original: Callable[..., None]) -> Any:
+    @functools.wraps(original)
+    def post_init(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        choose_runner(vllm_config)
+        original(vllm_config, *args, **kwargs)
+
+    post_init.carries = True  # type: ignore[attr-defined]
+    return post_init
+
+
+def choose_runner(vllm_config: Any) -> None:
+    """Give a configuration that names our proposer the form that suits the runner; other ones are left alone."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != METHOD or speculative.model != PROPOSER:
+        return
+    settings = read_settings(compat.own_config(vllm_config))
+    cause = None
+    if settings.runner == "v1":
+        cause = "`runner` is 'v1'"
+    elif settings.trained_predictor is not None:
+        cause = "a trained predictor reads the states of V1"
+    else:
+        speculative.method = _CARRIER
+        if not vllm_config.use_v2_model_runner:
+            speculative.method = METHOD
+            cause = "vLLM's choice for this configuration"
+    if cause is None:
+        _say("specbranch drafts for vLLM's Model Runner V2, on GPUs untested; leave out `runner` for V1")
+    elif settings.runner == "v2":
+        raise RunnerError(f"`runner` is 'v2', but Model Runner V2 cannot be used here ({cause}); set it to 'auto'")
+    else:
+        _say(f"specbranch drafts for vLLM's Model Runner V1: {cause}")
+
+
+@functools.cache
+def _say(words: str) -> None:
+    """Log this once: vLLM makes copies of its configuration."""
+    log.info(words)
+
+
+def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        speculative = vllm_config.speculative_config
+        if speculative.method != _CARRIER or speculative.model != PROPOSER:
+            return original(vllm_config, device, req_states)
+        return _speculator()(vllm_config, device, req_states)
+
+    return init_speculator
+
+
+def _speculator() -> Any:
+    """Our speculator as one of vLLM's."""
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    from specbranch.plugins.vllm.runner_v2 import Speculator
+
+    return type("SpecBranchSpeculator", (Speculator, BaseSpeculator), {})

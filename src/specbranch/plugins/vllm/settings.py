@@ -1,17 +1,32 @@
-"""Settings of the vLLM proposer: the `specbranch` section of vLLM's `--additional-config`."""
+"""Settings of the vLLM plugin, the arguments that carry them, and the limits of single requests.
+
+Settings of the vLLM proposer: the `specbranch` section of vLLM's `--additional-config`.
+
+The two arguments of vLLM that bring our proposer in. The only place where they are built.
+
+Needs no vLLM, so that a caller can prepare the arguments before vLLM is imported.
+
+What single requests ask of their drafts: none at all, or no more than so many tokens at once.
+
+A request says so in its sampling parameters' `extra_args`, over HTTP in `vllm_xargs`: `{"specbranch_gamma": 4}`. At 0
+it is not drafted for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import msgspec
 
 from specbranch.core.planners import SettingError, suggest
 from specbranch.errors import FlagError, SpecBranchError
-from specbranch.plugins.vllm.arguments import SECTION
 from specbranch.service.client.interface import DraftSettings
+
+log = logging.getLogger("vllm.specbranch")
 
 PADS = ("auto", "on", "off")
 RUNNERS = ("v1", "v2", "auto")
@@ -73,3 +88,76 @@ def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> Proposer
         if key in ours:
             raise FlagError(f"--additional-config sets {SECTION}.{key}, which this command sets; leave one out")
     return read_settings({**theirs, **ours})
+
+
+METHOD = "custom_class"  # of `speculative_config`: vLLM's hook for proposers like ours
+PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
+SECTION = "specbranch"  # our key in vLLM's `additional_config`
+
+
+def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int = 8) -> dict[str, Any]:
+    """Arguments for `vllm.LLM(model, **arguments)`: `speculative_config` and `additional_config`.
+
+    `num_speculative_tokens` is the most draft tokens that vLLM verifies per sequence and step.
+    """
+    return {
+        "speculative_config": {
+            "method": METHOD,
+            "model": PROPOSER,
+            "num_speculative_tokens": num_speculative_tokens,
+        },
+        "additional_config": {SECTION: settings_table(settings)},
+    }
+
+
+def settings_table(settings: ProposerSettings) -> dict[str, Any]:
+    """The settings as plain data, without those that are not set."""
+    return {name: value for name, value in asdict(settings).items() if value is not None}
+
+
+KEY = "specbranch_gamma"
+
+
+class Limits:
+    """The longest submission of each request that named one, by vLLM's id, while the request runs."""
+
+    def __init__(self) -> None:
+        self._longest: dict[str, int] = {}
+
+    def begin(self, limits: Mapping[str, int]) -> None:
+        """Take in what new requests ask for."""
+        self._longest.update(limits)
+
+    def end(self, names: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+        if self._longest:
+            for name in names:
+                self._longest.pop(name, None)
+
+    def longest(self, name: str | None) -> int | None:
+        """The most draft tokens that a request takes at once; None if it has not said."""
+        return self._longest.get(name) if name is not None else None
+
+    def rows_off(self, names: Sequence[str | None]) -> list[int]:
+        """Rows whose requests want no drafts."""
+        return [row for row, name in enumerate(names) if self.longest(name) == 0] if self._longest else []
+
+
+def limit_of(sampling_params: Any) -> int | None:
+    """What a request's parameters say; None if nothing, or nothing that can be read."""
+    value = (getattr(sampling_params, "extra_args", None) or {}).get(KEY)
+    if value is None or value is True:
+        return None
+    try:
+        limit = int(value)
+    except (TypeError, ValueError):
+        limit = -1
+    if limit < 0:
+        _warn_of_value()
+        return None
+    return limit
+
+
+@functools.cache
+def _warn_of_value() -> None:
+    log.warning("a request has a %s that is not a whole number of at least 0; it is ignored. Said once", KEY)

@@ -1,0 +1,305 @@
+"""A client of OpenAI-compatible servers.
+
+One OpenAI-compatible server over HTTP: what it is asked, and what it says.
+
+What an OpenAI-compatible server answers, read from its JSON.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from specbranch.errors import SpecBranchError
+from specbranch.launch.vllm_worker import Ask
+from specbranch.service.client.stats import read_page
+
+_SHOWN = 300  # characters of a server's message
+_SUBMITTED, _ACCEPTED = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
+COMPLETIONS, CHAT = "/completions", "/chat/completions"
+
+
+class ServerError(SpecBranchError, RuntimeError):
+    """A server that cannot be reached, or that does not do what a server does."""
+
+
+class Unavailable(ServerError):
+    """A server that might do it, but not now or not for us: nothing can be said of it."""
+
+
+class Refused(ServerError):
+    """A request that the server is able to read and does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft tokens that a server verified and accepted since it started, or since we asked it first."""
+
+    submitted: int = 0
+    accepted: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.accepted} of {self.submitted} draft tokens accepted"
+
+    def __sub__(self, other: Drafts) -> Drafts:
+        return Drafts(self.submitted - other.submitted, self.accepted - other.accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, by the name of the option that says so, and how long it is waited for."""
+
+    option: str
+    url: str
+    key: str | None = None
+    timeout_s: float = 300.0
+
+    @property
+    def base(self) -> str:
+        """The URL that ends in /v1, whether it was given with it or not."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"{self.option} is {self.url!r}; give a URL such as http://127.0.0.1:8000")
+        if "@" in parts.netloc:
+            raise ServerError(f"{self.option} holds a password; put the key into a variable, see --api-key-env")
+        path = parts.path.rstrip("/")
+        return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else f'{path}/v1'}"
+
+
+class Server:
+    """A server with one of its models; it is asked from several threads at a time.
+
+    `takes` are the paths of the API that it answers.
+    """
+
+    def __init__(self, address: Address, model: str | None = None) -> None:
+        self._address = address
+        self._base = address.base
+        self.model = model or self._only_model()
+        self.takes = [path for path in (COMPLETIONS, CHAT) if self._has(path)]
+        self._lock = threading.Lock()
+        self._timed = Drafts()
+
+    @property
+    def url(self) -> str:
+        """The address, for people."""
+        return self._base
+
+    def ask_all(self, asks: Sequence[Ask], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
+        """The choices of every answer, in the order of the requests; `heard` is told how many there are."""
+        answers = []
+        with ThreadPoolExecutor(at_once) as pool:
+            waiting = [pool.submit(self._ask, ask) for ask in asks]
+            try:
+                for number, one in enumerate(waiting, start=1):
+                    answers.append(one.result())
+                    heard(number)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return answers
+
+    def drafts(self) -> Drafts | None:
+        """Draft tokens so far: by vLLM's metrics, or as llama.cpp tells with each answer; None if it tells nothing."""
+        try:
+            page = self._open(f"{self._base.removesuffix('/v1')}/metrics").decode()
+        except (ServerError, UnicodeDecodeError):
+            page = ""
+        counted: dict[str, int] = {}
+        for sample in read_page(page):
+            if sample.name in (_SUBMITTED, _ACCEPTED):
+                counted[sample.name] = counted.get(sample.name, 0) + int(sample.value)
+        if counted:
+            return Drafts(counted.get(_SUBMITTED, 0), counted.get(_ACCEPTED, 0))
+        return self._timed if self._timed.submitted else None
+
+    def is_up(self) -> bool:
+        """Whether it still answers."""
+        try:
+            self._has(self.takes[0])
+        except ServerError:
+            return False
+        return True
+
+    def _only_model(self) -> str:
+        option = {"--endpoint": "--model"}.get(self._address.option, f"{self._address.option}-model")
+        try:
+            names = [one["id"] for one in self._get("/models")["data"]]
+        except Refused as error:
+            raise ServerError(f"{error}; name the model by {option}") from error
+        except (KeyError, TypeError) as error:
+            raise ServerError(f"{self._base}/models is no list of models; name the model by {option}") from error
+        if len(names) != 1:
+            raise ServerError(f"{self._base} has {len(names)} models ({', '.join(names)}); choose one by {option}")
+        return str(names[0])
+
+    def _has(self, path: str) -> bool:
+        try:
+            self._ask(Ask("Hello", {"max_tokens": 1, "temperature": 0}, is_chat=path == CHAT))
+        except Refused:
+            return False
+        return True
+
+    def _ask(self, ask: Ask) -> list[Reply]:
+        path = CHAT if ask.is_chat else COMPLETIONS
+        document = self._get(path, body_of(ask, self.model))
+        try:
+            timings = document.get("timings") or {}
+            if "draft_n" in timings:
+                with self._lock:
+                    timed = self._timed
+                    self._timed = Drafts(
+                        timed.submitted + timings["draft_n"], timed.accepted + timings.get("draft_n_accepted", 0)
+                    )
+            return read_replies(document)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError(
+                f"{self._base}{path} answered, but not in OpenAI's form: {_short(str(document))}"
+            ) from error
+
+    def _get(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        text = self._open(f"{self._base}{path}", None if body is None else json.dumps(body).encode())
+        try:
+            document = json.loads(text)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise ServerError(
+                f"{self._base}{path} answered, but not with JSON; does {self._address.option} name its API?"
+            )
+        return document
+
+    def _open(self, url: str, body: bytes | None = None) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._address.key is not None:
+            headers["Authorization"] = f"Bearer {self._address.key}"
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, body, headers), timeout=self._address.timeout_s
+            ) as answer:
+                found: bytes = answer.read()
+                return found
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refusal(url, error.code, error.read()) from error
+        except TimeoutError as error:
+            raise Unavailable(f"{url} did not answer in {self._address.timeout_s:g} s; see --timeout-s") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise ServerError(
+                f"cannot reach {url}: {reason}; start the server, or correct {self._address.option}"
+            ) from error
+
+
+def body_of(ask: Ask, model: str) -> dict[str, Any]:
+    """A request as OpenAI's API has it."""
+    body = {"model": model, **ask.sampling}
+    if ask.schema is not None:
+        schema = {"name": "answer", "schema": ask.schema, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if not ask.is_chat:
+        return {**body, "prompt": ask.prompt}
+    if "logprobs" in body:
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    return {**body, "messages": [{"role": "user", "content": ask.prompt}]}
+
+
+def _refusal(url: str, code: int, body: bytes) -> ServerError:
+    says = f"{url} answers with HTTP {code}: {_message(body)}"
+    if code in (401, 403):
+        return Unavailable(f"{says}; put its key into a variable of the environment and name that by --api-key-env")
+    if code in (429, 502, 503, 504):
+        return Unavailable(f"{says}; try again later, or lower --concurrency")
+    return Refused(says) if 400 <= code < 500 or code == 501 else ServerError(says)
+
+
+def _message(body: bytes) -> str:
+    """What a server says of an error, in whichever form."""
+    text = body.decode(errors="replace")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return _short(text)
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    return _short(str(found))
+
+
+def _short(text: str) -> str:
+    line = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+
+
+_LEAST = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One choice of an answer.
+
+    `tokens` and, for each of them, `logprobs` (the likeliest tokens and the chosen one) are there if they were asked
+    for.
+    """
+
+    text: str
+    finish_reason: str | None = None
+    tokens: Sequence[str] = ()
+    logprobs: Sequence[Mapping[str, float]] = ()
+
+    def __str__(self) -> str:
+        return f"{self.text!r} ({self.finish_reason})"
+
+    @property
+    def surprise(self) -> float:
+        """The log-probability of the whole text."""
+        return sum(likely[token] for token, likely in zip(self.tokens, self.logprobs, strict=True))
+
+
+def read_replies(document: Mapping[str, Any]) -> list[Reply]:
+    """All choices of a completion, or of a chat completion; raises KeyError, TypeError or ValueError on others."""
+    choices = sorted(document["choices"], key=lambda choice: int(choice.get("index", 0)))
+    if not choices:
+        raise ValueError("no choices")
+    return [_read_choice(choice) for choice in choices]
+
+
+def _read_choice(choice: Mapping[str, Any]) -> Reply:
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    tokens, logprobs = _read_logprobs(choice.get("logprobs") or {})
+    return Reply(text or "", choice.get("finish_reason"), tokens, logprobs)
+
+
+def _read_logprobs(found: Mapping[str, Any]) -> tuple[list[str], list[dict[str, float]]]:
+    if found.get("content"):  # the form of chats, which some servers have everywhere
+        rows = [(one["token"], _number(one["logprob"]), _likeliest(one)) for one in found["content"]]
+    elif found.get("tokens"):
+        likeliest = [
+            {token: _number(value) for token, value in (likely or {}).items()}
+            for likely in found.get("top_logprobs") or [None] * len(found["tokens"])
+        ]
+        rows = list(zip(found["tokens"], map(_number, found["token_logprobs"]), likeliest, strict=True))
+    else:
+        rows = []
+    return [token for token, _, _ in rows], [{**likely, token: own} for token, own, likely in rows]
+
+
+def _likeliest(one: Mapping[str, Any]) -> dict[str, float]:
+    return {other["token"]: _number(other["logprob"]) for other in one.get("top_logprobs") or ()}
+
+
+def _number(logprob: Any) -> float:
+    """A log-probability; that of an impossible token, which some servers call minus infinity, is a number too."""
+    number = max(float(logprob), _LEAST)
+    if math.isnan(number):
+        raise ValueError("a log-probability is not a number")
+    return number

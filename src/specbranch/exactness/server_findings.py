@@ -1,0 +1,334 @@
+"""What the answers of two servers show: where they part, and whether their samples differ. Pure.
+
+Findings: what the answers of two servers show. Pure; each function makes one kind.
+
+Where an answer leaves the reference's, and how sure the reference was there. Pure.
+
+Cells for texts, so that two samples of many different texts can be compared by their counts. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from specbranch.exactness.openai_server import Drafts, Reply
+from specbranch.exactness.statistics import Compared, Outcomes, Surprises, compare_all
+from specbranch.exactness.vllm_findings import FAILED, HOLDS, NOTE, SKIPPED, Finding, figures_of, noticeable
+
+T = TypeVar("T")
+Answers = Sequence[Sequence[Reply]]  # of each request its choices
+_SHOWN = 24  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greedy:
+    """Greedy answers of both servers, to requests that came one at a time, and to those that came together.
+
+    `explained` are the reference's answers once more, with log-probabilities, where an answer differs from the first.
+    """
+
+    prompts: Sequence[str]
+    reference: Sequence[Reply]
+    endpoint: Sequence[Reply]
+    reference_together: Sequence[Reply]
+    endpoint_together: Sequence[Reply]
+    explained: Mapping[int, Reply] = field(default_factory=dict)
+
+    @property
+    def differing(self) -> list[int]:
+        """The prompts whose four answers are not all equal."""
+        others = (self.endpoint, self.reference_together, self.endpoint_together)
+        return sorted({index for other in others for index in _differing(self.reference, other)})
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the reference does not always give the same answer."""
+        again = any(not _is_same(reply, self.reference[index]) for index, reply in self.explained.items())
+        return again or bool(_differing(self.reference, self.reference_together))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The answers of both servers to one sampling feature, and the endpoint's draft tokens meanwhile, if it tells."""
+
+    name: str
+    reference: Answers
+    endpoint: Answers
+    drafts: Drafts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """An answer that is not the one it is compared with."""
+
+    index: int
+    character: int
+    was: str
+    became: str
+    parting: Parting | None
+    is_references: bool  # an answer that the reference gave too
+
+    def is_explained(self, tie: float) -> bool:
+        return self.is_references or (self.parting is not None and self.parting.is_tie(tie))
+
+    def shown(self, prompt: str) -> str:
+        where = f"{prompt!r} at character {self.character}: {self.was!r} became {self.became!r}"
+        if self.is_references:
+            return f"{where}; the reference gave this answer too"
+        if self.parting is None:
+            return f"{where}; gap unknown"
+        gap = f"more than {self.parting.gap:.2g}" if self.parting.is_least else f"{self.parting.gap:.2g}"
+        token, other = self.parting.token, self.parting.other_token
+        return f"{where}; token {self.parting.position} of the reference: {token!r}, not {other!r}, gap {gap}"
+
+
+def greedy_equality(greedy: Greedy, tie: float) -> Finding:
+    """The endpoint's answers must be the reference's, but for ties."""
+    found = _differences(greedy, greedy.reference, greedy.endpoint)
+    return _greedy_finding("greedy", "endpoint : reference, one request at a time", greedy, found, tie)
+
+
+def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
+    """Requests that come together must be answered like those that come one at a time, but for ties."""
+    found = _differences(greedy, greedy.endpoint, greedy.endpoint_together)
+    return _greedy_finding(f"greedy, {at_once} at once", "endpoint : the same one at a time", greedy, found, tie)
+
+
+def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.Generator) -> list[Finding]:
+    """One finding for each feature, and one for all; a false alarm among them has probability at most `alpha`.
+
+    Where both servers give log-probabilities, those of the texts are compared, else the texts themselves.
+    """
+    *compared, together = compare_all([_pair(one) for one in samples], alpha, rng, together=True)
+    findings = [
+        _distribution_finding(one.name, len(one.endpoint), test, alpha, one.drafts)
+        for one, test in zip(samples, compared, strict=True)
+    ]
+    n = sum(len(one.endpoint) for one in samples)
+    return [*findings, _distribution_finding("all together", n, together, alpha, None)]
+
+
+def always(
+    name: str, compared: str, reference: Sequence[T], endpoint: Sequence[T], is_right: Callable[[T], bool]
+) -> Finding:
+    """A property that every answer of the endpoint must have, if the reference's have it."""
+    own, wrong = ([one for one in answers if not is_right(one)] for answers in (reference, endpoint))
+    says = f"{len(wrong)} of {len(endpoint)} answers break it"
+    result = FAILED if wrong else HOLDS
+    if own:
+        result, says = SKIPPED, f"{len(own)} of {len(reference)} answers of the reference break it; is it supported?"
+    elif not reference or not endpoint:
+        result, says = SKIPPED, "no answer to look at"
+    return Finding(
+        name=name,
+        compared=compared,
+        n=len(endpoint),
+        result=result,
+        says=says,
+        figures={"wrong": len(wrong), "reference_wrong": len(own)},
+        details=[str(one) for one in wrong[:5]] if result == FAILED else (),
+    )
+
+
+def drafting(reference: Drafts | None, endpoint: Drafts | None) -> Finding:
+    """Whether the endpoint accepted draft tokens meanwhile; if none, its speculative decoding was not checked."""
+    result, says = NOTE, "the server does not tell; make sure that speculative decoding is on"
+    if endpoint is not None:
+        result = HOLDS if endpoint.accepted else FAILED
+        says = str(endpoint) if endpoint.accepted else f"nothing was checked: {endpoint}"
+    if reference is not None and reference.submitted:
+        says += f"; the reference drafts too ({reference.submitted} tokens)"
+    figures = {} if endpoint is None else asdict(endpoint)
+    return Finding(name="drafts", compared="by the endpoint", n=1, result=result, says=says, figures=figures)
+
+
+def unasked(name: str, result: str, says: str, message: str | None = None) -> Finding:
+    """A check that could not be made, and the server's message on it."""
+    return Finding(name=name, compared="", n=0, result=result, says=says, details=[message] if message else ())
+
+
+def flat(answers: Answers) -> list[Reply]:
+    """The choices of all answers."""
+    return [reply for replies in answers for reply in replies]
+
+
+def _differing(ones: Sequence[Reply], others: Sequence[Reply]) -> list[int]:
+    return [index for index, pair in enumerate(zip(ones, others, strict=True)) if not _is_same(*pair)]
+
+
+def _is_same(one: Reply, other: Reply) -> bool:
+    return (one.text, one.finish_reason) == (other.text, other.finish_reason)
+
+
+def _differences(greedy: Greedy, ones: Sequence[Reply], others: Sequence[Reply]) -> list[_Difference]:
+    found = []
+    for index in _differing(ones, others):
+        one, other = ones[index], others[index]
+        explained = greedy.explained.get(index)
+        answers = (greedy.reference[index], greedy.reference_together[index], *([explained] if explained else []))
+        character = first_difference(one.text, other.text)
+        found.append(
+            _Difference(
+                index,
+                character,
+                _shown(one, character),
+                _shown(other, character),
+                part(explained, other) if explained else None,
+                any(_is_same(other, answer) for answer in answers),
+            )
+        )
+    return found
+
+
+def _shown(reply: Reply, character: int) -> str:
+    """What follows in an answer, or why nothing does."""
+    return reply.text[character : character + _SHOWN] or f"(end: {reply.finish_reason})"
+
+
+def _greedy_finding(name: str, compared: str, greedy: Greedy, found: Sequence[_Difference], tie: float) -> Finding:
+    n = len(greedy.prompts)
+    open_ = [one for one in found if not one.is_explained(tie)]
+    unknown = [one for one in open_ if one.parting is None]
+    says = f"{n - len(found)} of {n} equal"
+    if len(found) > len(open_):
+        says += f", {len(found) - len(open_)} differ by rounding (gap {tie:g} or less)"
+    if greedy.is_noisy:
+        own = len(_differing(greedy.reference, greedy.reference_together))
+        says += f"; the reference itself changes its answers ({own} of {n} when asked together)"
+    result = FAILED if open_ else HOLDS
+    if open_ and len(unknown) == len(open_):
+        says += f"; {len(unknown)} of unknown gap: an error, or a tie that rounding decides. Serve both in float32"
+        result = NOTE if greedy.is_noisy else FAILED
+    gaps = [one.parting.gap for one in found if one.parting is not None]
+    return Finding(
+        name=name,
+        compared=compared,
+        n=n,
+        result=result,
+        says=says,
+        figures={"equal": n - len(found), "explained": len(found) - len(open_), "gaps": gaps},
+        details=[one.shown(greedy.prompts[one.index]) for one in found],
+    )
+
+
+def _pair(sampled: Sampled) -> Outcomes | Surprises:
+    if all(reply.logprobs for reply in (*flat(sampled.reference), *flat(sampled.endpoint))):
+        return Surprises(_surprises(sampled.reference), _surprises(sampled.endpoint))
+    return Outcomes(*in_cells(_outcomes(sampled.reference), _outcomes(sampled.endpoint)))
+
+
+def _outcomes(answers: Answers) -> list[str]:
+    """Of each answer one choice, each index in turn, with why it ended; before it, whether all choices are the same."""
+    return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
+
+
+def _outcome(chosen: Reply, replies: Sequence[Reply]) -> str:
+    is_one = all(_is_same(chosen, other) for other in replies)
+    return f"{'=' if is_one else '+'}{chosen.text}\0{chosen.finish_reason}"
+
+
+def _surprises(answers: Answers) -> list[float]:
+    return [sum(reply.surprise for reply in replies) for replies in answers]
+
+
+def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, drafts: Drafts | None) -> Finding:
+    result = FAILED if compared.p_value <= alpha else HOLDS
+    could_not_fail = compared.shift == 1 or (drafts is not None and not drafts.accepted)
+    says = [] if drafts is None else [str(drafts)]
+    says += [] if compared.shift is None else [noticeable(compared.shift)]
+    return Finding(
+        name=f"distribution: {name}",
+        compared=compared.what,
+        n=n,
+        result=NOTE if result == HOLDS and could_not_fail else result,
+        says="; ".join(says),
+        p_value=compared.p_value,
+        figures={**figures_of(compared), **({} if drafts is None else asdict(drafts))},
+    )
+
+
+_SHOWN_TEXT = 20  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The reference's token at a position, and the other answer's.
+
+    `gap` is by how much the reference preferred its own, in log-probability; more than that if `is_least`, because the
+    other token is not among those that it reported.
+    """
+
+    position: int
+    token: str
+    other_token: str
+    gap: float
+    is_least: bool = False
+
+    def is_tie(self, tie: float) -> bool:
+        """Whether rounding explains it, if that moves log-probabilities by at most `tie`."""
+        return self.gap <= tie and not self.is_least
+
+
+def part(reference: Reply, other: Reply) -> Parting | None:
+    """Where the other text leaves the reference's, by the smallest gap that explains it; None if tokens do not tell.
+
+    Only the reference needs log-probabilities. Which tokens the other text is made of is not known, and one token can
+    be the beginning of another, so there may be several explanations.
+    """
+    at = 0
+    found: list[Parting] = []
+    for position, (token, likely) in enumerate(zip(reference.tokens, reference.logprobs, strict=True)):
+        here, there = reference.text[at:], other.text[at:]
+        is_over = not there and other.finish_reason == "stop"
+        found += [
+            Parting(position, token, candidate, likely[token] - logprob)
+            for candidate, logprob in likely.items()
+            if (_ends(candidate) if is_over else _leads(candidate, here, there))
+        ]
+        if not there.startswith(token):
+            if not found and (here.startswith(token) or not here):
+                gap = likely[token] - min(likely.values())
+                return Parting(position, token, there[:_SHOWN_TEXT], gap, is_least=True)
+            break
+        at += len(token)
+    return min(found, key=lambda one: one.gap, default=None)
+
+
+def first_difference(one: str, other: str) -> int:
+    """The first character where two texts differ."""
+    shortest = min(len(one), len(other))
+    return next((at for at in range(shortest) if one[at] != other[at]), shortest)
+
+
+def _leads(token: str, here: str, there: str) -> bool:
+    """Whether a token leads to the other text and away from the reference's."""
+    return token != "" and there.startswith(token) and not here.startswith(token)
+
+
+def _ends(token: str) -> bool:
+    """Whether a token looks like one that ends a text, such as </s> or <|im_end|>."""
+    return token == "" or (token.startswith("<") and token.endswith(">"))
+
+
+_MOST_CELLS = 50
+_RARE = 5
+
+
+def in_cells(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Each text as the longest beginning that it shares with enough others of both samples.
+
+    The cells depend on the pooled texts only, which a permutation leaves alone: a permutation test stays exact.
+    """
+    pooled = [*ones, *others]
+    enough = max(_RARE, len(pooled) // _MOST_CELLS)
+    counts = Counter(text[:end] for text in pooled for end in range(len(text) + 1))
+
+    def cell(text: str) -> str:
+        return next((text[:end] for end in range(len(text), 0, -1) if counts[text[:end]] >= enough), "")
+
+    return [cell(text) for text in ones], [cell(text) for text in others]

@@ -1,0 +1,278 @@
+"""The kit of `specbranch check`: which engines decode what, one after the other, and the report on it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from specbranch.core.planners import DEFAULT_PLANNER, setting_names
+from specbranch.exactness.prompts import FEATURES, STOP, TOSS_KEYS, UNDRAFTED, Feature, greedy_prompts
+from specbranch.exactness.vllm_findings import (
+    FAILED,
+    Finding,
+    always,
+    divergence_rates,
+    ended,
+    greedy_equality,
+    has_all_logprobs,
+    is_json,
+    logprob_agreement,
+    same_distribution,
+    seeds_repeat,
+)
+from specbranch.extensions import load_planners
+from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.vllm_engine import Engine, TargetOptions
+from specbranch.launch.vllm_worker import Ask, Done, Run, TargetProcess
+from specbranch.plugins.vllm import installed
+from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
+from specbranch.version import __version__
+
+_BATCH = 8  # of sampled requests, and of the greedy runs that show vLLM's own rounding
+_MOST_ROWS = 16
+_ATTEMPTS = 4  # at a run with drafts of which no token was accepted
+_SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is decoded. More samples detect smaller shifts."""
+
+    num_prompts: int = 32
+    num_tokens: int = 40
+    num_samples: int = 400
+    num_repeats: int = 16
+
+
+FULL, QUICK = Size(), Size(8, 24, 64, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """A pair, how it is served, and how much of it is checked.
+
+    `wrong_temperature` makes the second sample wrong on purpose, to test the kit itself.
+    """
+
+    target: str
+    draft: DraftOptions
+    planners: Sequence[str] = (DEFAULT_PLANNER,)
+    dtype: str = "auto"
+    num_speculative_tokens: int = 4
+    deadline_ms: float = 2000.0
+    alpha: float = 1e-3
+    seed: int = 0
+    size: Size = FULL
+    target_cores: Sequence[int] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    wrong_temperature: float | None = None
+    predictor: str = "confidence"
+
+    def settings(self, address: str) -> ProposerSettings:
+        """The proposer's settings with the first planner."""
+        ours = {
+            "address": address,
+            "is_gated": False,
+            "deadline_ms": self.deadline_ms,
+            "planner": self.planners[0],
+            "predictor": self.predictor,
+        }
+        return merged_settings(ours, self.arguments.get("additional_config", {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings, and what was checked."""
+
+    options: CheckOptions
+    engine: Engine
+    findings: Sequence[Finding]
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any finding failed."""
+        return any(finding.result == FAILED for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """One document."""
+        options = self.options
+        return {
+            "holds": not self.has_failed,
+            "target": options.target,
+            "draft": options.draft.model,
+            "planners": list(options.planners),
+            "predictor": options.predictor,
+            "alpha": options.alpha,
+            "seed": options.seed,
+            "size": asdict(options.size),
+            "versions": {"specbranch": __version__, **self._served_with()},
+            "stage_s": {name: round(seconds, 1) for name, seconds in self.stage_s.items()},
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def _served_with(self) -> dict[str, str]:
+        engine = self.engine
+        how = "eager" if engine.is_eager else "compiled"
+        return {"vllm": engine.versions["vllm"], "dtype": engine.dtype, "device": engine.device, "how": how}
+
+
+Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, requests in all, where known
+
+
+def check(options: CheckOptions, listen: Listener) -> Report:
+    """Start the draft service, then four engines one after the other, and compare their outputs.
+
+    Exact equality is tested where rounding does not depend on the batch, or hardly does: with vLLM's batch-invariant
+    kernels, or in float32 on devices without them. Distributions are tested as the model is served.
+    """
+    load_planners()
+    with contextlib.ExitStack() as stack:
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-check-"))
+        draft = stack.enter_context(DraftProcess(options.draft, tell=lambda stage: listen(stage, None, None)))
+        settings = options.settings(draft.address)
+        stages = _Stages(options, listen, Path(logs))
+        bare = stages.run(None, _exact_runs(options, None), is_exact=True)
+        ours = stages.run(settings, _exact_runs(options, settings), is_exact=True)
+        bare_served = stages.run(None, _served_runs(options, None))
+        ours_served = stages.run(settings, _served_runs(options, settings))
+    findings = [
+        *_exact_findings(options, ours.engine.computes_in, bare.done, ours.done),
+        *_served_findings(options, ours_served.engine.dtype, bare_served.done, ours_served.done),
+    ]
+    return Report(options, ours_served.engine, findings, stages.stage_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What one engine has decoded, by the name of the run."""
+
+    engine: Engine
+    done: Mapping[str, Done]
+
+
+class _Stages:
+    """Runs one engine after the other and reports its progress."""
+
+    def __init__(self, options: CheckOptions, listen: Listener, logs: Path) -> None:
+        self._options = options
+        self._listen = listen
+        self._logs = logs
+        self.stage_s: dict[str, float] = {}
+
+    def run(self, settings: ProposerSettings | None, runs: Mapping[str, Run], is_exact: bool = False) -> _Stage:
+        options = self._options
+        name = f"{'bare' if settings is None else 'proposer'}, {'exact' if is_exact else 'as served'}"
+        total, finished = sum(len(run.asks) for run in runs.values()), 0
+        self._listen(f"{name}: starts", 0, total)
+
+        def on_finished(num: int) -> None:
+            nonlocal finished
+            finished += num
+            self._listen(name, finished, total)
+
+        start_s = time.monotonic()
+        target = TargetOptions(options.target, settings, options.num_speculative_tokens, self._arguments(), is_exact)
+        with TargetProcess(target, self._logs / f"{len(self.stage_s)}.log", options.target_cores) as process:
+            done = {key: process.run(run, on_finished) for key, run in runs.items()}
+        self.stage_s[name] = time.monotonic() - start_s
+        return _Stage(process.engine, done)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "dtype": self._options.dtype,
+            "max_model_len": 512,
+            "enforce_eager": installed.runs_on_cpu(),  # where there are CUDA graphs, they are checked too
+            "max_num_seqs": _MOST_ROWS,
+            **self._options.arguments,
+        }
+
+
+def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": size.num_tokens}
+    if num_logprobs is not None:
+        sampling["logprobs"] = num_logprobs
+    return [Ask(text, sampling) for text in greedy_prompts(size.num_prompts)]
+
+
+def _exact_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, Run]:
+    size = options.size
+    if settings is None:
+        return {"greedy with logprobs": Run(_greedy_asks(size, 5))}
+    asks = _greedy_asks(size, None)
+    runs = {f"greedy: {name}": _run(asks, 0, replace(settings, planner=name)) for name in options.planners}
+    return {**runs, "greedy with logprobs": _run(_greedy_asks(size, 5)[:_BATCH], 0, settings)}
+
+
+def _served_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, Run]:
+    size, is_bare = options.size, settings is None
+    temperature = 1.0 if is_bare or options.wrong_temperature is None else options.wrong_temperature
+    runs = {"greedy together": _run(_greedy_asks(size, 5), _BATCH, settings)}
+    if is_bare:
+        runs["greedy alone"] = Run(_greedy_asks(size, None), 1)
+    for feature in FEATURES:
+        asks = feature.asks(size.num_samples, temperature, 0 if is_bare else 1)
+        runs[feature.name] = _sampled_run(asks, settings, feature)
+    for turn in (1, 2):
+        runs[f"seeds, time {turn}"] = _sampled_run(_seeded().asks(size.num_repeats), settings, _seeded())
+    return runs
+
+
+def _sampled_run(asks: list[Ask], settings: ProposerSettings | None, feature: Feature) -> Run:
+    run = _run(asks, _BATCH, settings, gamma=_SAMPLED_GAMMA)
+    return msgspec.structs.replace(run, attempts=1) if feature.name in UNDRAFTED else run
+
+
+def _run(asks: list[Ask], batch: int, settings: ProposerSettings | None, **planner_settings: Any) -> Run:
+    """A run on a bare engine, or one whose drafts are waited for: short outputs would end before the first draft."""
+    if settings is None:
+        return Run(asks, batch)
+    names = setting_names(settings.planner)
+    wanted = {"waits": True, "prices": False, **planner_settings}  # so that drafts are submitted, also in vain
+    chosen = {name: value for name, value in wanted.items() if name in names}
+    return Run(asks, batch, replace(settings, settings=chosen), _ATTEMPTS)
+
+
+def _seeded() -> Feature:
+    return replace(next(feature for feature in FEATURES if feature.is_seeded), num_tokens=16)
+
+
+def _exact_findings(
+    options: CheckOptions, computes_in: str, bare: Mapping[str, Done], ours: Mapping[str, Done]
+) -> list[Finding]:
+    asks, reference = _greedy_asks(options.size, None), bare["greedy with logprobs"]
+    equal = [
+        greedy_equality(f"greedy in {computes_in}: {name}", asks, reference, ours[f"greedy: {name}"])
+        for name in options.planners
+    ]
+    logprobs = ours["greedy with logprobs"]
+    same_prompts = Done(answers=reference.answers[: len(logprobs.answers)])
+    return [*equal, logprob_agreement(same_prompts, logprobs)]
+
+
+def _served_findings(
+    options: CheckOptions, dtype: str, bare: Mapping[str, Done], ours: Mapping[str, Done]
+) -> list[Finding]:
+    rng = np.random.default_rng(options.seed)
+    distributions = [(feature.name, bare[feature.name], ours[feature.name]) for feature in FEATURES]
+    return [
+        divergence_rates(dtype, bare["greedy alone"], bare["greedy together"], ours["greedy together"]),
+        *same_distribution(distributions, options.alpha, rng),
+        always(
+            "JSON parses",
+            "outputs that were not cut off",
+            ended(ours["JSON schema"]),
+            lambda one: is_json(one.text, TOSS_KEYS),
+        ),
+        always("stop string absent", f"{STOP!r} in the text", ours["stop string"], lambda one: STOP not in one.text),
+        always("logprobs complete", "every sampled token", ours["logprobs"], has_all_logprobs),
+        seeds_repeat(*((runs["seeds, time 1"], runs["seeds, time 2"]) for runs in (bare, ours))),
+    ]

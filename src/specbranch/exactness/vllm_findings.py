@@ -1,0 +1,288 @@
+"""Findings: what the outputs of bare vLLM and of vLLM with the proposer show. Pure; each function makes one kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from specbranch.exactness.prompts import UNDRAFTED
+from specbranch.exactness.statistics import Compared, Outcomes, Surprises, compare_all
+from specbranch.launch.vllm_worker import Answer, Ask, Done
+
+HOLDS, FAILED, NOTE, SKIPPED = "holds", "FAILED", "note", "skipped"
+TIE = 1e-5  # log-probabilities in float32 that are this close count as equal
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report. `figures` are for programs; `details` are further lines for people."""
+
+    name: str
+    compared: str
+    n: int
+    result: str
+    says: str
+    p_value: float | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    details: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first position where two outputs differ; `gap` is by how much bare vLLM preferred its own token."""
+
+    index: int
+    position: int
+    token: int | None
+    other_token: int | None
+    gap: float | None
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether both tokens were equally likely for bare vLLM."""
+        return self.gap is not None and self.gap <= TIE
+
+
+def divergences(bare: Sequence[Answer], other: Sequence[Answer]) -> list[Divergence]:
+    """Where outputs first differ, for all prompts where they do."""
+    found = []
+    for index, (one, two) in enumerate(zip(bare, other, strict=True)):
+        if one.tokens == two.tokens:
+            continue
+        pairs = zip(one.tokens, two.tokens, strict=False)
+        shortest = min(len(one.tokens), len(two.tokens))
+        position = next((at for at, (left, right) in enumerate(pairs) if left != right), shortest)
+        token, other_token = (
+            answer.tokens[position] if position < len(answer.tokens) else None for answer in (one, two)
+        )
+        found.append(Divergence(index, position, token, other_token, _gap(one, position, token, other_token)))
+    return found
+
+
+def greedy_equality(name: str, asks: Sequence[Ask], bare: Done, other: Done) -> Finding:
+    """Outputs must be equal token by token; they may differ only where both tokens were equally likely."""
+    found = divergences(bare.answers, other.answers)
+    real = [one for one in found if not one.is_tie]
+    equal = len(asks) - len(found)
+    says = f"{equal} of {len(asks)} equal, {other.accepted} of {other.submitted} draft tokens accepted"
+    if len(found) > len(real):
+        says += f", {len(found) - len(real)} differ at a tie"
+    result, says = _checked(other, FAILED if real else HOLDS, says)
+    figures = {"equal": equal, "ties": len(found) - len(real), **_drafts(other)}
+    details = [_shown(one, asks[one.index].prompt) for one in found]
+    return Finding(
+        name=name,
+        compared="with the proposer : bare, greedy",
+        n=len(asks),
+        result=result,
+        says=says,
+        figures=figures,
+        details=details,
+    )
+
+
+def logprob_agreement(bare: Done, other: Done) -> Finding:
+    """Each chosen token has a log-probability, and it is the one that bare vLLM reports."""
+    missing, largest, num_compared = 0, 0.0, 0
+    for one, two in zip(bare.answers, other.answers, strict=True):
+        missing += _num_missing(one) + _num_missing(two)
+        # After the first difference the sequences are not the same any more.
+        for token, other_token, left, right in zip(one.tokens, two.tokens, one.logprobs, two.logprobs, strict=False):
+            if token != other_token:
+                break
+            if token in left and token in right:
+                num_compared += 1
+                largest = max(largest, abs(left[token] - right[token]))
+    is_right = not missing and largest <= LOGPROB_TOLERANCE
+    says = f"largest difference {largest:.1e} (allowed {LOGPROB_TOLERANCE:g}), {missing} missing"
+    result, says = _checked(other, HOLDS if is_right and num_compared else FAILED, says)
+    figures = {"largest_difference": largest, "missing": missing, **_drafts(other)}
+    return Finding(
+        name="logprobs agree",
+        compared="chosen tokens, greedy",
+        n=num_compared,
+        result=result,
+        says=says,
+        figures=figures,
+    )
+
+
+def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Finding:
+    """How often rounding in the serving dtype changes an output: with the proposer, and in bare vLLM. Never fails."""
+    own, ours = (divergences(together.answers, done.answers) for done in (alone, other))
+    n = len(together.answers)
+    says = f"proposer {len(ours)}/{n}{_largest_gap(ours)}; vLLM's own noise {len(own)}/{n}{_largest_gap(own)}"
+    figures = {
+        "dtype": dtype,
+        "proposer": len(ours),
+        "own": len(own),
+        "proposer_gaps": [one.gap for one in ours],
+        "own_gaps": [one.gap for one in own],
+        **_drafts(other),
+    }
+    return Finding(
+        name=f"divergence in {dtype}",
+        compared="proposer : bare, beside bare alone : in a batch",
+        n=n,
+        result=NOTE,
+        says=says,
+        figures=figures,
+    )
+
+
+def same_distribution(
+    features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.random.Generator
+) -> list[Finding]:
+    """One finding for each feature's two samples; a false alarm anywhere among them has probability at most `alpha`."""
+    named: list[tuple[str, Done, Outcomes | Surprises]] = []
+    for name, bare, other in features:
+        named.append((name, other, Outcomes(_values(name, bare), _values(name, other))))
+        if _has_surprise(bare, other):
+            named.append((f"{name}: surprise", other, Surprises(_surprises(bare), _surprises(other))))
+    compared = compare_all([pair for _, _, pair in named], alpha, rng)
+    return [
+        _distribution_finding(name, other, one, alpha) for (name, other, _), one in zip(named, compared, strict=True)
+    ]
+
+
+def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], bool]) -> Finding:
+    """A property that every output with the proposer must have."""
+    wrong = [answer for answer in other.answers if not is_right(answer)]
+    says = f"{len(wrong)} of {len(other.answers)} outputs break it"
+    if not other.answers:
+        says = "nothing was checked: there are no such outputs"
+    result, says = _checked(other, HOLDS if other.answers and not wrong else FAILED, says)
+    details = [f"{answer.text!r} ({answer.finish_reason})" for answer in wrong[:5]]
+    return Finding(
+        name=name,
+        compared=compared,
+        n=len(other.answers),
+        result=result,
+        says=says,
+        figures={"wrong": len(wrong)},
+        details=details,
+    )
+
+
+def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
+    """Whether a request with a seed gives the same tokens when it is repeated, bare and with the proposer."""
+    own, ours = (
+        sum(one.tokens == two.tokens for one, two in zip(first.answers, second.answers, strict=True))
+        for first, second in (bare, other)
+    )
+    n = len(bare[0].answers)
+    says = f"same tokens again: bare {own}/{n}, with the proposer {ours}/{n}"
+    figures = {"bare": own, "proposer": ours}
+    return Finding(name="seed repeats", compared="the same request twice", n=n, result=NOTE, says=says, figures=figures)
+
+
+def ended(done: Done) -> Done:
+    """The run without the outputs that were cut off at `max_tokens`."""
+    return msgspec.structs.replace(done, answers=[one for one in done.answers if one.finish_reason != "length"])
+
+
+def is_json(text: str, keys: Sequence[str]) -> bool:
+    """Whether a text is a JSON object with these keys."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and sorted(value) == sorted(keys)
+
+
+def has_all_logprobs(answer: Answer) -> bool:
+    """Whether the chosen token's log-probability was reported for each token."""
+    return _num_missing(answer) == 0
+
+
+def _distribution_finding(name: str, other: Done, compared: Compared, alpha: float) -> Finding:
+    says = f"{other.accepted} of {other.submitted} draft tokens accepted"
+    if compared.shift is not None:
+        says += f"; {noticeable(compared.shift)}"
+    result = FAILED if compared.p_value <= alpha else HOLDS
+    result, says = (_checked_undrafted if name in UNDRAFTED else _checked)(other, result, says)
+    return Finding(
+        name=f"distribution: {name}",
+        compared=compared.what,
+        n=len(other.answers),
+        result=result,
+        says=says,
+        p_value=compared.p_value,
+        figures={**figures_of(compared), **_drafts(other)},
+    )
+
+
+def noticeable(shift: float) -> str:
+    """What a test of distributions would have noticed, in words."""
+    return f"would notice a shift of {shift:.2f}" if shift < 1 else "too few samples to notice any shift"
+
+
+def figures_of(compared: Compared) -> dict[str, Any]:
+    """A test's numbers, for programs."""
+    test = compared.test
+    return {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": compared.shift}
+
+
+def _values(name: str, done: Done) -> list[Hashable]:
+    # A stop string may cut a token in two, so there the text is the output.
+    if name == "stop string":
+        return [(answer.text, answer.finish_reason) for answer in done.answers]
+    return [tuple(answer.tokens) for answer in done.answers]
+
+
+def _has_surprise(bare: Done, other: Done) -> bool:
+    return all(answer.logprobs for done in (bare, other) for answer in done.answers)
+
+
+def _surprises(done: Done) -> list[float]:
+    return [
+        sum(reported.get(token, 0.0) for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
+        for answer in done.answers
+    ]
+
+
+def _checked(other: Done, result: str, says: str) -> tuple[str, str]:
+    """A run in which no draft token was accepted has checked nothing, so it fails."""
+    if not other.accepted:
+        return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
+    return result, says if other.attempts == 1 else f"{says}; in attempt {other.attempts}, none accepted before"
+
+
+def _checked_undrafted(other: Done, result: str, says: str) -> tuple[str, str]:
+    """A run of requests that get no drafts fails if any draft token was verified."""
+    if other.submitted:
+        return FAILED, f"such requests must get no drafts ({says})"
+    return result, says.replace("0 of 0 draft tokens accepted", "such requests get no drafts")
+
+
+def _drafts(other: Done) -> dict[str, int]:
+    return {"submitted": other.submitted, "accepted": other.accepted, "attempts": other.attempts}
+
+
+def _num_missing(answer: Answer) -> int:
+    num_reported = sum(token in reported for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
+    return len(answer.tokens) - num_reported
+
+
+def _gap(answer: Answer, position: int, token: int | None, other: int | None) -> float | None:
+    """By how much the token was preferred; a lower bound if the other one is not among those reported."""
+    if token is None or other is None or position >= len(answer.logprobs):
+        return None
+    reported = answer.logprobs[position]
+    return reported[token] - reported.get(other, min(reported.values())) if token in reported else None
+
+
+def _largest_gap(found: Sequence[Divergence]) -> str:
+    gaps = [one.gap for one in found if one.gap is not None]
+    return f" (largest gap {max(gaps):.2g})" if gaps else ""
+
+
+def _shown(one: Divergence, prompt: str) -> str:
+    gap = "unknown" if one.gap is None else f"{one.gap:.2g}"
+    return f"{prompt!r} at token {one.position}: bare {one.token}, with the proposer {one.other_token}, gap {gap}"

@@ -1,0 +1,1 @@
+"""Start and watch processes: draft services, vLLM servers and engines."""

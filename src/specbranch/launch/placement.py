@@ -1,0 +1,276 @@
+"""Devices and cores: where the draft runs, and which cores target and draft get.
+
+Where target and draft run: the device of the draft, and which cores each of them uses.
+
+Where target and draft run on this machine: the device of the draft, and the CPU cores of both.
+
+Which cores the workers of a target on the CPU use; vLLM reads it from its environment when it starts them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbranch.engines.models import weight_bytes
+from specbranch.engines.registry import engine_for, runs_on_gpu
+from specbranch.errors import EngineError, FlagError, UsageError
+from specbranch.launch.vllm_install import target_on_cpu
+from specbranch.machine import Topology, num_gpus, read_topology
+from specbranch.plugins.vllm.layout import Layout
+
+_MOST_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
+_READ_BYTES_PER_S = 50e9  # what one NUMA node of a server reads at least
+_MIN_DRAFT_STEPS = 3  # in one step of the target, for drafts to be worth it
+
+# The page on the choice of a draft says the same. 30 ms are three times 0.5 GB at 50 GB/s.
+HOST_CPU = (
+    "a draft on the host CPU helps a target on GPUs whose step takes at least as long as three of the draft's: about "
+    "30 ms for a draft of 0.5B weights in int8, 60 ms in bfloat16"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The device of the draft, one sentence that says why, and one about what is wrong with it, if anything is."""
+
+    device: str
+    reason: str
+    warning: str | None = None
+
+
+def choose_device(
+    asked: str,
+    *,
+    num_gpus: int,
+    target_on_cpu: bool,
+    num_target_devices: int,
+    engine_runs_on_gpu: bool,
+    weight_bytes: int | None = None,
+) -> Choice:
+    """The device of the draft: as asked for, or for `auto` the next GPU that the target leaves, else the CPU.
+
+    A target on GPUs uses the first `num_target_devices` of them. `weight_bytes` are of the draft, if known.
+    """
+    if asked != "auto":
+        return Choice(asked, "as asked for", None if target_on_cpu else overlap(asked, num_target_devices))
+    if target_on_cpu:
+        return Choice("cpu", "the target runs on the CPU too")
+    if num_gpus > num_target_devices and engine_runs_on_gpu:
+        return Choice(f"cuda:{num_target_devices}", f"the target uses {num_target_devices} of {num_gpus} GPUs")
+    if not num_gpus:
+        return Choice("cpu", "no GPU was found here")
+    if num_gpus > num_target_devices:
+        reason = "a GPU is free, but the draft's engine was built without GPUs"
+    else:
+        reason = f"the target uses all of the {num_gpus} GPUs here"
+    return Choice("cpu", reason, _host_cpu_advice(weight_bytes))
+
+
+def overlap(device: str, num_target_devices: int) -> str | None:
+    """What is wrong with a draft on one of the GPUs that the target uses; None if it is on another device."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cuda", "gpu") or not (index or "0").isdecimal() or int(index or 0) >= num_target_devices:
+        return None
+    return (
+        f"the draft on {device} shares a GPU with the target, which uses the first {num_target_devices}: they take "
+        f"turns on it, and vLLM may not find the memory that it asks for; give the draft another device, such as "
+        f"cuda:{num_target_devices}, or vLLM a lower --gpu-memory-utilization"
+    )
+
+
+def _host_cpu_advice(weight_bytes: int | None) -> str:
+    """When a draft on the CPU helps a target on GPUs. An estimate, and it says so."""
+    if weight_bytes is None:
+        return f"{HOST_CPU}; `specbranch plan` measures it"
+    target_ms = 1e3 * _MIN_DRAFT_STEPS * weight_bytes / _READ_BYTES_PER_S
+    return (
+        f"{HOST_CPU}; for this draft about {target_ms:.0f} ms (an estimate: {weight_bytes / 1e9:.1f} GB of weights at "
+        f"{_READ_BYTES_PER_S / 1e9:.0f} GB/s, less in int8); `specbranch plan` measures it"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Cores of the target and of the draft; None means that nothing is pinned."""
+
+    target: tuple[int, ...] | None
+    draft: tuple[int, ...] | None
+
+
+def usable_cores() -> list[int]:
+    """The cores of this process, one of each pair of hyperthreads: compute gains nothing from the second."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return without_siblings({core: _physical(core) for core in allowed})
+
+
+def without_siblings(physical: Mapping[int, str]) -> list[int]:
+    """One core of each physical one; all of them where there is only one physical core."""
+    first = {name: core for core, name in sorted(physical.items(), reverse=True)}
+    return sorted(first.values()) if len(first) > 1 else sorted(physical)
+
+
+def split(
+    cores: Sequence[int],
+    *,
+    target_on_cpu: bool,
+    draft_on_cpu: bool,
+    target: Sequence[int] | None = None,
+    draft: Sequence[int] | None = None,
+    topology: Topology | None = None,
+) -> Cores:
+    """Which side gets which of `cores`; what `target` and `draft` ask for is respected.
+
+    Side by side, the draft gets half of the cores, and whoever asked for nothing gets what the other left. Beside
+    a target on GPUs, whose own processes are not pinned, the draft gets those of `beside_gpus`.
+    """
+    if not draft_on_cpu:
+        return Cores(tuple(target or cores) if target_on_cpu else None, _tuple(draft))
+    if not target_on_cpu:
+        return Cores(None, tuple(draft or beside_gpus(cores, topology or Topology())))
+    if draft is None:
+        left = [core for core in cores if core not in (target or ())] or list(cores)
+        draft = left if target else left[-max(1, len(cores) // 2) :]
+    if target is None:
+        target = [core for core in cores if core not in draft] or list(cores)
+    return Cores(tuple(target), tuple(draft))
+
+
+def beside_gpus(cores: Sequence[int], topology: Topology) -> tuple[int, ...]:
+    """Which of `cores` a draft gets beside a target on GPUs: of one NUMA node, at most 16.
+
+    The node is the one with the fewest GPUs, and not the first one if there is a choice. If it is the only one, or
+    has GPUs, a quarter of its cores is left to the processes that feed them.
+    """
+    allowed = {node: [core for core in own if core in cores] for node, own in topology.cores.items()}
+    nodes = {node: own for node, own in sorted(allowed.items()) if own}
+    if len(nodes) < 2:
+        return _without_quarter(cores)
+    first = min(nodes)
+    node = min(nodes, key=lambda node: (topology.gpus.get(node, 0), node == first, -len(nodes[node])))
+    return _without_quarter(nodes[node]) if topology.gpus.get(node) else tuple(nodes[node][-_MOST_CORES:])
+
+
+def _without_quarter(cores: Sequence[int]) -> tuple[int, ...]:
+    quarter = max(1, len(cores) // 4)
+    return tuple(cores[quarter:][-_MOST_CORES:] or cores)
+
+
+def _tuple(cores: Sequence[int] | None) -> tuple[int, ...] | None:
+    return tuple(cores) if cores else None
+
+
+def _physical(core: int) -> str:
+    """A name that hyperthreads of one physical core share."""
+    siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    try:
+        return siblings.read_text().strip()
+    except OSError:
+        return str(core)
+
+
+def stay_on(text: str) -> None:
+    """Pin this process to the cores of `--cores`."""
+    cores, before = numbers("--cores", text), os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cores)
+    except (OSError, OverflowError) as error:
+        raise _no_such_cores("--cores", cores, before) from error
+    # Linux ignores cores that do not exist as long as one of them does.
+    if os.sched_getaffinity(0) != set(cores):
+        os.sched_setaffinity(0, before)
+        raise _no_such_cores("--cores", cores, before)
+
+
+def place_draft(asked: str, model: str | None, engine: str | None, layout: Layout) -> Choice:
+    """The device of a draft beside a target with this layout. Without a model there is no draft, and no device."""
+    if model is None:
+        return Choice("none", "there is no draft")
+    on_cpu = target_on_cpu()
+    is_open = asked == "auto" and not on_cpu  # only then does it matter what else is here
+    return choose_device(
+        asked,
+        num_gpus=num_gpus() if is_open else 0,
+        target_on_cpu=on_cpu,
+        num_target_devices=layout.num_devices,
+        engine_runs_on_gpu=is_open and _runs_on_gpu(engine or engine_for(model)),
+        weight_bytes=(weight_bytes(model) or None) if is_open else None,
+    )
+
+
+def _runs_on_gpu(engine: str) -> bool:
+    """Whether an engine can use a GPU; one that is not installed cannot, and is refused elsewhere."""
+    try:
+        return runs_on_gpu(engine)
+    except EngineError:
+        return False
+
+
+def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:
+    """Cores for a target in vLLM and for its draft, from `--target-cores` and `--draft-cores`, else shared out."""
+    on_cpu = target_on_cpu()
+    return split(
+        usable_cores(),
+        target_on_cpu=on_cpu,
+        draft_on_cpu=draft_device == "cpu",
+        target=_asked("--target-cores", target_cores),
+        draft=_asked("--draft-cores", draft_cores),
+        topology=None if on_cpu else read_topology(),
+    )
+
+
+def _asked(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    cores, allowed = numbers(option, text), os.sched_getaffinity(0)
+    if not set(cores) <= allowed:
+        raise _no_such_cores(option, cores, allowed)
+    return cores
+
+
+def _no_such_cores(option: str, cores: Iterable[int], before: Iterable[int]) -> UsageError:
+    asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
+    return UsageError(f"{option} is {asked}; this process may use {have}")
+
+
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_THREADS = "OMP_NUM_THREADS"
+
+
+def is_bound_by_user() -> bool:
+    """Whether the user has bound the workers to cores himself."""
+    return os.environ.get(_BIND, "auto") != "auto"
+
+
+def threads_of_workers(cores: Sequence[int], num_workers: int) -> dict[str, str]:
+    """Variables that give each worker its share of the cores, equally many; none if the user has bound them himself."""
+    refuse_too_few(cores, num_workers)
+    each = len(cores) // num_workers
+    shares = (cores[index * each : (index + 1) * each] for index in range(num_workers))
+    return {} if is_bound_by_user() else {_BIND: "|".join(",".join(str(core) for core in share) for share in shares)}
+
+
+def threads(cores: Sequence[int], layout: Layout) -> dict[str, str]:
+    """Variables of an engine in this process, which has these cores. A number of threads that the user set stands."""
+    if not layout.in_one_process:
+        return threads_of_workers(cores, layout.num_devices)
+    return {} if _THREADS in os.environ else {_THREADS: str(len(cores))}
+
+
+def refuse_too_few(cores: Sequence[int], num_workers: int) -> None:
+    """Raise if there is not a core for each worker, unless the user has bound them himself."""
+    if len(cores) < num_workers and not is_bound_by_user():
+        have = ",".join(str(core) for core in cores)
+        raise FlagError(
+            f"{num_workers} workers need as many cores, and the target has {have}; give more by --target-cores"
+        )
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"{option} is {text!r}; give whole numbers separated by commas")
+    return [int(part) for part in parts]

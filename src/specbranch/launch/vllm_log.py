@@ -1,0 +1,109 @@
+"""vLLM's start-up log: what it is doing, and why it failed.
+
+What vLLM is doing while it starts, from the lines of its log. It is silent for minutes while it compiles.
+
+Why vLLM did not start, in one sentence with what to do, from the end of its log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# In the order of a start. A line that holds one of the words begins the stage; later stages are never left for earlier.
+_STAGES = (
+    ("starting (imports take some seconds)", ()),
+    ("setting up the engine", ("Initializing a V1 LLM engine", "Initializing an LLM engine")),
+    ("loading weights", ("Starting to load model", "Loading safetensors", "Loading weights")),
+    (
+        "warming up; compiling takes minutes at a first start (--enforce-eager leaves it out)",
+        ("Warming up model", "Warming up", "torch.compile", "Dynamo bytecode", "Compiling a graph"),
+    ),
+    ("capturing CUDA graphs", ("Capturing CUDA graphs", "Graph capturing")),
+    ("starting the HTTP server", ("Starting vLLM", "Started server process", "Waiting for application startup")),
+)
+
+
+# A server says the first, a node without one the second.
+_UP = ("Application startup complete", "headless multiproc executor", "in headless mode")
+
+
+class Stages:
+    """Listens to vLLM's log. `is_up`: it has said that it is ready, whether or not it can be asked."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self.is_up = False
+
+    @property
+    def now(self) -> str:
+        """What vLLM does, in a few words."""
+        return f"vLLM: {_STAGES[self._number][0]}"
+
+    def hear(self, line: str) -> None:
+        """One more line of the log."""
+        self.is_up = self.is_up or any(words in line for words in _UP)
+        for number in range(len(_STAGES) - 1, self._number, -1):
+            if any(word in line for word in _STAGES[number][1]):
+                self._number = number
+                return
+
+
+_ERROR = re.compile(r"(?:^|\s)((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)): (\S.*)$")
+_INVALID = re.compile(
+    r"^\s*(?:\([^)]*\) )?\s*Value error, (\S.*?)(?: \[type=.*)?$"
+)  # below "1 validation error for ..."
+_USAGE = re.compile(r"(?:^|\s)(\S+): error: (\S.*)$")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_FOLLOWS = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
+_LEN = 300  # characters of vLLM's own words
+
+_ADVICE = (
+    ("Free memory on device", "free some memory, or give vLLM a smaller share with --gpu-memory-utilization"),
+    ("is less than desired GPU memory", "give vLLM a smaller share with --gpu-memory-utilization"),
+    ("No available memory for the cache", "raise --gpu-memory-utilization, or lower --max-model-len"),
+    ("larger than the available KV cache memory", "lower --max-model-len, or raise --gpu-memory-utilization"),
+    ("greater than the derived max_model_len", "lower --max-model-len"),
+    ("Address already in use", "choose another port with --port"),
+    ("out of memory", "lower --gpu-memory-utilization or --max-model-len, or use a smaller model"),
+    ("Cannot allocate memory", "use a smaller model, or a data type with fewer bytes (--dtype)"),
+    ("can't allocate memory", "use a smaller model, or a data type with fewer bytes (--dtype)"),
+    ("trust_remote_code", "if you trust the model's own code, add --trust-remote-code"),
+    ("is not supported", "see vLLM's list of supported models"),
+    ("No module named", "install what is missing; `specbranch doctor` lists what is there"),
+)
+_KILLED = -9
+
+
+class FailureLog:
+    """Listens to the lines of vLLM's log, and remembers its last error that is not just the echo of another."""
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        self._cause: str | None = None
+        self._has_echo = False
+        for line in lines:
+            self.hear(line)
+
+    def hear(self, line: str) -> None:
+        """One more line."""
+        plain = _ANSI.sub("", line).rstrip()
+        invalid = _INVALID.match(plain)
+        if invalid:
+            self._cause = invalid[1]
+            return
+        found = _ERROR.search(plain) or _USAGE.search(plain)
+        if found and any(words in plain for words in _FOLLOWS):
+            self._has_echo = True
+        elif found:
+            self._cause = f"{found[1]}: {found[2]}" if _ERROR.search(plain) else found[2]
+
+    def cause(self, code: int | None) -> str:
+        """What went wrong, and the way out. `code` is the exit code, negative for a signal."""
+        if self._cause is None or code == _KILLED:
+            if code == _KILLED or self._has_echo:
+                who = "it was killed by SIGKILL" if code == _KILLED else "its engine ended without a word"
+                return f"{who}, most likely because memory ran out; {_ADVICE[0][1]}"
+            return f"it ended with code {code} and named no cause"
+        advice = next((advice for words, advice in _ADVICE if words.lower() in self._cause.lower()), None)
+        cause = self._cause if len(self._cause) <= _LEN else f"{self._cause[:_LEN]}..."
+        return f"{cause.rstrip('.')}; {advice}" if advice else cause

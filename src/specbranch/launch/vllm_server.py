@@ -1,0 +1,300 @@
+"""`vllm serve` with our plugin as a child process, and whether it answers.
+
+How `vllm serve` is started, with our proposer or bare: its arguments, environment and cores.
+
+With one worker on the CPU the model runs inside vLLM's engine process. By default vLLM starts a worker process and
+waits for it by spinning on shared memory, which takes a core from the model.
+
+The process of `vllm serve`: started on the target's cores, listened to, stopped with all that it has started.
+
+Where a vLLM server answers, by its flags, and whether it is up.
+
+vLLM's own command line, started by `specbranch serve` as `python -m specbranch.launch.vllm_server serve ...`.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import os
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+
+from specbranch import machine
+from specbranch.errors import FlagError
+from specbranch.launch.child import PIPE, Child
+from specbranch.launch.placement import is_bound_by_user, threads_of_workers
+from specbranch.launch.vllm_flags import Flags, layout_of
+from specbranch.launch.vllm_log import FailureLog, Stages
+from specbranch.plugins.vllm.installed import run_command_line
+from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
+
+_EXECUTOR = "--distributed-executor-backend"
+_OWN_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+_MEMORY = "--gpu-memory-utilization"  # of the host, where vLLM runs on the CPU
+_USUAL_SHARE, _SPARE_SHARE, _LEAST_SHARE = 0.92, 0.1, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What to serve. `model` is what vLLM loads, `name` what clients call it, `flags` are vLLM's own.
+
+    `settings` None means vLLM without our proposer: bare, or with the speculative decoding that its flags ask for.
+    `cores` None means that vLLM is not pinned, as on a GPU.
+    """
+
+    model: str
+    name: str
+    _: KW_ONLY
+    settings: ProposerSettings | None
+    num_speculative_tokens: int = 8
+    flags: Flags = field(default_factory=lambda: Flags([]))
+    cores: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.settings is None:
+            return
+        layout_of(self.flags).refuse()
+        for name in ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"):
+            if self.flags.has(name):
+                raise FlagError(
+                    f"{name} is set by `specbranch serve`; use --draft, --gamma, --planner and --set instead"
+                )
+
+    @property
+    def num_workers(self) -> int:
+        """How many worker processes vLLM starts on this machine."""
+        return layout_of(self.flags).num_devices
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether we let the model run inside vLLM's engine process."""
+        asked = self.flags.has(_EXECUTOR) or is_bound_by_user()
+        return self.cores is not None and self.num_workers == 1 and not asked
+
+    def arguments(self) -> list[str]:
+        """The arguments of vLLM's command; the user's flags go through as they are."""
+        ours, rest = self._with_proposer(self.settings) if self.settings is not None else ([], self.flags)
+        if self.in_one_process:
+            ours += [_EXECUTOR, "uni"]
+        if self.name != self.model and not rest.has("--served-model-name"):
+            ours += ["--served-model-name", self.name]
+        return ["serve", self.model, *ours, *rest.words]
+
+    def memory_flags(self, free: float | None) -> list[str]:
+        """Flags without which vLLM may refuse to start: on the CPU it wants its whole share of memory free at start.
+
+        The draft has taken some by then. vLLM gets a share of what is `free`, less some for the draft's KV cache.
+        """
+        is_asked = self.flags.has(_MEMORY, "--kv-cache-memory-bytes", "--kv-cache-memory") or _OWN_CACHE in os.environ
+        if self.cores is None or self.settings is None or is_asked or free is None:
+            return []
+        share = min(_USUAL_SHARE, free - _SPARE_SHARE)
+        return [_MEMORY, f"{share:.2f}"] if share >= _LEAST_SHARE else []
+
+    def _with_proposer(self, settings: ProposerSettings) -> tuple[list[str], Flags]:
+        """The flags that bring our proposer in, and the user's other flags."""
+        table, rest = self.flags.take_json("--additional-config")
+        ours = proposer_arguments(settings, self.num_speculative_tokens)
+        speculative, additional = ours["speculative_config"], {**table, **ours["additional_config"]}
+        return ["--speculative-config", json.dumps(speculative), "--additional-config", json.dumps(additional)], rest
+
+    def environment(self) -> dict[str, str]:
+        """Variables that keep vLLM to its cores."""
+        if self.cores is None:
+            return {}
+        if self.in_one_process:
+            # Without the second one vLLM replaces "uni" by "mp" on the CPU. The HTTP server and the engine are two
+            # processes all the same.
+            return {"OMP_NUM_THREADS": str(len(self.cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        return threads_of_workers(self.cores, self.num_workers)
+
+
+_STOP_S = 30.0
+_LAST_LINES_S = 2.0
+
+
+class VllmServer:
+    """A running `vllm serve`, in a process group of its own: a Ctrl-C in the terminal does not reach it.
+
+    `show` gets every line of its output, from another thread.
+    """
+
+    def __init__(self, options: ServeOptions, show: Callable[[str], None]) -> None:
+        self._options = options
+        self._arguments = options.arguments()
+        self._environment = options.environment()
+        self._cores = options.cores if options.cores and options.in_one_process else None
+        self._show = show
+        self._stages = Stages()
+        self._failure = FailureLog()
+        self._child: Child | None = None
+        self._listener: threading.Thread | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; None while it runs."""
+        assert self._child is not None, "start it first"
+        return self._child.returncode
+
+    @property
+    def stage(self) -> str:
+        """What it does until it is ready."""
+        return self._stages.now
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has said that it is ready."""
+        return self._stages.is_up
+
+    def forget_failures(self) -> None:
+        """It runs: errors of single requests do not say why it ends one day."""
+        self._failure = FailureLog()
+
+    def cause(self) -> str:
+        """Why it has ended, in one sentence."""
+        if self._listener is not None:
+            self._listener.join(_LAST_LINES_S)
+        return self._failure.cause(self.returncode)
+
+    def start(self) -> None:
+        """Start the process."""
+        arguments = [*self._arguments, *self._options.memory_flags(_free_share())]
+        # vLLM has colours where it writes to a terminal; now it writes to us.
+        colours = {"VLLM_LOGGING_COLOR": "1"} if sys.stderr.isatty() and "VLLM_LOGGING_COLOR" not in os.environ else {}
+        self._child = Child(
+            [sys.executable, "-m", "specbranch.launch.vllm_server", *arguments],
+            environment={"PYTHONUNBUFFERED": "1", **colours, **self._environment},
+            cores=self._cores,
+            stdout=PIPE,
+            has_one_output=True,
+            has_group=True,
+        )
+        # Without a listener vLLM would come to a halt when the pipe is full.
+        self._listener = self._child.listen(self._hear)
+
+    def free_frontend(self) -> None:
+        """Let the HTTP server use all of our cores; the engine's process keeps the target's."""
+        assert self._child is not None, "start it first"
+        if self._cores is None:
+            return
+        for task in Path(f"/proc/{self._child.pid}/task").iterdir():
+            try:
+                os.sched_setaffinity(int(task.name), os.sched_getaffinity(0))
+            except ProcessLookupError:  # a thread that just ended
+                continue
+
+    def stop(self) -> None:
+        """Ask it to end; kill what is left of it."""
+        if self._child is not None:
+            self._child.stop(_STOP_S)
+
+    def kill(self) -> None:
+        """End it at once, with all processes that it has started."""
+        if self._child is not None:
+            self._child.kill()
+
+    def _hear(self, line: str) -> None:
+        self._stages.hear(line)
+        self._failure.hear(line)
+        self._show(line)
+
+
+def _free_share() -> float | None:
+    """The share of this host's memory that is free; None where the system does not tell."""
+    free, total = machine.free_host_memory(), machine.host_memory()
+    return None if free is None or not total else free / total
+
+
+_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address over TCP, or the `path` of a Unix socket."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+    path: str | None = None
+
+    @classmethod
+    def of(cls, flags: Flags) -> Endpoint:
+        """The address that vLLM's flags and defaults give."""
+        port = flags.value("--port")
+        if port is not None and not port.isdecimal():
+            raise FlagError(f"--port is {port!r}; give a whole number")
+        host = flags.value("--host") or "127.0.0.1"
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return cls(reachable, int(port or 8000), flags.has("--ssl-certfile"), flags.value("--uds"))
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+
+    def refuse_if_taken(self) -> None:
+        """Raise if somebody else listens there already; vLLM would find out after the models are loaded."""
+        if self.path:
+            if Path(self.path).exists():
+                raise FlagError(f"--uds is {self.path}, which exists; stop the server behind it, or remove it")
+            return
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise FlagError(
+                    f"port {self.port} is in use; stop what listens there, or choose another by --port"
+                ) from error
+            raise FlagError(f"cannot listen at {self}: {error.strerror or error}; change --host or --port") from error
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers to a health check."""
+        connection = self._connection()
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self.path:
+            return _UnixConnection(self.path)
+        if self.is_tls:
+            return http.client.HTTPSConnection(self.host, self.port, timeout=_TIMEOUT_S, context=_unverified())
+        return http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=_TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _unverified() -> ssl.SSLContext:
+    # The server is our own child and gets no secret; its certificate may be for another name.
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+if __name__ == "__main__":  # vLLM's processes import this module again
+    run_command_line()

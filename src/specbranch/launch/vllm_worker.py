@@ -1,0 +1,274 @@
+"""A vLLM engine in a process of its own: the protocol, and both of its ends.
+
+A target in a process of its own: load it, let it decode runs, stop it.
+
+While one target decodes the others sleep, so several of them can share the same cores and be measured in turns.
+
+The process of a target: options and runs come in on standard input, news go out on standard output.
+
+A process for each engine: vLLM keeps global state, and its environment must be set before it is imported.
+
+What a target's process is asked to decode, and what came of it. Crosses the process border as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from specbranch.errors import SpecBranchError
+from specbranch.launch import vllm_engine
+from specbranch.launch.child import PIPE, Child
+from specbranch.launch.vllm_engine import Engine, Request, Target, TargetOptions
+from specbranch.launch.vllm_log import FailureLog
+from specbranch.plugins.vllm.settings import ProposerSettings
+
+_WORKER = "specbranch.launch.vllm_worker"
+_STOP_S = 30.0
+_END_S = 5.0  # for a process that has closed its output
+
+
+class TargetFailure(SpecBranchError, RuntimeError):
+    """A target's process ended before its work was done; the message has the end of its log."""
+
+
+class TargetProcess:
+    """A context manager: vLLM is loaded when it is entered. `cores` None means those of this process."""
+
+    engine: Engine
+
+    def __init__(self, options: TargetOptions, log_file: Path, cores: Collection[int] | None = None) -> None:
+        self._options = options
+        self._log_file = log_file
+        self._cores = cores or None
+        self._child: Child | None = None
+
+    def run(self, run: Run, on_finished: Callable[[int], None] | None = None) -> Done:
+        """Let it do a run and wait for it; `on_finished` is told of requests that have finished."""
+        self._send(run)
+        while True:
+            news = self._receive()
+            if news.done is not None:
+                return news.done
+            if on_finished is not None:
+                on_finished(news.num_finished)
+
+    def __enter__(self) -> TargetProcess:
+        self._child = Child(
+            [sys.executable, "-m", _WORKER],
+            environment=self._environment(),
+            cores=self._cores,
+            log_file=self._log_file,
+            stdin=PIPE,
+            stdout=PIPE,
+            has_group=True,  # its workers
+        )
+        try:
+            self._send(self._options)
+            news = self._receive()
+            assert news.engine is not None, "the first line says what was loaded"
+            self.engine = news.engine
+        except BaseException:
+            self._child.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._child is not None
+        self._child.close_input()
+        if kind is None:
+            self._child.wait(_STOP_S)
+        self._child.kill()
+
+    def _environment(self) -> dict[str, str]:
+        """As many threads as cores, unless the user wants another number."""
+        if not self._cores or "OMP_NUM_THREADS" in os.environ:
+            return {}
+        return {"OMP_NUM_THREADS": str(len(self._cores))}
+
+    def _send(self, order: Any) -> None:
+        assert self._child is not None, "enter it first"
+        try:
+            self._child.input.write(msgspec.json.encode(order) + b"\n")
+            self._child.input.flush()
+        except OSError as error:
+            raise self._failure() from error
+
+    def _receive(self) -> News:
+        assert self._child is not None, "enter it first"
+        try:
+            return msgspec.json.decode(self._child.output.readline(), type=News)
+        except msgspec.DecodeError as error:
+            raise self._failure() from error
+
+    def _failure(self) -> TargetFailure:
+        assert self._child is not None
+        self._child.wait(_END_S)
+        words = self._child.last_words()
+        cause = FailureLog(words.splitlines()).cause(self._child.returncode)
+        return TargetFailure(
+            f"vLLM with {self._options.model} {self._child.ending} before its work was done. The end of its log:\n"
+            f"{words}\nvLLM with {self._options.model} failed: {cause}"
+        )
+
+
+_PAUSE_S = 2.0  # before another attempt
+
+
+def main() -> None:
+    """Serve until standard input closes."""
+    # What vLLM prints must not come between our lines.
+    with os.fdopen(os.dup(1), "wb", buffering=0) as output:
+        os.dup2(2, 1)
+        for news in serve(sys.stdin.buffer):
+            output.write(msgspec.json.encode(news) + b"\n")
+
+
+def serve(lines: Iterator[bytes]) -> Iterator[News]:
+    """Load what the first line asks for, then do one run for each further line."""
+    target = Target(msgspec.json.decode(next(lines), type=TargetOptions))
+    with contextlib.closing(target):
+        yield News(engine=vllm_engine.describe(target.llm))
+        for line in lines:
+            yield from decode(target, msgspec.json.decode(line, type=Run))
+
+
+def decode(target: Target, run: Run) -> Iterator[News]:
+    """Do a run; again, if it may, when no draft token was accepted: that run compares nothing.
+
+    This happens when the draft's process or the whole machine was stalled: a target does not wait for drafts.
+    """
+    if run.settings is not None:
+        target.use(run.settings)
+    requests = [_request(target, ask) for ask in run.asks]
+    for attempt in range(1, run.attempts + 1):
+        if attempt > 1:
+            time.sleep(_PAUSE_S)
+        done = yield from _attempt(target, requests, run.batch or max(1, len(requests)), is_first=attempt == 1)
+        if done.accepted:
+            break
+    yield News(done=msgspec.structs.replace(done, attempts=attempt))
+
+
+def _attempt(target: Target, requests: Sequence[Request], batch: int, is_first: bool) -> Generator[News, None, Done]:
+    """Decode all requests; requests that finish are told in the first attempt only."""
+    answers = [Answer(prompt=list(request.prompt)) for request in requests]
+    counts, drafts = target.proposer_counts(), target.draft_tokens()
+    start_s = time.monotonic()
+    for first in range(0, len(requests), batch):
+        for piece in target.stream(requests[first : first + batch]):
+            answer = answers[first + piece.index]
+            answer.tokens += piece.tokens
+            answer.text += piece.text
+            answer.texts.append(piece.text)
+            answer.logprobs += piece.logprobs
+            answer.steps.append((piece.at_s - start_s, len(piece.tokens)))
+            answer.finish_reason = piece.finish_reason
+            if piece.finish_reason is not None and is_first:
+                yield News(num_finished=1)
+    elapsed_s = time.monotonic() - start_s
+    submitted, accepted = (after - before for after, before in zip(target.draft_tokens(), drafts, strict=True))
+    return Done(
+        answers=answers,
+        submitted=submitted,
+        accepted=accepted,
+        elapsed_s=elapsed_s,
+        counts={name: count - counts[name] for name, count in target.proposer_counts().items()},
+    )
+
+
+def _request(target: Target, ask: Ask) -> Request:
+    schema = {} if ask.schema is None else {"structured_outputs": vllm_engine.json_shape(ask.schema)}
+    return Request(_encoded(target, ask), {**ask.sampling, **schema})
+
+
+def _encoded(target: Target, ask: Ask) -> list[int]:
+    if ask.tokens is not None:
+        return ask.tokens
+    return target.encode_chat([{"role": "user", "content": ask.prompt}]) if ask.is_chat else target.encode(ask.prompt)
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One prompt. `sampling` are vLLM's sampling parameters; `schema` asks for JSON of that shape.
+
+    A chat prompt is a user's message, put into the model's own template; any other is continued as it is. With
+    `tokens` these are continued instead.
+    """
+
+    prompt: str
+    sampling: dict[str, Any]
+    schema: dict[str, Any] | None = None
+    is_chat: bool = False
+    tokens: list[int] | None = None
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Requests that are decoded together, at most `batch` of them at a time (0: as many as the engine takes).
+
+    `settings` are the proposer's from this run on; None leaves them. With several `attempts` the run is repeated as
+    long as no draft token was accepted.
+    """
+
+    asks: list[Ask]
+    batch: int = 0
+    settings: ProposerSettings | None = None
+    attempts: int = 1
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The output of one request; it grows while it is decoded.
+
+    `steps` are the engine steps that added to it: seconds since the start of the run, and how many tokens; `texts`
+    is what each of them added to the text. `logprobs` are those that vLLM reported, for each token; empty if none were
+    asked for.
+    """
+
+    prompt: list[int] = []
+    tokens: list[int] = []
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[dict[int, float]] = []
+    steps: list[tuple[float, int]] = []
+    texts: list[str] = []
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that is over. All numbers are of its last attempt.
+
+    `submitted` and `accepted` are draft tokens that vLLM verified and accepted; `counts` are the proposer's counters.
+    """
+
+    answers: list[Answer]
+    submitted: int = 0
+    accepted: int = 0
+    attempts: int = 1
+    elapsed_s: float = 0.0
+    counts: dict[str, float] = {}
+
+
+class News(msgspec.Struct, frozen=True):
+    """One line from a target's process: its engine is loaded, requests have finished, or a run is over."""
+
+    engine: Engine | None = None
+    num_finished: int = 0
+    done: Done | None = None
+
+
+def step_gaps_s(answers: Sequence[Answer], skip: int = 0) -> list[float]:
+    """Times between the steps of the answers, all but the first `skip` steps of each."""
+    return [end_s - start_s for answer in answers for (start_s, _), (end_s, _) in pairwise(answer.steps[skip:])]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""All that depends on vLLM's version and internals: configuration, runners, environment, patches.
+
+What the proposer reads from vLLM's configuration.
+
+What the proposer must know of vLLM's model runner: its rank, the prompts that begin, rows that cannot be drafted.
+
+Workarounds for bugs of vLLM, each applied only where a test call shows the bug; a warning if vLLM is untested.
+
+vLLM's Model Runner V2: how our speculator gets into it, and what it reads there.
+
+V2 refuses `custom_class`, the method that brings our proposer into V1. Of the methods that V2 takes, `ngram_gpu` needs
+no draft model and goes with asynchronous scheduling. So a configuration that names our proposer and asks for V2 is
+given this method where vLLM would then choose V2, and V2's runner is given our speculator in place of the one for
+n-grams. Everywhere else, and by default, the configuration stays as it is, and vLLM runs V1.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from specbranch.core.distribution import Sampling
+from specbranch.plugins.vllm.layout import Layout, LayoutError
+from specbranch.plugins.vllm.settings import METHOD, SECTION, RunnerError, limit_of
+
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
+
+
+def num_speculative_tokens(vllm_config: Any) -> int:
+    """The most draft tokens that vLLM verifies per sequence and step."""
+    return int(vllm_config.speculative_config.num_speculative_tokens)
+
+
+def max_model_len(vllm_config: Any) -> int:
+    """The longest sequence that vLLM allows, prompt and output together."""
+    return int(vllm_config.model_config.max_model_len)
+
+
+def vocab_len(vllm_config: Any) -> int:
+    """The size of the target's vocabulary; vLLM fails at a token id beyond it, also in a draft."""
+    return int(vllm_config.model_config.get_vocab_size())
+
+
+def layout(vllm_config: Any) -> Layout:
+    """How the target is spread over devices."""
+    parallel = vllm_config.parallel_config
+    executor = parallel.distributed_executor_backend
+    return Layout(
+        tensor=int(parallel.tensor_parallel_size),
+        pipeline=int(parallel.pipeline_parallel_size),
+        data=int(parallel.data_parallel_size),
+        executor=executor if isinstance(executor, str) else None,  # or a class
+    )
+
+
+def has_graphs_for_equal_rows(vllm_config: Any) -> bool:
+    """Whether steps in which all rows have as many tokens run from whole CUDA graphs, and other steps do not.
+
+    vLLM decides it for good when it has loaded the model and knows its attention backend.
+    """
+    mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
+    if mode is None or not mode.separate_routine() or not mode.has_full_cudagraphs():
+        return False
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def tokenizer(vllm_config: Any) -> str:
+    """The directory or the name on the hub that vLLM takes the target's tokenizer from."""
+    found = vllm_config.model_config
+    return str(found.tokenizer or found.model)
+
+
+def own_config(vllm_config: Any) -> Any:
+    """Our section of `--additional-config`; vLLM passes it on without looking at it."""
+    return (vllm_config.additional_config or {}).get(SECTION, {})
+
+
+def engine_index(vllm_config: Any) -> int:
+    """Which of the data-parallel engines this is; vLLM's own metrics use the same number."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def model_name(vllm_config: Any) -> str:
+    """The name that the target is served by; vLLM's own metrics use the same."""
+    name = vllm_config.model_config.served_model_name
+    return str(name[0] if isinstance(name, list) else name)
+
+
+PAD = -1  # vLLM's own filler for draft tokens: never embedded, always rejected
+
+_V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+_OWNER, _METHOD = "GPUModelRunner", "execute_model"
+_WARMUPS = ("_warmup_", "_v2_mixed_warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What is new in a step that vLLM has scheduled.
+
+    The prompts that it begins to prefill and the draft may read too, how many of its draft tokens are pads, what new
+    requests ask of their drafts (`limits.py`), and the requests that have ended.
+    """
+
+    prompts: Sequence[Sequence[int]] = ()
+    num_pads: int = 0
+    limits: Mapping[str, int] = field(default_factory=dict)
+    ended: Collection[str] = ()
+
+
+def is_output_rank() -> bool:
+    """Whether vLLM takes the drafts of this worker: the first tensor-parallel rank of the last pipeline stage."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return bool(get_tp_group().is_first_rank and get_pp_group().is_last_rank)
+
+
+def broadcast(tensor: Any) -> Any:
+    """What the first tensor-parallel rank has in this tensor, on all of them."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().broadcast(tensor, src=0)
+
+
+def introduce_runners() -> None:
+    """Let a runner tell its proposer, before each step, who it is and which prompts it is about to prefill.
+
+    vLLM's hook passes rows without their requests, and only after the prefill. This wraps the one method of vLLM that
+    runs a step; its arguments pass through. V2's scheduler also asks for the drafts; what the runner answers is cut to
+    their lengths. A vLLM without these methods is left alone.
+    """
+    # Whoever makes a proposer has imported its runner, so nothing heavy needs to be imported here.
+    old, new = (getattr(sys.modules.get(module), _OWNER, None) for module in (_V1, _V2))
+    if not hasattr(old, _METHOD) and not hasattr(new, _METHOD):
+        log.warning(
+            "this vLLM has no %s.%s; requests with LoRA or images get drafts from a model that knows neither",
+            _OWNER,
+            _METHOD,
+        )
+    _wrap(old, _METHOD, _introducing)
+    _wrap(new, _METHOD, _introducing)
+    _wrap(new, "take_draft_token_ids", _cutting)
+
+
+def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap a method, once; nothing if it is not there."""
+    original = getattr(owner, method, None)
+    if original is not None and not hasattr(original, "introduces"):
+        wrapped = wrapper(original)
+        wrapped.introduces = True
+        setattr(owner, method, wrapped)
+
+
+def drafter_of(runner: Any) -> Any:
+    """Our part in a runner, or vLLM's own; V1 and V2 have their own names for it."""
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+
+
+def _introducing(original: Any) -> Any:
+    @functools.wraps(original)
+    def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = drafter_of(runner)
+        meet = getattr(drafter, "meet", None)
+        if meet is None:
+            return original(runner, *args, **kwargs)
+        scheduler_output = args[0] if args else kwargs.get("scheduler_output")
+        meet(runner, _news(scheduler_output))
+        feature_hook = getattr(drafter, "feature_hook", None)
+        if feature_hook is None:
+            return original(runner, *args, **kwargs)
+        feature_hook.begin(runner, scheduler_output)
+        output = original(runner, *args, **kwargs)
+        feature_hook.end(runner)
+        return output
+
+    return execute_model
+
+
+def _cutting(original: Any) -> Any:
+    @functools.wraps(original)
+    def take_draft_token_ids(runner: Any) -> Any:
+        answer = original(runner)
+        cut = getattr(drafter_of(runner), "cut", None)
+        return answer if cut is None or answer is None else cut(answer)
+
+    return take_draft_token_ids
+
+
+def _news(scheduler_output: Any) -> News:
+    """Collect what a step brings, without vLLM's own requests and without prompts that are not drafted for."""
+    try:
+        requests = [request for request in scheduler_output.scheduled_new_reqs if not is_warmup([request.req_id])]
+        limits = {request.req_id: limit_of(request.sampling_params) for request in requests}
+        prompts = [
+            request.prompt_token_ids
+            for request in requests
+            if request.prompt_token_ids and not request.lora_request and not request.mm_features
+            if limits[request.req_id] != 0 and not is_seeded(request.sampling_params)
+        ]
+        num_pads = sum(tokens.count(PAD) for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
+        known = {name: limit for name, limit in limits.items() if limit is not None}
+        return News(prompts, num_pads, known, scheduler_output.finished_req_ids)
+    except AttributeError as error:
+        _warn_of_runner(repr(error))
+        return News()
+
+
+def is_warmup(names: Sequence[str]) -> bool:
+    """Whether these are requests by which V2's runner compiles its kernels at start."""
+    return all(name.startswith(_WARMUPS) for name in names)
+
+
+def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
+    """Find the rows that get no drafts, and the cause: `lora`, `multimodal` or `seed`."""
+    try:
+        batch = runner.input_batch
+        aside = {int(row): "lora" for row in batch.request_lora_mapping[:num_rows].nonzero()[0]}
+        for row, name in enumerate(batch.req_ids[:num_rows]):
+            request = runner.requests[name]
+            if request.mm_features:
+                aside[row] = "multimodal"
+            elif is_seeded(request.sampling_params):
+                aside[row] = "seed"
+        return aside
+    except (AttributeError, KeyError, TypeError) as error:
+        _warn_of_runner(repr(error))
+        return {}
+
+
+def is_seeded(parameters: Any) -> bool:
+    """Whether a request samples with a seed of its own, so that its random numbers come again when it is repeated.
+
+    Its answer would then be proposed to a request that tests it with the very numbers that made it. Nor would the seed
+    give the same answer again: with drafts it depends on what was drafted in time. At temperature 0 there is no chance.
+    """
+    return bool(getattr(parameters, "temperature", 0)) and getattr(parameters, "seed", None) is not None
+
+
+def sampled_rows(runner: Any, num_rows: int) -> Collection[int]:
+    """Find the rows that are not greedy; all of them where the runner does not tell."""
+    try:
+        names = runner.input_batch.req_ids[:num_rows]
+        return [row for row, name in enumerate(names) if runner.requests[name].sampling_params.temperature]
+    except (AttributeError, KeyError, TypeError) as error:
+        _warn_of_runner(repr(error))
+        return range(num_rows)
+
+
+def row_names(runner: Any, num_rows: int) -> Sequence[str | None]:
+    """The requests of a batch's rows, by vLLM's ids; no names where the runner does not tell."""
+    names = getattr(getattr(runner, "input_batch", None), "req_ids", ())[:num_rows]
+    return names if len(names) == num_rows else [None] * num_rows
+
+
+def allows_pads(runner: Any) -> bool:
+    """Whether pads cannot make a difference to any row.
+
+    A thinking budget looks at the draft tokens of its row, and for each of them vLLM draws from the generator of a
+    seed. On the CPU, vLLM's sampler takes a pad for a token above temperature 0, and reads beyond its memory.
+    """
+    try:
+        if runner.device.type == "cpu" and not runner.input_batch.all_greedy:
+            return False
+        parameters = (runner.requests[name].sampling_params for name in runner.input_batch.req_ids)
+        return not any(is_seeded(one) or getattr(one, "thinking_token_budget", None) is not None for one in parameters)
+    except (AttributeError, KeyError, TypeError) as error:
+        _warn_of_runner(repr(error))
+        return False
+
+
+@functools.cache
+def _warn_of_runner(cause: str) -> None:
+    log.warning(
+        "this vLLM's model runner is not as expected (%s); drafts may start late, also for LoRA, images and seeds",
+        cause,
+    )
+
+
+TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")  # release series that the matrix of tests has run with
+
+
+def warn_if_untested() -> None:
+    """Log a warning if this vLLM is not among the tested releases."""
+    import vllm
+
+    if not str(vllm.__version__).startswith(tuple(f"{series}." for series in TESTED)):
+        log.warning(
+            "vLLM %s is not among the tested releases (%s); its proposer hook is experimental and may have changed",
+            vllm.__version__,
+            ", ".join(f"{series}.x" for series in TESTED),
+        )
+
+
+def patch_cpu_sampler() -> list[str]:
+    """Work around three bugs in vLLM's rejection sampler on the CPU, where this vLLM has them; what was replaced.
+
+    0.30 calls Triton's kernels, which a CPU does not have, in place of its own. `expand_batch_to_tokens` writes to a
+    copy (vllm-project/vllm#55005). Its caller reads uninitialised memory as temperature, top-k and top-p of each draft
+    token. Above temperature 0, any speculative decoding then has a wrong output distribution. `apply_top_k_top_p`
+    raises in a step without draft tokens, which ends the engine.
+
+    To be called once the model runner exists: before 0.31 it is the runner that puts the CPU's kernels in place.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    from vllm.v1.sample import rejection_sampler as module
+
+    replaced = _use_own_kernels(module)
+    if replaced:
+        log.warning("this vLLM cannot verify draft tokens on the CPU; workaround applied")
+    if not _expands_rightly(module.expand_batch_to_tokens):
+        log.warning(
+            "this vLLM verifies sampled tokens wrongly on the CPU (vllm-project/vllm#55005); workaround applied"
+        )
+        module.expand_batch_to_tokens = _expand_batch_to_tokens
+        replaced.append("expand_batch_to_tokens")
+    if not _takes_no_rows(module.apply_top_k_top_p):
+        log.warning("this vLLM fails on the CPU when top-k is set and a step has no draft tokens; workaround applied")
+        module.apply_top_k_top_p = _unless_empty(module.apply_top_k_top_p)
+        replaced.append("apply_top_k_top_p")
+    return replaced
+
+
+def _use_own_kernels(module: Any) -> list[str]:
+    """Let the sampler call the kernels that vLLM has put into its module, where it still holds others."""
+    replaced = []
+    for name in ("rejection_greedy_sample", "rejection_random_sample", "expand", "sample_recovered_tokens"):
+        dispatcher, kernel = getattr(module, f"_{name}", None), getattr(module, f"{name}_kernel", None)
+        if kernel is not None and getattr(dispatcher, "kernel", kernel) is not kernel:
+            dispatcher.kernel = kernel  # type: ignore[union-attr]
+            replaced.append(f"{name}_kernel")
+    return replaced
+
+
+def _expands_rightly(expand: Any) -> bool:
+    import torch
+
+    values, ends = torch.tensor([0.625, 0.0, 0.375]), torch.tensor([1, 3, 4], dtype=torch.int32)
+    try:
+        return bool(expand(values, ends, 4, replace_from=0, replace_to=1).tolist() == [0.625, 1.0, 1.0, 0.375])
+    except TypeError:  # the kernel does not take its arguments by these names
+        return False
+
+
+def _expand_batch_to_tokens(
+    x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Any:
+    """Repeat each row's value for each of its tokens; the arguments are vLLM's."""
+    lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)
+
+
+def _takes_no_rows(apply: Any) -> bool:
+    import torch
+
+    try:
+        apply(torch.empty(0, 4), torch.empty(0, dtype=torch.int32), None)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _unless_empty(apply: Any) -> Any:
+    return lambda logits, k, p: apply(logits, k, p) if len(logits) else logits
+
+
+_LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
+_MOST_TEMPERATURE = 100.0
+
+
+def refuse_v1(vllm_config: Any) -> None:
+    """Raise if V1 has made our proposer though V2 was asked for: this vLLM is too old, or did not load our plugin."""
+    if vllm_config.speculative_config.method == METHOD:
+        raise RunnerError(
+            "`runner` is 'v2', but this vLLM runs our proposer on Model Runner V1. It takes vLLM 0.32, and the plugin "
+            "'specbranch' must not be left out by VLLM_PLUGINS; or set `runner` to 'auto'"
+        )
+
+
+def refuse_context_parallelism(vllm_config: Any) -> None:
+    """Raise if groups of ranks would ask for drafts separately: what they embed would differ."""
+    size = vllm_config.parallel_config.prefill_context_parallel_size
+    if size > 1:
+        raise LayoutError(
+            f"prefill context parallelism ({size} ranks) cannot be combined with drafts: each rank would ask for its "
+            "own. Use tensor parallelism (--tensor-parallel-size), or serve without a draft"
+        )
+
+
+def has_adaptive_verification(vllm_config: Any) -> bool:
+    """Whether vLLM shall choose how many places of each row it verifies, by our confidence in them."""
+    return bool(vllm_config.speculative_config.enable_adaptive_verification)
+
+
+def in_the_form_of_v1(runner: Any, names: Sequence[str], slots: Any) -> Any:
+    """A batch of V2's runner with those names that V1's runner has for it."""
+    cache = runner.encoder_cache
+    features = cache.mm_features if cache is not None else {}
+    states = runner.sampler.sampling_states
+    requests = {
+        name: SimpleNamespace(
+            mm_features=features.get(name),
+            sampling_params=SimpleNamespace(
+                temperature=float(states.temperature.np[slot]),
+                seed=int(states.seeds.np[slot]) if states.seeds_set[slot] else None,
+            ),
+        )
+        for name, slot in zip(names, slots.tolist(), strict=True)
+    }
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=list(names), request_lora_mapping=runner.lora_state.lora_ids[slots]),
+        requests=requests,
+    )
+
+
+def is_any_sampled(runner: Any, input_batch: Any) -> bool:
+    """Whether a row of a batch is not greedy."""
+    try:
+        return bool((runner.sampler.sampling_states.temperature.np[input_batch.idx_mapping_np] > 0).any())
+    except AttributeError as error:
+        _warn_of_sampler(repr(error))
+        return False
+
+
+def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Sampling]:
+    """How the rows of a batch sample, as far as their draft tokens may be drawn by chance; on all ranks the same.
+
+    A grammar or a thinking budget cuts a draft by its tokens, and what is tested must not depend on them. Of grammars
+    only the batch tells. Nothing where the runner's logits are not as wide as the vocabulary.
+    """
+    try:
+        if input_batch.has_structured_output_reqs or _logits_len(runner, vocab_len) != vocab_len:
+            return {}
+        states = runner.sampler.sampling_states
+        has_budget = getattr(runner.sampler.thinking_budget_state, "use_thinking_budget", None)  # None: nobody can
+        found = {}
+        for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
+            temperature = float(states.temperature.np[slot])
+            if _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE and (has_budget is None or not has_budget[slot]):
+                top_k = int(states.top_k.np[slot])
+                top_p = float(states.top_p.np[slot])
+                found[row] = Sampling(temperature, top_p, top_k if top_k < states.vocab_size else 0)
+    except AttributeError as error:
+        _warn_of_sampler(repr(error))
+        return {}
+    return found
+
+
+def _logits_len(runner: Any, vocab_len: int) -> int:
+    """How many tokens the logits of a runner's model have; `vocab_len` if it does not tell."""
+    processor = getattr(getattr(runner, "model", None), "logits_processor", None)
+    return int(getattr(processor, "org_vocab_size", vocab_len))
+
+
+@functools.cache
+def _warn_of_sampler(cause: str) -> None:
+    log.warning("this vLLM's sampler is not as expected (%s); draft tokens are proposed as certain", cause)

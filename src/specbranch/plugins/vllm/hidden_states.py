@@ -1,0 +1,274 @@
+"""H-RAD on the running target: hooks that record hidden states, and the network that reads them.
+
+Hidden states and input embeddings of a running target: the features of a trained predictor.
+
+A trained predictor (H-RAD) that runs after every step in vLLM's worker, on that step's hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specbranch.core.round import Outlook
+from specbranch.errors import SpecBranchError
+from specbranch.hrad.network import Hrad
+from specbranch.plugins.vllm.compat import vocab_len
+
+log = logging.getLogger(__name__)
+
+
+class FeatureError(SpecBranchError, ValueError):
+    """The target cannot provide the features that a trained predictor needs."""
+
+
+def refuse_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
+    """Raise, before a model is loaded, if this vLLM cannot provide hidden states of this many layers and this size."""
+    model = vllm_config.model_config
+    if model.get_hidden_size() != hidden_len:
+        raise FeatureError(
+            f"the predictor was trained for hidden states of size {hidden_len}, {model.model} has "
+            f"{model.get_hidden_size()}; train one for this target"
+        )
+    if not 1 <= num_layers <= model.get_total_num_hidden_layers():
+        raise FeatureError(
+            f"the predictor needs {num_layers} layers, the target has fewer; train a predictor for this target"
+        )
+    if num_layers == 1:
+        return
+    advice = "or train the predictor with --layers 1"
+    if not model.enforce_eager:
+        raise FeatureError(
+            f"the predictor needs {num_layers} layers, and a compiled model gives access to its last one only: "
+            f"start vLLM with enforce_eager (--enforce-eager), {advice}"
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        raise FeatureError(f"vLLM splits its steps into micro-batches: start it without --enable-dbo, {advice}")
+
+
+def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[int]], Any]:
+    """A function from tokens to the target's input embeddings # [n, hidden_len].
+
+    With tensor parallelism the table is sharded, and a lookup needs all ranks. So it is read once. All ranks must call
+    this at the same time then; the one that keeps the table (`is_kept`) holds a copy in host memory.
+    """
+    import torch
+
+    embed = getattr(model, "embed_input_ids", None)
+    if embed is None:
+        raise FeatureError(f"{type(model).__name__} gives no access to its input embeddings; use another `predictor`")
+    device = next(model.parameters()).device
+
+    def look_up(tokens: Sequence[int]) -> Any:
+        return embed(torch.tensor(tokens, device=device))
+
+    with torch.inference_mode():
+        if look_up([0]).shape != (1, vllm_config.model_config.get_hidden_size()):
+            # With pipeline stages the table may be on another rank than the last layers.
+            raise FeatureError("the target's input embeddings are not on the last pipeline stage: use fewer stages")
+        if vllm_config.parallel_config.tensor_parallel_size == 1:
+            return look_up
+        table = _table(look_up, vocab_len(vllm_config), is_kept)
+    return lambda tokens: table[torch.tensor(tokens)]
+
+
+def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: bool) -> Any:
+    """The embeddings of all tokens, in host memory."""
+    import torch
+
+    parts = []
+    for start in range(0, vocab_len, 8192):
+        part = look_up(range(start, min(start + 8192, vocab_len)))
+        if is_kept:
+            parts.append(part.cpu())
+    return torch.cat(parts) if parts else None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """The features of one step, of every sampled position, row after row."""
+
+    runner: Any
+    scheduler_output: Any
+    taken: list[Any]  # of each hooked layer # [sampled, hidden_len]
+    last: Any = None  # after the final norm # [sampled, hidden_len]
+    num_drafts: list[int] = field(default_factory=list)  # of each row
+    positions: Any = None  # of the sampled tokens among those of the step
+    fault: Exception | None = None
+
+
+class FeatureHook:
+    """Copies H-RAD's features from a running target, at the positions that a step samples. It changes no tensor.
+
+    A layer passes (hidden, residual) to the next, which may write to both; their sum is what Transformers calls
+    `hidden_states`. So a hook behind each layer copies the few rows at once. The state after the final norm needs no
+    hook: the runner keeps it for sampling. Each tensor parallel rank has the full vectors, because attention and MLP
+    end in a `RowParallelLinear` that sums over the ranks.
+
+    No method that vLLM calls in a step raises; only `read` does, which our own code calls.
+    """
+
+    def __init__(self, model: Any, num_layers: int, embed: Callable[[Sequence[int]], Any]) -> None:
+        self._embed = embed
+        self._step: _Step | None = None
+        self._num_hooked = num_layers - 1
+        layers = _last_layers(model, num_layers) if self._num_hooked else []
+        self._hooks = [layer.register_forward_hook(self._hook(index)) for index, layer in enumerate(layers)]
+
+    def close(self) -> None:
+        """Remove the hooks from the target."""
+        for hook in self._hooks:
+            hook.remove()
+        self._step = None
+
+    def begin(self, runner: Any, scheduler_output: Any) -> None:
+        """The runner is about to run this step."""
+        self._step = _Step(runner=runner, scheduler_output=scheduler_output, taken=[None] * self._num_hooked)
+
+    def end(self, runner: Any) -> None:
+        """The forward pass is done; nothing is sampled yet."""
+        step = self._step
+        if step is None:
+            return
+        try:
+            state = runner.execute_model_state
+            if state is None:  # nothing was scheduled
+                self._step = None
+                return
+            step.last = state.sample_hidden_states
+            metadata = state.spec_decode_metadata  # None in a step without drafts, before vLLM 0.32
+            step.num_drafts = list(metadata.num_draft_tokens) if metadata else [0] * len(runner.input_batch.req_ids)
+        except Exception as error:
+            step.fault = error
+
+    def read(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The features of these rows after a step that sampled these tokens # [rows, d_in]."""
+        import torch
+
+        step, self._step = self._step, None
+        if step is None:
+            raise FeatureError("no forward pass was recorded for this step")
+        if step.fault is not None:
+            raise step.fault
+        if len(sampled) != len(step.num_drafts) or any(part is None for part in step.taken):
+            raise FeatureError("the recorded forward pass is not the one that was sampled from")
+        firsts = np.cumsum([0, *step.num_drafts]) + np.arange(len(step.num_drafts) + 1)
+        if firsts[-1] != len(step.last) or any(firsts[-1] != len(part) for part in step.taken):
+            raise FeatureError("the number of recorded positions is not that of the sampled tokens")
+        # The newest token was predicted at the position of the last accepted one.
+        picks = torch.tensor([int(firsts[row]) + len(sampled[row]) - 1 for row in rows])
+        with torch.inference_mode():
+            states = [part[picks.to(part.device)].float() for part in (*step.taken, step.last)]
+            newest = self._embed([sampled[row][-1] for row in rows]).to(states[0].device).float()
+            features: np.ndarray[Any, np.dtype[np.float32]] = torch.cat([*states, newest], dim=1).cpu().numpy()
+        return features
+
+    def _hook(self, index: int) -> Callable[[Any, Any, Any], None]:
+        def take(layer: Any, inputs: Any, output: Any) -> None:
+            step = self._step
+            if step is None:  # vLLM profiles its memory or warms up
+                return
+            try:
+                if step.positions is None:
+                    step.positions = _sampled_positions(step.runner, step.scheduler_output)
+                step.taken[index] = _rows(output, step.positions)
+            except Exception as error:
+                step.fault = error
+
+        return take
+
+
+def _last_layers(model: Any, num_layers: int) -> list[Any]:
+    """The decoder layers whose outputs are `hidden_states[-K:-1]` of Transformers, K = num_layers, the oldest first.
+
+    Entry i of the N + 1 `hidden_states` is the input of layer i, so these are the outputs of layers N-K to N-2.
+    Only models that give their hidden states to vLLM's own methods are accepted: there the sum is known to be right.
+    """
+    named = ("aux_hidden_state_layers", "layers", "start_layer")
+    backbones = [part for part in model.modules() if all(hasattr(part, name) for name in named)]
+    advice = "train the predictor with --layers 1"
+    if len(backbones) != 1:
+        raise FeatureError(f"the decoder layers of {type(model).__name__} cannot be found: {advice}")
+    (backbone,) = backbones
+    first = len(backbone.layers) - num_layers
+    if first < backbone.start_layer:
+        raise FeatureError(f"the last {num_layers} layers are on several pipeline stages: {advice}")
+    return list(backbone.layers)[first:-1]
+
+
+def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
+    """The positions that a step samples, among all its tokens: the last of each row and those before its drafts."""
+    import torch
+
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    positions: list[int] = []
+    end = 0
+    for name in runner.input_batch.req_ids:
+        end += scheduler_output.num_scheduled_tokens[name]
+        positions += range(end - len(drafts.get(name, ())) - 1, end)
+    return torch.tensor(positions, device=runner.device)
+
+
+def _rows(output: Any, positions: Any) -> Any:
+    """The hidden states at these positions, residual added, in float32."""
+    if not isinstance(output, tuple):
+        return output[positions].float()
+    hidden, residual = output
+    return hidden[positions].float() + residual[positions].float()
+
+
+_Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(slots=True)
+class ForesightCounts:
+    """Predictions that were made, steps that failed, and the time that predictions took."""
+
+    outlooks: int = 0
+    outlook_faults: int = 0  # steps
+    outlook_s: float = 0.0
+
+
+class Foresight:
+    """A trained predictor on a target's features. It never raises: a step that fails has no outlooks."""
+
+    def __init__(self, hrad: Hrad, feature_hook: FeatureHook, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.feature_hook = feature_hook
+        self._hrad = hrad
+        self._clock = clock
+        self.counts = ForesightCounts()
+
+    def outlooks(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, Outlook]:
+        """The predictions for these rows of the last step, which sampled these tokens."""
+        if not rows:
+            return {}
+        start_s = self._clock()
+        try:
+            features = self.feature_hook.read(sampled, rows)
+            found = dict(zip(rows, self._hrad.predict(features, _product), strict=True))
+        except Exception:
+            if not self.counts.outlook_faults:
+                log.exception(
+                    "the target's features could not be read; the draft's confidence is used instead. Logged once"
+                )
+            self.counts.outlook_faults += 1
+            return {}
+        self.counts.outlooks += len(found)
+        self.counts.outlook_s += self._clock() - start_s
+        return found
+
+
+def _product(one: _Array, other: _Array) -> _Array:
+    """A matrix product on the target's own threads, which are idle now.
+
+    NumPy would start threads on the cores of the draft, and both would slow each other down.
+    """
+    import torch
+
+    product: _Array = torch.matmul(torch.from_numpy(one), torch.from_numpy(other)).numpy()
+    return product

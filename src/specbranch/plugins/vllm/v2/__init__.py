@@ -1,1 +1,0 @@
-"""The speculator for vLLM's Model Runner V2: the same proposer, behind another hook."""
