@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, read_results
-from specbranch.bench.scenario import read_scenario
+from specbranch.bench.scenario import read_prompts, read_scenario
 from specbranch.machine import provenance
 
 HERE = Path(__file__).resolve().parent

@@ -16,9 +16,21 @@ from typing import Any
 
 from specbranch.bench.figures import draw_figures
 from specbranch.bench.report import load_table, same_note
-from specbranch.bench.results import Record, Results, read_results
+from specbranch.bench.results import (
+    NO_RANGE,
+    Cell,
+    Line,
+    Ratio,
+    Record,
+    Results,
+    cells,
+    compare,
+    losses,
+    mean_ratio,
+    read_results,
+    summarize,
+)
 from specbranch.bench.scenario import BARE
-from specbranch.bench.summary import NO_RANGE, Cell, Line, Ratio, cells, compare, losses, mean_ratio, summarize
 from specbranch.machine import commit_note
 
 HERE = Path(__file__).resolve().parent

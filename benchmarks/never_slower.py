@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from specbranch.bench.prompts import read_prompts
+from specbranch.bench.scenario import read_prompts
 from specbranch.core.planners import DEFAULT_PLANNER, setting_names
 from specbranch.engines.models import found_model
 from specbranch.launch.draft_process import DraftOptions, DraftProcess

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.timeline_file import Mark, Span, TargetLane, Timeline, read_timeline
-from specbranch.bench.timeline_plot import choose_stretches, plot_timeline
+from specbranch.bench.figures import choose_stretches, plot_timeline
+from specbranch.bench.timeline import Mark, Span, TargetLane, Timeline, read_timeline
 from specbranch.launch.draft_process import DraftOptions, DraftProcess
 from specbranch.launch.vllm_engine import TargetOptions
 from specbranch.launch.vllm_worker import Ask, Done, Run, TargetProcess

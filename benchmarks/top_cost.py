@@ -22,9 +22,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specbranch.bench.served import server
-from specbranch.cli.source import open_source
-from specbranch.cli.top_view import as_screen
+from specbranch.bench.load import server
+from specbranch.cli.commands.top import view_as_screen
+from specbranch.cli.readings import open_source
 from specbranch.machine import provenance
 
 RESULT = Path(__file__).parent / "top-cost.json"
@@ -88,7 +88,7 @@ def draw(url: str, path: Path) -> None:
         earlier = source.read()
         time.sleep(1.0)
         console = Console(record=True, width=78, file=io.StringIO())
-        console.print(as_screen("http://localhost:8000", source.read(), earlier))
+        console.print(view_as_screen("http://localhost:8000", source.read(), earlier))
     console.save_svg(str(path), title="specbranch top", unique_id="top")
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specbranch.bench.results import read_results
-from specbranch.bench.summary import mean_speeds
+from specbranch.bench.results import mean_speeds, read_results
 from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace

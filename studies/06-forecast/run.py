@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 from specbranch.bench.forecast import Terms, foresee, terms_of
-from specbranch.bench.results import Record, Results, read_results
+from specbranch.bench.results import Record, Results, cells, compare, read_results
 from specbranch.bench.scenario import BARE
-from specbranch.bench.summary import cells, compare
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
 from specbranch.core.planners.predictors import CONSTANTS

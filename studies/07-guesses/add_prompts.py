@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from specbranch.bench.prompts import read_prompts
+from specbranch.bench.scenario import read_prompts
 
 FILES = {"gsm8k": "gsm8k.jsonl", "humaneval": "humaneval.jsonl"}
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specbranch.bench.prompts import read_prompts
+from specbranch.bench.scenario import read_prompts
 from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
 from specbranch.machine import provenance
 

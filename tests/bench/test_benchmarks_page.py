@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.results import read_results
-from specbranch.bench.summary import summarize
+from specbranch.bench.results import read_results, summarize
 from specbranch.machine import commit_note
 
 ROOT = Path(__file__).parents[2]

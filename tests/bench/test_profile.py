@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 
 from specbranch.bench.profile import (
+    PlotError,
     Profile,
     Spread,
     Timings,
+    check_plot,
     fit_line,
     measure,
+    plot_profile,
     read_bandwidth,
     rows_limit,
     spread_of,
     step_limit,
 )
-from specbranch.bench.profile_plot import PlotError, check_plot, plot_profile
 from specbranch.core.costs import StepCost
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import EngineInfo, Row

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.bench.replay import replay_document, write_replay
-from specbranch.bench.timeline_file import Timeline, read_timeline
+from specbranch.bench.timeline import Timeline, read_timeline, replay_document, write_replay
 from specbranch.service.server.timeline import RUN, SUBMITTED, RowVerdict, Snapshot, TimelineRecorder, VerdictTree
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from specbranch.bench.figures import method_colors
 from specbranch.bench.report import as_markdown, same_note, section_of, write_report
-from specbranch.bench.results import read_results
-from specbranch.bench.summary import NO_RANGE, summarize
+from specbranch.bench.results import NO_RANGE, read_results, summarize
 from specbranch.machine import commit_note
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"

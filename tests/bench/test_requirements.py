@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specbranch.bench import requirements
-from specbranch.bench.requirements import check_methods, engines_that_fit
-from specbranch.bench.scenario import ScenarioError, read_scenario
+from specbranch.bench import scenario as bench_scenario
+from specbranch.bench.scenario import ScenarioError, check_methods, engines_that_fit, read_scenario
 from specbranch.cli import app
 from specbranch.cli.preflight import Preflight
 from specbranch.launch.vllm_flags import KnownSpeculation, read_speculation
@@ -47,8 +46,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return None if name == "arctic_inference" else found(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
-    monkeypatch.setattr(requirements, "known_speculation", lambda: KNOWN)
-    monkeypatch.setattr(requirements, "weight_bytes", lambda model, dtype=None: 10**9)
+    monkeypatch.setattr(bench_scenario, "known_speculation", lambda: KNOWN)
+    monkeypatch.setattr(bench_scenario, "weight_bytes", lambda model, dtype=None: 10**9)
     monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
     monkeypatch.setattr("specbranch.machine.free_host_memory", lambda: 10**12)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -96,7 +95,7 @@ def test_methods_that_can_run_pass(tmp_path: Path) -> None:
 
 
 def test_names_are_not_checked_where_vllm_does_not_tell_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "known_speculation", lambda: None)
+    monkeypatch.setattr(bench_scenario, "known_speculation", lambda: None)
 
     check(tmp_path, 'speculative_config = { method = "newest", anything = 1 }')
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.prompts import PromptError, read_prompts
 from specbranch.bench.runner import plan_trials
-from specbranch.bench.scenario import ScenarioError, read_scenario, scenario_of
+from specbranch.bench.scenario import PromptError, ScenarioError, read_prompts, read_scenario, scenario_of
 from specbranch.core.planners import SettingError
 from specbranch.hrad.network import write_hrad
 

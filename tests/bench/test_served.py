@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from specbranch.bench.load import LoadError, plan_load, serve_words, server
 from specbranch.bench.report import load_table, section_of, write_report
 from specbranch.bench.results import Record, Results
 from specbranch.bench.scenario import BenchMethod, PromptSet, Scenario, Served
-from specbranch.bench.served import LoadError, plan_load, serve_words, server
 
 METHODS = [
     BenchMethod("bare"),

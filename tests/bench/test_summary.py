@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 
-from specbranch.bench.results import Record, ResultError, Results, drop_unfinished, header, read_results
+from specbranch.bench.results import (
+    NO_RANGE,
+    Record,
+    ResultError,
+    Results,
+    drop_unfinished,
+    header,
+    losses,
+    mean_speeds,
+    read_results,
+    summarize,
+)
 from specbranch.bench.scenario import BenchMethod, PromptSet, Scenario
-from specbranch.bench.summary import NO_RANGE, losses, mean_speeds, summarize
 
 METHODS = [
     BenchMethod("bare"),

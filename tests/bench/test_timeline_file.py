@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.timeline_file import Span, Timeline, TimelineError, read_timeline, shared_s, shares
-from specbranch.bench.timeline_plot import choose_stretches
+from specbranch.bench.figures import choose_stretches
+from specbranch.bench.timeline import Span, Timeline, TimelineError, read_timeline, shared_s, shares
 from specbranch.service.server.timeline import RowVerdict, TimelineRecorder
 
 LANE = (b"me", b"ours")

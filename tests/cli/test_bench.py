@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specbranch.bench.summary import NO_RANGE
+from specbranch.bench.results import NO_RANGE
 from specbranch.cli import app
 
 ROOT = Path(__file__).parents[2]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.cli import compare
-from specbranch.cli.answer import Answer
-from specbranch.cli.compare import comparison_line, shared_cores
-from specbranch.cli.painter import Run
-from specbranch.cli.pair import PairOptions
+from specbranch.cli import pair
+from specbranch.cli.pair import PairOptions, comparison_line, shared_cores
+from specbranch.cli.terminal import Answer, Run
 from specbranch.launch import vllm_worker
 from specbranch.launch.placement import Cores
 from specbranch.launch.vllm_engine import Piece
@@ -72,7 +70,7 @@ def test_what_a_process_reports_becomes_an_answer_step_by_step() -> None:
         tokens=[1, 2, 3], text="abc", texts=["a", "bc"], steps=[(0.5, 1), (1.5, 2)], finish_reason="stop"
     )
 
-    answer = compare._as_answer(said)
+    answer = pair._as_answer(said)
 
     assert (answer.tokens, answer.text, answer.finish_reason) == ([1, 2, 3], "abc", "stop")
     assert (answer.first_token_s, answer.decode_s) == (0.5, 1.0)

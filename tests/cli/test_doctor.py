@@ -19,7 +19,7 @@ from specbranch.plugins.vllm import installed
 from specbranch.version import __version__
 
 runner = CliRunner()
-doctor = importlib.import_module("specbranch.cli.doctor")  # the package has the command under this name
+doctor = importlib.import_module("specbranch.cli.commands.doctor")  # the package has the command under this name
 
 
 CPU_COMMAND = "pip install 'specbranch[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"

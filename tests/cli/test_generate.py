@@ -18,11 +18,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.cli.answer import Answer
-from specbranch.cli.chat import Chat, Message
-from specbranch.cli.interrupt import Interrupt
-from specbranch.cli.painter import Painter, Run
-from specbranch.cli.screen import Screen
+from specbranch.cli.console import Interrupt
+from specbranch.cli.terminal import Answer, Chat, Message, Painter, Run, Screen
 from specbranch.launch.vllm_engine import Piece
 
 runner = CliRunner()
@@ -193,7 +190,7 @@ def test_the_first_ctrl_c_is_noted_and_the_second_obeyed() -> None:
 NOISY = """
 import os, sys, time, warnings
 from pathlib import Path
-from specbranch.cli.quiet import quiet
+from specbranch.cli.console import quiet
 with quiet(Path(sys.argv[1]), "loading"):
     print("printed")
     warnings.warn("warned")

@@ -12,10 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.bench.forecast import TypeForecast, advise
-from specbranch.bench.pair_survey import PairOptions
-from specbranch.bench.survey import Survey
+from specbranch.bench.survey import PairOptions, Survey
 from specbranch.cli import app
-from specbranch.cli.plan import _chosen_flags, sentences
+from specbranch.cli.commands.plan import _chosen_flags, sentences
 from specbranch.plugins.vllm import installed
 from specbranch.simulation.presets import Pair, make_trace
 

@@ -45,7 +45,7 @@ class Opened:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     """Scripted engines in place of real ones, and a memory of 1 GB/s."""
-    module = importlib.import_module("specbranch.cli.profile")
+    module = importlib.import_module("specbranch.cli.commands.plan")
     opened = Opened()
     monkeypatch.setattr(module, "open_engine", opened)
     monkeypatch.setattr(module, "read_bandwidth", lambda *_: 1e9)

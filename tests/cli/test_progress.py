@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.cli.progress import Progress
+from specbranch.cli.console import ProgressBar
 
 
 def test_every_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress() as progress:
+    with ProgressBar() as progress:
         progress.show("loading")
         progress.show("loading")
         progress.show("simulating")
@@ -17,7 +17,7 @@ def test_every_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_long_stage_says_how_far_it_is_at_most_ten_times(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress() as progress:
+    with ProgressBar() as progress:
         for done in range(1001):
             progress.show("measuring", done, 1000)
     lines = capsys.readouterr().err.splitlines()
@@ -28,7 +28,7 @@ def test_a_long_stage_says_how_far_it_is_at_most_ten_times(capsys: pytest.Captur
 
 
 def test_a_stage_without_a_total_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress() as progress:
+    with ProgressBar() as progress:
         progress.show("measuring", 3, 0)
         progress.show("measuring", 4, None)
 

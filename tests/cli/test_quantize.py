@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.cli.progress import Progress
+from specbranch.cli.console import ProgressBar
 
-quantize = import_module("specbranch.cli.quantize")  # the package has the command by that name
+quantize = import_module("specbranch.cli.commands.quantize")  # the package has the command by that name
 runner = CliRunner()
 
 
@@ -40,7 +40,7 @@ def test_a_name_on_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
         return str(tmp_path)
 
     monkeypatch.setattr(hub, "snapshot_download", download)
-    with Progress() as progress:
+    with ProgressBar() as progress:
         found = quantize._directory("someone/model", progress)
 
     assert found == tmp_path

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from specbranch.cli.serve import _uninterrupted
+from specbranch.cli.commands.serve import _uninterrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -23,10 +23,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from specbranch.cli import app
-from specbranch.cli.describe import lines
-from specbranch.cli.measures import Measure, measures
-from specbranch.cli.reading import Reading, of_overview, of_page
-from specbranch.cli.top_view import as_json, as_line, as_screen, count, duration, memory
+from specbranch.cli.commands.inspect import lines
+from specbranch.cli.commands.top import count, duration, memory, view_as_json, view_as_line, view_as_screen
+from specbranch.cli.readings import Measure, Reading, measures, of_overview, of_page
 from specbranch.core.round import Stats
 from specbranch.plugins.vllm.metrics import Collector
 from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file
@@ -129,7 +128,7 @@ def by_name(found: Sequence[Measure]) -> dict[str, tuple[float | None, float | N
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_of_a_draft_service(width: int) -> None:
-    assert printed(as_screen("draft service at ipc:///here", NOW, EARLIER), width) == SCREEN
+    assert printed(view_as_screen("draft service at ipc:///here", NOW, EARLIER), width) == SCREEN
 
 
 def test_the_screen_in_the_docs_is_that_of_the_command() -> None:
@@ -143,23 +142,23 @@ def test_the_screen_in_the_docs_is_that_of_the_command() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_of_a_server_before_its_second_reading(width: int) -> None:
-    assert printed(as_screen("vLLM at http://here", OF_VLLM, None), width) == OF_VLLM_SCREEN
+    assert printed(view_as_screen("vLLM at http://here", OF_VLLM, None), width) == OF_VLLM_SCREEN
 
 
 def test_an_outage_stands_above_what_was_read_before() -> None:
-    screen = printed(as_screen("draft service at ipc:///here", NOW, EARLIER, "nobody listens"), 80).splitlines()
+    screen = printed(view_as_screen("draft service at ipc:///here", NOW, EARLIER, "nobody listens"), 80).splitlines()
 
     assert screen[1] == "nobody listens"
     assert screen[:1] + screen[2:] == SCREEN.splitlines()
-    assert printed(as_screen("it", None, None, "nobody listens"), 80) == "specbranch: it\nnobody listens\n"
+    assert printed(view_as_screen("it", None, None, "nobody listens"), 80) == "specbranch: it\nnobody listens\n"
 
 
 def test_a_reading_as_one_line() -> None:
-    assert as_line(NOW, EARLIER) == (
+    assert view_as_line(NOW, EARLIER) == (
         "12 sessions, verdicts 50.0/s, hit rate 90 %, tokens a round 2.50, time of a draft step 9.00 ms, "
         "wait of a target's step 2.00 ms"
     )
-    assert as_line(OF_VLLM, None).startswith("12 sessions, on, verdicts 1,100, hit rate 72 %")
+    assert view_as_line(OF_VLLM, None).startswith("12 sessions, on, verdicts 1,100, hit rate 72 %")
 
 
 def test_a_time_without_verdicts_has_no_ratios() -> None:
@@ -178,14 +177,14 @@ def test_after_a_restart_the_counters_are_not_compared() -> None:
 
 
 def test_a_reading_as_json_has_sums_and_rates() -> None:
-    document = json.loads(json.dumps(as_json(NOW, EARLIER), allow_nan=False))
+    document = json.loads(json.dumps(view_as_json(NOW, EARLIER), allow_nan=False))
 
     assert document["interval_s"] == 2.0
     assert document["total"]["verdicts"] == 1100 and document["last"]["verdicts"] == 50.0
     assert document["last"]["hit_rate"] == 0.9
     assert document["now"]["memory_bytes"] == 1_230_000_000
-    assert as_json(OF_VLLM, None)["last"] is None
-    assert as_json(OF_VLLM, None)["now"]["gate"] == {"1": True, "3-4": False}
+    assert view_as_json(OF_VLLM, None)["last"] is None
+    assert view_as_json(OF_VLLM, None)["now"]["gate"] == {"1": True, "3-4": False}
 
 
 def test_times_sizes_and_counts_are_readable() -> None:
@@ -198,7 +197,7 @@ def test_a_name_cannot_speak_to_the_terminal() -> None:
     reading = of_overview(Overview(1, {"model": "a\x1b[2Jb\nc [bold]"}, {}), 0.0)
 
     assert reading.model == "a[2Jbc [bold]"
-    assert "[bold]" in printed(as_screen("it", reading, None), 80)
+    assert "[bold]" in printed(view_as_screen("it", reading, None), 80)
 
 
 def test_a_page_is_read_by_its_samples_and_nothing_else() -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specbranch.bench.replay import replay_document
 from specbranch.bench.scenario import BARE, read_scenario
-from specbranch.bench.timeline_file import read_timeline, shares
+from specbranch.bench.timeline import read_timeline, replay_document, shares
 from specbranch.core.distribution import Distribution
 from specbranch.engines import vocabulary as engines_vocabulary
 from specbranch.engines.vocabulary import difference, read_vocabulary, sampled

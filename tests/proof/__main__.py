@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specbranch.cli.progress import Progress
-from specbranch.cli.values import table
+from specbranch.cli.console import ProgressBar
+from specbranch.cli.options import table
 from specbranch.launch.placement import divide_cores
 from specbranch.machine import num_gpus, provenance
 from tests.proof import report
@@ -60,7 +60,7 @@ def run(proof: Proof, out: Path) -> tuple[list[Outcome], dict[str, Any]]:
     about = {"provenance": provenance(), "proof": asdict(proof), "gpus": gpus(), "packages": packages()}
     end_s = time.monotonic() + 60 * proof.minutes
     stages, outcomes = proof.stages(), list[Outcome]()
-    with tempfile.TemporaryDirectory(prefix="specbranch-proof-") as name, Progress() as progress:
+    with tempfile.TemporaryDirectory(prefix="specbranch-proof-") as name, ProgressBar() as progress:
         for number, stage in enumerate(stages, start=1):
             progress.show(f"{number} of {len(stages)}: {stage.name}, at most {stage.most_s:.0f} s")
             outcome = carry_out(stage, Path(name) / str(number), end_s - time.monotonic())

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.results import read_results
-from specbranch.bench.summary import summarize
+from specbranch.bench.results import read_results, summarize
 from specbranch.trace import read_trace
 from tests.vllm.pair import PAIR, require_pair
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.bench.results import read_results
-from specbranch.bench.summary import summarize
+from specbranch.bench.results import read_results, summarize
 from specbranch.exactness.vllm_findings import FAILED
 from tests.vllm.even_heads import write_even
 from tests.vllm.pair import SHORT, require_pair

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 
 from specbranch.bench.figures import draw_figures
-from specbranch.bench.results import Results
+from specbranch.bench.results import NO_RANGE, Line, Ratio, Results, losses, mean_speeds, summarize
 from specbranch.bench.scenario import BARE, Scenario
-from specbranch.bench.summary import NO_RANGE, Line, Ratio, losses, mean_speeds, summarize
 from specbranch.core.tree import CAUSES
 from specbranch.machine import commit_note
 

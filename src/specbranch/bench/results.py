@@ -1,17 +1,31 @@
-"""Result files of `specbranch bench run`: a header with scenario and provenance, then one record for each trial."""
+"""Result files of benchmarks, and their summary with ranges.
+
+Result files of `specbranch bench run`: a header with scenario and provenance, then one record for each trial.
+
+Summary of results: the speed of every method relative to bare vLLM, with its spread over prompts.
+
+What kind of file somebody gave us: for messages that say which command reads it.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from specbranch.bench.file_kind import RESULTS, kind_of
-from specbranch.bench.scenario import BenchMethod, Scenario, scenario_of
+from specbranch.bench.scenario import BARE, BenchMethod, Scenario, scenario_of
+from specbranch.core.tree import CAUSES
 from specbranch.errors import SpecBranchError
+from specbranch.trace import FORMAT as TRACE
 
 VERSION = 1
 
@@ -69,3 +83,270 @@ def drop_unfinished(path: Path) -> None:
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
         os.truncate(path, whole)
+
+
+NO_RANGE = "\u2013"
+_RESAMPLES = 2000
+_LEAST_TRIALS = 3  # resampling fewer prompts says nothing about their spread
+
+Cell = tuple[str, int]  # task, concurrency
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Tokens per second of one method over another's on the same prompts.
+
+    95 % of resamples of the prompts lie from `low` to `high`. Both are None where there is no range: below three
+    trials, and for a method over itself. `num_trials` are the prompts of the task that has the fewest.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    num_trials: int
+
+    @property
+    def range(self) -> str:
+        """The range in words; a dash where there is none."""
+        return NO_RANGE if self.low is None or self.high is None else f"{self.low:.2f}-{self.high:.2f}"
+
+    def scaled(self, factor: float) -> Ratio:
+        """The same ratio times a constant."""
+        low, high = (None if end is None else end * factor for end in (self.low, self.high))
+        return Ratio(self.value * factor, low, high, self.num_trials)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One method on one task at one concurrency."""
+
+    task: str
+    concurrency: int
+    method: str
+    trials: int
+    cores: int
+    tokens_per_s: float
+    speed: Ratio  # relative to bare vLLM
+    speed_per_core: float  # relative to bare vLLM, each divided by the cores that it uses
+    emitted_per_round: float
+    round_ms: float
+    step_ms: float | None  # median step time; None in older result files
+    hook_ms: float | None  # mean time of the proposer's call, waits included
+    accepted_share: float | None  # of the draft tokens that vLLM verified
+    hit_rate: float | None  # of the draft; None where nothing was drafted
+    rolled_back: Mapping[str, float] | None  # drafted tokens rolled back per emitted token, by cause
+    rows_per_round: float | None
+    same_as_bare: float  # share of answers equal to bare vLLM's, token by token
+    first_s: float  # mean time to first token
+
+    @property
+    def lost(self) -> float | None:
+        """Drafted tokens rolled back per emitted token, all causes together."""
+        return None if self.rolled_back is None else sum(self.rolled_back.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """The line as a plain document."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A task where another method is faster than the one in question, in total or per core."""
+
+    task: str
+    concurrency: int
+    other: str
+    ahead: Ratio  # the other's speed over that of the method in question
+    is_per_core: bool
+
+
+def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
+    """The records of every task and concurrency by method, in the scenario's order; only cells that have bare runs."""
+    by_cell: dict[Cell, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in results.records:
+        by_cell[record["task"], record["concurrency"]][record["method"]].append(record)
+    tasks = [prompts.task for prompts in results.scenario.prompts]
+    names = [method.name for method in results.scenario.methods]
+    return {
+        cell: {name: by_cell[cell][name] for name in names if _paired(by_cell[cell][name], by_cell[cell][BARE])}
+        for cell in sorted(by_cell, key=lambda cell: (tasks.index(cell[0]), cell[1]))
+        if by_cell[cell][BARE]
+    }
+
+
+def summarize(results: Results) -> list[Line]:
+    """A line for every method of every cell."""
+    return [
+        _line(results, cell, method, own, methods[BARE])
+        for cell, methods in cells(results).items()
+        for method, own in methods.items()
+    ]
+
+
+def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
+    """For each concurrency the geometric mean over tasks of every method's speed over bare vLLM."""
+    grouped: dict[int, list[dict[str, list[Record]]]] = defaultdict(list)
+    for (_, concurrency), methods in cells(results).items():
+        grouped[concurrency].append(methods)
+    return {
+        concurrency: {
+            name: mean_ratio([(methods[name], methods[BARE]) for methods in tasks])
+            for name in tasks[0]
+            if all(name in methods for methods in tasks)
+        }
+        for concurrency, tasks in grouped.items()
+    }
+
+
+def losses(results: Results, subject: str) -> list[Loss]:
+    """Where another method beats `subject`; per core only if it does not in total."""
+    found = []
+    for (task, concurrency), methods in cells(results).items():
+        if subject not in methods:
+            continue
+        cores = results.scenario.num_cores(results.method(subject))
+        for other, records in methods.items():
+            if other == subject:
+                continue
+            ahead = compare(records, methods[subject])
+            share = cores / results.scenario.num_cores(results.method(other))
+            if ahead.value > 1:
+                found.append(Loss(task, concurrency, other, ahead, is_per_core=False))
+            elif ahead.value * share > 1:
+                found.append(Loss(task, concurrency, other, ahead.scaled(share), is_per_core=True))
+    return found
+
+
+def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
+    """The ratio of two methods on the prompts that both have answered; its range is from resampled prompts."""
+    return mean_ratio([(own, other)])
+
+
+def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
+    """The geometric mean over tasks; prompts are resampled within each task, each with all its repeats."""
+    paired = [_by_prompt(_paired(own, other)) for own, other in tasks]
+    value = _geometric_mean([_ratio([*chain(*prompts)]) for prompts in paired])
+    fewest = min(len(prompts) for prompts in paired)
+    is_itself = all(own is other for own, other in tasks)
+    if fewest < _LEAST_TRIALS or is_itself:
+        return Ratio(value, None, None, fewest)
+    order = random.Random(0)
+    draws = sorted(
+        _geometric_mean([_ratio([*chain(*order.choices(prompts, k=len(prompts)))]) for prompts in paired])
+        for _ in range(_RESAMPLES)
+    )
+    return Ratio(value, draws[int(0.025 * _RESAMPLES)], draws[int(0.975 * _RESAMPLES) - 1], fewest)
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: list[Record]) -> Line:
+    task, concurrency = cell
+    speed = compare(own, bare)
+    cores, bare_cores = (results.scenario.num_cores(results.method(name)) for name in (method, BARE))
+    calls = sum(record["counts"].get("calls", 0) for record in own)
+    wait_s = sum(record["counts"].get("wait_s", 0.0) for record in own)
+    rounds, emitted = sum(record["rounds"] for record in own), sum(record["tokens"] for record in own)
+    verified = [sum(record.get("verified", (0, 0))[position] for record in own) for position in (0, 1)]
+    steps_ms = [record["step_ms"] for record in own if record.get("step_ms") is not None]
+    same = [
+        a == b for mine, theirs in _paired(own, bare) for a, b in zip(mine["digests"], theirs["digests"], strict=True)
+    ]
+    hit_rate, rolled_back, rows_per_round = _draft_stats(own, emitted)
+    return Line(
+        task=task,
+        concurrency=concurrency,
+        method=method,
+        trials=len(own),
+        cores=cores,
+        tokens_per_s=_rate(own),
+        speed=speed,
+        speed_per_core=speed.value * bare_cores / cores,
+        emitted_per_round=emitted / rounds,
+        round_ms=1000 * concurrency * sum(one["elapsed_s"] - one["first_s"] for one in own) / max(rounds, 1),
+        step_ms=sorted(steps_ms)[len(steps_ms) // 2] if steps_ms else None,
+        hook_ms=1000 * wait_s / calls if calls else None,
+        accepted_share=verified[1] / verified[0] if verified[0] else None,
+        hit_rate=hit_rate,
+        rolled_back=rolled_back,
+        rows_per_round=rows_per_round,
+        same_as_bare=sum(same) / len(same),
+        first_s=sum(record["first_s"] for record in own) / len(own),
+    )
+
+
+def _draft_stats(own: Sequence[Record], emitted: int) -> tuple[float | None, Mapping[str, float] | None, float | None]:
+    """Hit rate, rolled-back tokens per emitted token, draft rows per round."""
+    total: Counter[str] = Counter()
+    for record in own:
+        total.update(record["draft"])
+    if not total["rounds"]:
+        return None, None, None
+    lost = {cause: total[cause] / emitted for cause in CAUSES}
+    return total["hits"] / total["rounds"], lost, total["rows"] / total["rounds"]
+
+
+def _rate(records: Sequence[Record]) -> float:
+    return float(sum(record["tokens"] for record in records) / sum(record["elapsed_s"] for record in records))
+
+
+def _ratio(pairs: Sequence[tuple[Record, Record]]) -> float:
+    return _rate([mine for mine, _ in pairs]) / _rate([theirs for _, theirs in pairs])
+
+
+def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record, Record]]]:
+    """Put the repeats of a prompt together: they tell of the machine, not of other prompts."""
+    found: dict[int, list[tuple[Record, Record]]] = defaultdict(list)
+    for mine, theirs in pairs:
+        found[mine["prompt"]].append((mine, theirs))
+    return list(found.values())
+
+
+def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Records of the same prompts, side by side; an interrupted run leaves some without a partner."""
+    partners = {(record["prompt"], record["repeat"]): record for record in other}
+    keys = [(record["prompt"], record["repeat"]) for record in own]
+    return [(record, partners[key]) for record, key in zip(own, keys, strict=True) if key in partners]
+
+
+RESULTS = "specbranch-bench"  # the format that a result file names in its first line
+_BEGIN_LEN = 1 << 16
+_GZIP = b"\x1f\x8b"
+
+
+def kind_of(path: Path) -> str:
+    """A phrase such as "a timeline; `specbranch timeline` reads it"; a file that cannot be read raises OSError."""
+    with path.open("rb") as file:
+        begin = file.read(_BEGIN_LEN)
+    is_gzip = begin.startswith(_GZIP)
+    if is_gzip:
+        begin = _decompressed(path)
+    if b'"traceEvents"' in begin:
+        return "a timeline; `specbranch timeline` reads it"
+    name = _format(begin)
+    if name == TRACE:
+        return "a trace of verdicts; `specbranch simulate --trace` reads it"
+    if name == RESULTS:
+        return "a result file of `specbranch bench run`; `specbranch bench show` reads it"
+    if is_gzip:
+        return "a gzip file of another program"
+    return "empty" if not begin.strip() else "not a file that specbranch wrote"
+
+
+def _decompressed(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            return file.read(_BEGIN_LEN)
+    except (OSError, EOFError, zlib.error):
+        return b""
+
+
+def _format(begin: bytes) -> Any:
+    """The format that the first line names, if it is JSON."""
+    try:
+        first = json.loads(begin.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return None
+    return first.get("format") if isinstance(first, dict) else None

@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
-from specbranch.bench.scenario import BenchMethod, Scenario
+from specbranch.bench.scenario import BenchMethod, Scenario, read_prompts
 from specbranch.launch.draft_process import DraftProcess
 from specbranch.launch.vllm_engine import TargetOptions
 from specbranch.launch.vllm_worker import Answer, Ask, Done, Run, TargetProcess, step_gaps_s

@@ -1,20 +1,35 @@
-"""A scenario: everything that a benchmark run depends on, in one TOML file that is stored with its results."""
+"""A scenario: everything that a benchmark run depends on, its prompts, and what it needs of this machine.
+
+A scenario: everything that a benchmark run depends on, in one TOML file that is stored with its results.
+
+Prompts of public benchmark sets, read from their own files; each is a chat of one message.
+
+What the methods of a scenario need of this machine, checked before anything loads.
+
+Packages, draft models, cores and memory. A method that cannot run would otherwise fail minutes later, after the engines
+of other methods have been loaded.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from specbranch.bench.prompts import TASKS
+from specbranch import machine
 from specbranch.core.planners import SettingError, planner_names, suggest
-from specbranch.engines.models import found_model
+from specbranch.engines.models import found_model, require_model, weight_bytes
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
 from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.vllm_flags import known_speculation
+from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.layout import Layout
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.wire.messages import MAX_WAIT_MS
@@ -206,3 +221,159 @@ def read_scenario(path: Path) -> Scenario:
             hint = suggest(method.planner, planner_names())
             raise SettingError(f"{path}: no planner is called {method.planner!r}; {hint}")
     return scenario
+
+
+_Row = dict[str, Any]
+_CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
+_Task = tuple[Callable[[_Row], bool], Callable[[_Row], str]]
+
+
+def _of_spec_bench(*categories: str) -> _Task:
+    return lambda row: row["category"] in categories, lambda row: row["turns"][0]
+
+
+def _any_rows(field: str) -> _Task:
+    return lambda row: True, lambda row: str(row[field])
+
+
+# task: (which rows of the file belong to it, the message of a row); of several turns the first
+_TASKS: dict[str, _Task] = {
+    "humaneval": (lambda row: True, lambda row: "Complete this Python function.\n\n" + row["prompt"]),
+    "gsm8k": (lambda row: True, lambda row: row["question"]),
+    "mt-bench": _of_spec_bench(*_CHAT, "coding", "math"),
+    "translation": _of_spec_bench("translation"),
+    "summarization": _of_spec_bench("summarization"),
+    "qa": _of_spec_bench("qa"),
+    "math": _of_spec_bench("math_reasoning"),
+    "rag": _of_spec_bench("rag"),
+    "chat": _of_spec_bench(*_CHAT),
+}
+
+TASKS = tuple(_TASKS)
+
+
+class PromptError(SpecBranchError, ValueError):
+    """A file that does not hold the expected prompts; the message says what to do."""
+
+
+def read_prompts(task: str, path: Path, count: int, field: str | None = None, skip: int = 0) -> list[str]:
+    """`count` messages of a task, spread evenly over its file, always the same ones.
+
+    `field` allows any JSONL file. Left out are the `skip` messages that would be read if so many were asked for.
+    """
+    if field is None and task not in _TASKS:
+        raise PromptError(
+            f"no task is called {task!r}; choose from {', '.join(TASKS)}, or name the field that holds the prompt"
+        )
+    belongs, message = _TASKS[task] if field is None else _any_rows(field)
+    try:
+        rows = [row for line in path.read_text().splitlines() if belongs(row := json.loads(line))]
+        skipped = _spread(rows, skip)
+        found = [message(row) for row in _spread([row for row in rows if row not in skipped], count)]
+    except OSError as error:
+        raise PromptError(
+            f"cannot read {path}: {error.strerror}; name an existing file (of `bench run`: in the directory --data)"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise PromptError(
+            f"{path} does not hold prompts of {task} ({error!r}); --field names the field of another file"
+        ) from error
+    if len(found) < count:
+        raise PromptError(f"{path} holds {len(found)} prompts of {task}, but {count} are needed; ask for fewer")
+    return found
+
+
+def _spread(rows: list[_Row], count: int) -> list[_Row]:
+    """So many rows, with even distances between them."""
+    return rows[:: max(1, len(rows) // count)][:count] if count > 0 else []
+
+
+_WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a model
+_PACKAGES = {"suffix": ("arctic_inference", "pip install --no-build-isolation --no-deps arctic-inference==0.1.1")}
+_CACHE_GB = 1.0  # what an engine of the benchmark takes for its KV cache, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+_GB = 1e9
+
+
+def check_methods(scenario: Scenario) -> None:
+    """Raise `ScenarioError` for the first method that cannot run here, with its name, the cause and the way out."""
+    allowed = os.sched_getaffinity(0)
+    _check_cores("target_cores", scenario.target_cores, allowed)
+    _check_cores("draft_cores", scenario.draft_cores, allowed)
+    for method in scenario.methods:
+        try:
+            _check_cores("cores", method.cores or (), allowed)
+            if method.speculative_config is not None:
+                _check_speculation(method)
+            settings = scenario.proposer_settings(method, "ipc://unused")
+            if settings is not None:
+                settings.client_options(scenario.gamma)
+        except SpecBranchError as error:
+            raise ScenarioError(f"method {method.name!r}: {error}") from error
+    if installed.runs_on_cpu():
+        _check_memory(scenario)
+
+
+def engines_that_fit(sizes: Iterable[int], free: int) -> int:
+    """Return how many engines of these sizes fit into memory at once, whichever of them they are."""
+    count = 0
+    for size in sorted(sizes, reverse=True):
+        free -= size
+        if free < 0:
+            break
+        count += 1
+    return count
+
+
+def _check_cores(name: str, cores: Collection[int], allowed: Collection[int]) -> None:
+    lacking = sorted(set(cores) - set(allowed))
+    if lacking:
+        have = ",".join(str(core) for core in sorted(allowed))
+        raise ScenarioError(f"{name} has core {lacking[0]}, and this process may use {have}; name cores that it has")
+
+
+def _check_speculation(method: BenchMethod) -> None:
+    """Check a `speculative_config` of vLLM: its names, its package, its draft model."""
+    config = method.speculative_config or {}
+    kind, model, known = config.get("method"), config.get("model"), known_speculation()
+    if kind is None and model is None:
+        raise ScenarioError("its speculative_config names neither a method nor a model; name one of them")
+    if known is not None and kind is not None and kind not in known.methods:
+        raise ScenarioError(f"vLLM has no speculative method {kind!r}; {suggest(str(kind), sorted(known.methods))}")
+    for key in config if known is not None else ():
+        if known is not None and key not in known.keys:
+            raise ScenarioError(f"vLLM's speculative_config has no {key!r}; {suggest(key, sorted(known.keys))}")
+    package, way_out = _PACKAGES.get(str(kind), (None, ""))
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ScenarioError(f"it needs the package {package}, which is not installed; {way_out}; or leave it out")
+    if kind in _WITH_DRAFT and model is None:
+        raise ScenarioError(f"{kind!r} needs a draft; name it as `model` in its speculative_config")
+    if model is not None:
+        require_model("the model of its speculative_config", str(model))
+
+
+def _check_memory(scenario: Scenario) -> None:
+    """Weights and KV caches of the engines that are loaded together must fit, beside the draft's weights."""
+    free = machine.free_host_memory()
+    if free is None:
+        return
+    room = free - weight_bytes(scenario.draft)
+    sizes = {method.engine: _engine_bytes(scenario, method) for method in scenario.methods}
+    at_once = 1 if scenario.served is not None else min(len(sizes), scenario.engines_at_once or len(sizes))
+    fitting = engines_that_fit(sizes.values(), room)
+    if fitting < at_once:
+        needed = sum(sorted(sizes.values(), reverse=True)[:at_once])
+        largest = max(scenario.methods, key=lambda method: sizes[method.engine])
+        share = f"{sizes[largest.engine] / _GB:.1f} GB of it for method {largest.name!r}"
+        way_out = f"set engines_at_once = {fitting}" if fitting else "use smaller models, or types with fewer bytes"
+        raise ScenarioError(
+            f"{at_once} engines at once need {needed / _GB:.1f} GB of memory, {share}, and {room / _GB:.1f} GB are "
+            f"free beside the draft; {way_out}"
+        )
+
+
+def _engine_bytes(scenario: Scenario, method: BenchMethod) -> int:
+    cache_gb = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _CACHE_GB)
+    cache = scenario.arguments.get("kv_cache_memory_bytes") or int(cache_gb * (1 << 30))
+    own_draft = (method.speculative_config or {}).get("model")
+    drafted = weight_bytes(str(own_draft), scenario.dtype) if own_draft is not None else 0
+    return weight_bytes(scenario.target, scenario.dtype) + drafted + int(cache)

@@ -6,24 +6,21 @@ from typing import Annotated
 
 import typer
 
-from specbranch.cli.bench import bench
-from specbranch.cli.check import check
+from specbranch.cli.commands.bench import bench
+from specbranch.cli.commands.check import check
+from specbranch.cli.commands.doctor import doctor
+from specbranch.cli.commands.draft import draft, keys
+from specbranch.cli.commands.generate import generate
+from specbranch.cli.commands.inspect import describe, drain, ping
+from specbranch.cli.commands.plan import plan, profile
+from specbranch.cli.commands.quantize import quantize
+from specbranch.cli.commands.serve import serve
+from specbranch.cli.commands.simulate import simulate
+from specbranch.cli.commands.timeline import timeline
+from specbranch.cli.commands.top import top
+from specbranch.cli.commands.train import train
 from specbranch.cli.console import print_help_alone
-from specbranch.cli.describe import describe
-from specbranch.cli.doctor import doctor
-from specbranch.cli.draft import draft, keys
-from specbranch.cli.drain import drain
-from specbranch.cli.generate import generate
 from specbranch.cli.options import FLAGS_GO_THROUGH, example
-from specbranch.cli.ping import ping
-from specbranch.cli.plan import plan
-from specbranch.cli.profile import profile
-from specbranch.cli.quantize import quantize
-from specbranch.cli.serve import serve
-from specbranch.cli.simulate import simulate
-from specbranch.cli.timeline import timeline
-from specbranch.cli.top import top
-from specbranch.cli.train import train
 from specbranch.extensions import load_planners
 from specbranch.version import __version__
 

@@ -1,10 +1,26 @@
-"""What every command shares: where output goes, and error messages that say how to fix the problem."""
+"""The console of every command: output, errors, progress, other libraries' noise, and Ctrl-C.
+
+What every command shares: where output goes, and error messages that say how to fix the problem.
+
+How far a long command is: a moving line on a terminal, plain lines on standard error elsewhere, as in a CI log.
+
+Keeping the output of other libraries off the screen. They write to file descriptors, so these are redirected.
+
+Ctrl-C while an engine runs: the first one is noted, so that the step can finish; the second one stops at once.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import typer
@@ -70,3 +86,123 @@ def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
     except kinds as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+_LINES = 10  # at most, for the counts of one stage
+_AGAIN_S = 15.0  # a stage that lasts is named again
+
+
+class ProgressBar:
+    """A context manager; `show` is called as often as there is news. `console` None means standard error.
+
+    Without a terminal, a stage is named when it begins and every 15 seconds while it lasts.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        # On a screen of its own it stands beside what Python code prints, and leaves that where it goes.
+        self._bar = progress_bar(self._console, takes_output=console is None) if self._console.is_terminal else None
+        self._task = self._bar.add_task("", total=None) if self._bar else None
+        self._stage = ""
+        self._tenths = 0
+        self._begin_s = self._said_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
+
+    def show(self, stage: str, done: int | None = None, total: int | None = None) -> None:
+        """Say which stage the command is in, and how much of it is done."""
+        with self._lock:
+            is_new = stage != self._stage
+            if self._bar is not None and self._task is not None:
+                if is_new:
+                    self._bar.reset(self._task)
+                self._bar.update(self._task, description=stage, completed=done, total=total)
+            else:
+                self._show_plain(stage, is_new, done, total)
+            if is_new:
+                self._begin_s = time.monotonic()
+            self._stage = stage
+
+    def print(self, line: str) -> None:
+        """Print a line of somebody else's output, above the line that moves."""
+        with self._lock:
+            self._said_s = time.monotonic()
+            if self._bar is not None:
+                self._console.print(Text.from_ansi(line), soft_wrap=True)
+            else:
+                typer.echo(line, err=True)
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar is not None:
+            self._bar.start()
+        else:
+            self._ticker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show_plain(self, stage: str, is_new: bool, done: int | None, total: int | None) -> None:
+        tenths = _LINES * done // total if done is not None and total else 0
+        if is_new or tenths > self._tenths:
+            count = f": {done} of {total}" if tenths else ""
+            self._say(f"{stage}{count}")
+        self._tenths = tenths
+
+    def _tick(self) -> None:
+        while not self._is_over.wait(1.0):
+            with self._lock:
+                if self._stage and time.monotonic() - self._said_s > _AGAIN_S:
+                    self._say(f"{self._stage} ({time.monotonic() - self._begin_s:.0f} s)")
+
+    def _say(self, text: str) -> None:
+        self._said_s = time.monotonic()
+        self._console.print(f"specbranch: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def quiet(log_file: Path, stage: str) -> Iterator[Callable[[str], None]]:
+    """Send standard output and error of this process to a file, and show the stage; the caller may tell others."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    saved = [os.dup(number) for number in (1, 2)]
+    try:
+        with log_file.open("ab") as log, os.fdopen(os.dup(saved[1]), "w") as screen:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+            with ProgressBar(Console(file=screen)) as progress:
+                progress.show(stage)
+                yield progress.show
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+class Interrupt:
+    """A context manager for the main thread."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: object = None
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True

@@ -1,17 +1,22 @@
-"""The options that several commands share, each with one name and one help text.
+"""The options that several commands share, and the values they take.
+
+The options that several commands share, each with one name and one help text.
 
 Planners and draft engines are strings: other packages may register more of them.
+
+Values of options: lists of numbers, KEY=VALUE.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, longest_submission
 from specbranch.engines.base import DTYPES
 from specbranch.engines.registry import ENGINES
@@ -46,7 +51,7 @@ _DTYPE_HELP = f"for the torch engine: {', '.join(DTYPES)}. auto is the fastest t
 DraftDevice = Annotated[
     str, typer.Option("--draft-device", metavar="DEVICE", help=f"Device of the draft, {_DEVICE_HELP} {_AUTO_HELP}")
 ]
-DraftEngine = Annotated[
+DraftEngineName = Annotated[
     str | None, typer.Option("--draft-engine", metavar="ENGINE", help=f"Engine of the draft: {_ENGINE_HELP}")
 ]
 DraftDtype = Annotated[
@@ -234,3 +239,17 @@ def check_directory(option: str, path: Path | None) -> None:
     """Raise now if a file could not be written when everything is done."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"{option} is {path}, but there is no directory {path.parent}; create it first")
+
+
+def table(option: str, given: Sequence[str] | None) -> dict[str, Any]:
+    """KEY=VALUE pairs as a table; values are JSON if they parse as JSON, else strings."""
+    found: dict[str, Any] = {}
+    for one in given or ():
+        key, is_pair, value = one.partition("=")
+        if not key or not is_pair:
+            raise UsageError(f"{option} is {one!r}; give KEY=VALUE, such as waits=true")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import typer
 
 from specbranch import machine
-from specbranch.cli.draft import draft as draft_command
+from specbranch.cli.commands.draft import draft as draft_command
 from specbranch.engines.models import require_model, weight_bytes
 from specbranch.engines.registry import engine_for, require_device, require_engine
 from specbranch.engines.vocabulary import VocabSample, refuse_other_sample, refuse_other_vocabulary

@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.cli.console import console_for, friendly_errors, print_json
+from specbranch.cli.console import ProgressBar, console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson
-from specbranch.cli.progress import Progress
 from specbranch.core.planner import Bounds
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 from specbranch.core.round import MAX_WINDOW
@@ -206,7 +205,7 @@ def _preset_pair(preset: str) -> Pair:
 
 def _run(case: _Case, methods: list[Method], layout: Layout, seed: int, best: bool) -> dict[str, Outcome]:
     outcomes = {}
-    with Progress() as progress:
+    with ProgressBar() as progress:
         for done, method in enumerate(methods):
             progress.show(f"simulating {method.planner}", done, len(methods))
             outcomes[method.planner] = (best_gamma if best else run_simulation)(case.trace, method, layout, seed)

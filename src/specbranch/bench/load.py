@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from specbranch.bench.prompts import read_prompts
 from specbranch.bench.results import Record, header, write_line
-from specbranch.bench.scenario import BenchMethod, Scenario, Served
+from specbranch.bench.scenario import BenchMethod, Scenario, Served, read_prompts
 from specbranch.engines.models import found_model
 from specbranch.errors import SpecBranchError
 from specbranch.launch.child import Child

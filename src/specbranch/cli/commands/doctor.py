@@ -16,7 +16,7 @@ from rich.table import Table
 
 from specbranch import machine as specbranch_machine
 from specbranch.cli.console import console_for, friendly_errors, print_json
-from specbranch.cli.options import AsJson, DraftDevice, DraftEngine, OptionalDraft
+from specbranch.cli.options import AsJson, DraftDevice, DraftEngineName, OptionalDraft
 from specbranch.cli.preflight import Finding, Preflight, State
 from specbranch.engines.kv_cache import cache_size
 from specbranch.engines.registry import ENGINES, require_engine, runs_on_gpu
@@ -51,7 +51,7 @@ def doctor(
         str | None, typer.Argument(metavar="[TARGET]", help="Also check whether this target could start.")
     ] = None,
     draft: OptionalDraft = None,
-    draft_engine: DraftEngine = None,
+    draft_engine: DraftEngineName = None,
     draft_device: DraftDevice = "auto",
     as_json: AsJson = False,
 ) -> None:

@@ -12,17 +12,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from specbranch.bench.load import run_load
 from specbranch.bench.report import SAME, load_table, lost_lines, write_report
-from specbranch.bench.requirements import check_methods
-from specbranch.bench.results import ResultError, Results, drop_unfinished, read_results
+from specbranch.bench.results import NO_RANGE, Line, ResultError, Results, drop_unfinished, read_results, summarize
 from specbranch.bench.runner import run_scenario
-from specbranch.bench.scenario import BARE, Scenario, read_scenario
-from specbranch.bench.served import run_load
-from specbranch.bench.summary import NO_RANGE, Line, summarize
-from specbranch.cli.console import console_for, friendly_errors, print_help_alone, print_json
+from specbranch.bench.scenario import BARE, Scenario, check_methods, read_scenario
+from specbranch.cli.console import ProgressBar, console_for, friendly_errors, print_help_alone, print_json
 from specbranch.cli.options import AsJson, example
 from specbranch.cli.preflight import Preflight
-from specbranch.cli.progress import Progress
 from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.errors import SpecBranchError
 from specbranch.machine import commit_note
@@ -68,7 +65,7 @@ def run(
         chosen.check()
         preflight(chosen).run()
         check_methods(chosen)
-        with out.open("a" if resume else "x") as sink, Progress() as progress:
+        with out.open("a" if resume else "x") as sink, ProgressBar() as progress:
             progress.show("starting engines")
             measure = run_scenario if chosen.served is None else run_load
             measure(chosen, data, sink, partial(progress.show, f"measuring {chosen.name}"), num_done, progress.show)

@@ -15,12 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from specbranch.bench.timeline_file import read_timeline, shares
-from specbranch.cli.answer import Answer
-from specbranch.cli.chat import COMMANDS, Chat, Message
-from specbranch.cli.compare import answer_alone, compare_answers, comparison_line, shared_cores
-from specbranch.cli.console import friendly_errors, print_json, warn
-from specbranch.cli.interrupt import Interrupt
+from specbranch.bench.timeline import read_timeline, shares
+from specbranch.cli.commands.timeline import print_shares
+from specbranch.cli.console import Interrupt, friendly_errors, print_json, warn
 from specbranch.cli.options import (
     AsJson,
     DeadlineMs,
@@ -29,7 +26,7 @@ from specbranch.cli.options import (
     DraftCores,
     DraftDevice,
     DraftDtype,
-    DraftEngine,
+    DraftEngineName,
     DraftKeys,
     Dtype,
     Gamma,
@@ -44,13 +41,11 @@ from specbranch.cli.options import (
     VllmArg,
     draft_words,
     remote_draft,
+    table,
     vllm_arguments,
 )
-from specbranch.cli.painter import Painter
-from specbranch.cli.pair import Pair, PairOptions
-from specbranch.cli.screen import Screen
-from specbranch.cli.timeline import print_shares
-from specbranch.cli.values import table
+from specbranch.cli.pair import Pair, PairOptions, answer_alone, compare_answers, comparison_line, shared_cores
+from specbranch.cli.terminal import COMMANDS, Answer, Chat, Message, Painter, Screen
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.errors import SpecBranchError, UsageError
 from specbranch.launch.placement import place_draft
@@ -95,7 +90,7 @@ def generate(
     max_model_len: Annotated[
         int, typer.Option(metavar="N", help="Longest sequence in tokens, prompt and answer together.", min=16)
     ] = 2048,
-    draft_engine: DraftEngine = None,
+    draft_engine: DraftEngineName = None,
     draft_device: DraftDevice = "auto",
     draft_dtype: DraftDtype = "auto",
     draft_arg: DraftArg = None,

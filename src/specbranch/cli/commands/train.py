@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from specbranch.bench.prompts import TASKS, PromptError, read_prompts
-from specbranch.cli.console import console_for, friendly_errors, print_help_alone, print_json
+from specbranch.bench.scenario import TASKS, PromptError, read_prompts
+from specbranch.cli.console import ProgressBar, console_for, friendly_errors, print_help_alone, print_json
 from specbranch.cli.options import AsJson, Device, example
-from specbranch.cli.progress import Progress
 from specbranch.core.planners import longest_submission
 from specbranch.errors import UsageError
 from specbranch.hrad.examples import CollectOptions, ExamplesError, read_examples
@@ -83,7 +82,7 @@ def collect(
             batch=batch,
             device=device,
         )
-        with Progress() as progress:
+        with ProgressBar() as progress:
             collect_examples(options, messages, out, partial(progress.show, "collecting"))
         examples = read_examples([out])
     num_prompts = len(set(examples.prompts.tolist()))
@@ -121,7 +120,7 @@ def fit_command(
     """
     with friendly_errors(UsageError, ExamplesError, HradError, ImportError, OSError):
         data = read_examples(examples).settled(window)
-        with Progress() as progress:
+        with ProgressBar() as progress:
             found = evaluate(data, FitOptions(window=window, balance=balance, epochs=epochs), across, progress.show)
         found.write(out)
         _print(found.scores, as_json)

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specbranch.cli.console import console_for, friendly_errors, warn
+from specbranch.cli.console import ProgressBar, console_for, friendly_errors, warn
 from specbranch.cli.options import (
     DraftAddress,
     DraftArg,
     DraftCores,
     DraftDevice,
     DraftDtype,
-    DraftEngine,
+    DraftEngineName,
     DraftKeys,
     Gamma,
     OptionalDraft,
@@ -36,10 +36,9 @@ from specbranch.cli.options import (
     draft_words,
     refuse_misspelt,
     remote_draft,
+    table,
 )
 from specbranch.cli.preflight import Preflight
-from specbranch.cli.progress import Progress
-from specbranch.cli.values import table
 from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
 from specbranch.engines.models import found_model
 from specbranch.engines.registry import engine_for
@@ -110,7 +109,7 @@ def serve(
     target: Target,
     draft: OptionalDraft = None,
     draft_device: DraftDevice = "auto",
-    draft_engine: DraftEngine = None,
+    draft_engine: DraftEngineName = None,
     draft_dtype: DraftDtype = "auto",
     draft_arg: DraftArg = None,
     draft_address: DraftAddress = None,
@@ -214,13 +213,13 @@ class _Voice:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
         self._begin_s = time.monotonic()
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """A line that shows the stages of the start."""
-        with Progress() as progress:
+        with ProgressBar() as progress:
             self._progress = progress
             try:
                 yield

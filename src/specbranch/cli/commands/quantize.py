@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from specbranch.cli.console import friendly_errors
+from specbranch.cli.console import ProgressBar, friendly_errors
 from specbranch.cli.options import Target
-from specbranch.cli.progress import Progress
 from specbranch.engines.models import local_model, require_model, weight_bytes
 from specbranch.errors import SpecBranchError, UsageError
 
@@ -31,14 +30,14 @@ def quantize(
             raise UsageError(f"{out} exists; name a directory that does not exist yet")
         from specbranch.engines.quantize import quantize_checkpoint
 
-        with Progress() as progress:
+        with ProgressBar() as progress:
             source = _directory(target, progress)
             quantize_checkpoint(source, out, progress.show)
         before, after = weight_bytes(str(source)), weight_bytes(str(out))
         typer.echo(f"{out}: {after / 1e9:.2f} GB of weights, from {before / 1e9:.2f} GB")
 
 
-def _directory(target: str, progress: Progress) -> Path:
+def _directory(target: str, progress: ProgressBar) -> Path:
     """Return the directory of a model, after its download from the Hugging Face hub if it is not on this machine."""
     found = local_model(target)
     if found is None:

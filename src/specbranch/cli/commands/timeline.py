@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specbranch.bench.profile_plot import PlotError, check_plot
-from specbranch.bench.replay import write_replay
-from specbranch.bench.timeline_file import Shares, Timeline, TimelineError, read_timeline, shares
-from specbranch.bench.timeline_plot import choose_stretches, plot_timeline
+from specbranch.bench.figures import choose_stretches, plot_timeline
+from specbranch.bench.profile import PlotError, check_plot
+from specbranch.bench.timeline import Shares, Timeline, TimelineError, read_timeline, shares, write_replay
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson
 from specbranch.engines.vocabulary import speller

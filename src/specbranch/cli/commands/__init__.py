@@ -1,0 +1,1 @@
+"""The commands of `specbranch`, one chapter each."""

@@ -1,0 +1,203 @@
+"""`specbranch ping`, `describe` and `drain`: ask a draft service, and take it out.
+
+`specbranch ping`: is the draft service there, and how far away?
+
+`specbranch describe`: what a draft service runs, within which limits, and for how many.
+
+`specbranch drain`: let a draft service finish what it has and take nothing new, before it is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from specbranch.cli.commands.top import count, duration, memory
+from specbranch.cli.console import console_for, friendly_errors, print_json
+from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
+from specbranch.cli.readings import Outage, ServiceSource, ending_at_outage, printable
+from specbranch.errors import SpecBranchError, UsageError
+from specbranch.launch.draft_process import why_silent
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, client_keys
+from specbranch.service.client.transport import Connection, SocketLink
+from specbranch.service.wire.addresses import EndpointError, default_address
+from specbranch.service.wire.messages import Drain, Draining, Overview, Refused
+
+_ANSWER_S = 2.0
+_TIMES = 5
+
+
+def ping(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: AsJson = False) -> None:
+    """Ask a draft service whether it would draft for a target here.
+
+    Exit code 0: it answers; 1: it does not.
+    """
+    address = address or default_address()
+    with friendly_errors(EndpointError, OSError), ending_at_outage(address, as_json):
+        answer = _ask(address, keys)
+    if as_json:
+        print_json({"address": address, "answers": True, **answer})
+        return
+    words = f"{printable(answer['model'])}, version {printable(answer['version'] or 'unknown')}"
+    console_for(False).print(
+        f"{address} answers in {answer['round_trip_ms']:.2f} ms: {words}", highlight=False, markup=False, soft_wrap=True
+    )
+
+
+def _ask(address: str, keys: Path | None) -> dict[str, Any]:
+    options = ClientOptions(address, keys=client_keys(str(keys) if keys else None))
+    trips_s: list[float] = []
+    with contextlib.closing(DraftClient(options)) as client:
+        welcome = client.hello(_ANSWER_S)  # this one connects
+        while welcome is not None and len(trips_s) < _TIMES:
+            start_s = time.monotonic()
+            welcome = client.hello(_ANSWER_S)
+            trips_s.append(time.monotonic() - start_s)
+    if welcome is None:
+        raise Outage(why_silent(address, keys) or f"nobody listens at {address}")
+    return {
+        "model": welcome.model,
+        "version": _version(address, keys),
+        "wire": welcome.version,
+        "round_trip_ms": 1000.0 * statistics.median(trips_s),
+    }
+
+
+def _version(address: str, keys: Path | None) -> str | None:
+    """The release that the service runs; None if it is too old to tell."""
+    with contextlib.suppress(Outage, UsageError), contextlib.closing(ServiceSource(address, keys)) as source:
+        return str(source.overview().settings.get("version", ""))
+    return None
+
+
+def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: AsJson = False) -> None:
+    """Show what a draft service runs: model, engine, cache, limits, and how many targets it serves.
+
+    Exit code 1: it does not answer.
+    """
+    address = address or default_address()
+    with (
+        friendly_errors(SpecBranchError, OSError),
+        contextlib.closing(ServiceSource(address, keys)) as source,
+        ending_at_outage(address, as_json),
+    ):
+        overview = source.overview()
+    if as_json:
+        print_json({"address": address, "settings": overview.settings, "figures": overview.figures})
+        return
+    console = console_for(False)
+    console.print(Text(f"draft service at {address}", style="bold cyan"), soft_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, words in lines(overview).items():
+        table.add_row(f"  {name}", Text(printable(words)))
+    console.print(table)
+
+
+def lines(overview: Overview) -> dict[str, str]:
+    """One line for each thing; what the service does not tell is left out."""
+    settings, figures = overview.settings, overview.figures
+    weights = settings.get("weight_bytes")
+    found = {
+        "model": _joined(settings, "{model}"),
+        "engine": _joined(settings, "{engine}", "device {device}", "{dtype}")
+        + (f", {memory(float(weights))} of weights" if isinstance(weights, int) else ""),
+        "vocabulary": _joined(settings, "{vocab_len} tokens"),
+        "cache": _joined(settings, "{cache_tokens} tokens", "{max_handles} branches"),
+        "limits": _joined(
+            settings,
+            "{max_sessions} sessions",
+            "{max_session_tokens} tokens of text",
+            "{row_limit} rows a step",
+            "prefill in pieces of {piece_len}",
+        ),
+        "version": _joined(settings, "{version}", "protocol {wire}"),
+        "new texts": "declined: it is draining" if figures.get("draining") else "",
+        "targets": f"{figures.get('targets', 0):,.0f} now, with {_held(figures, 'session')} of "
+        f"{count(round(figures.get('session_tokens', 0)), 'token')}",
+        "memory": memory(figures.get("memory_bytes") or None),
+        "uptime": duration(figures.get("uptime_seconds", 0.0)),
+    }
+    return {name: words for name, words in found.items() if words}
+
+
+def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
+    """The forms whose setting is known, filled in."""
+    words = {name: f"{value:,}" if isinstance(value, int) else value for name, value in settings.items()}
+    return ", ".join(form.format(**words) for form in forms if form.split("{")[1].split("}")[0] in words)
+
+
+def _held(figures: Mapping[str, float], thing: str) -> str:
+    return count(round(figures.get(f"{thing}s", 0)), thing)
+
+
+_PAUSE_S = 0.5
+
+
+def drain(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="The draft service: ipc://PATH, or tcp://HOST:PORT with --keys.")
+    ],
+    keys: ServiceKeysDir = None,
+    wait: Annotated[
+        float, typer.Option(metavar="S", help="Wait so many seconds at most until no text is in use.", min=0)
+    ] = 0.0,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take new texts again.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let a draft service finish its texts and take no new ones, so that it can be stopped.
+
+    Targets with several draft services send new texts to the others; a target with this one only decodes them without
+    drafts.
+    Exit code 1: it does not answer, or after --wait texts are still in use.
+    """
+    with friendly_errors(SpecBranchError, OSError), ending_at_outage(address, as_json):
+        told = _drain(address, keys, not undo, 0.0 if undo else wait)
+    if as_json:
+        print_json({"address": address, "answers": True, "is_draining": told.is_on, "sessions": told.sessions})
+    else:
+        state = "takes no new texts" if told.is_on else "takes new texts"
+        console_for(False).print(
+            f"{address} {state}; {count(told.sessions, 'text')} in use", highlight=False, markup=False, soft_wrap=True
+        )
+    if wait and told.is_on and told.sessions:
+        raise typer.Exit(1)
+
+
+def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Draining:
+    """What the service says at last; raises `Outage`."""
+    end_s = time.monotonic() + wait_s
+    link = SocketLink(address, client_keys(str(keys) if keys else None))
+    with contextlib.closing(Connection(link)) as connection:
+        connection.await_writable(_ANSWER_S)
+        for round_number in itertools.count(1):
+            told = _ask_to_drain(connection, Drain(round_number, is_on))
+            if told is None:
+                break
+            if not told.sessions or time.monotonic() + _PAUSE_S > end_s:
+                return told
+            time.sleep(_PAUSE_S)
+    raise Outage(why_silent(address, keys) or f"nobody listens at {address}")
+
+
+def _ask_to_drain(connection: Connection, request: Drain) -> Draining | None:
+    if connection.send(request):
+        for reply in connection.replies(time.monotonic() + _ANSWER_S):
+            if isinstance(reply, Refused):
+                raise UsageError(
+                    f"the draft service refuses: {reply.reason} (one that is of an older version cannot be drained)"
+                )
+            if isinstance(reply, Draining) and reply.round == request.round:
+                return reply
+    return None

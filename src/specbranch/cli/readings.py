@@ -1,0 +1,399 @@
+"""Counters of a draft service or a vLLM server over time, as `specbranch top` shows them.
+
+What a draft service, or a vLLM server with our proposer, says of itself at one moment.
+
+The lines of `specbranch top`: each measure over the last interval, and since the start.
+
+Where `specbranch top` reads: a draft service, by its own protocol, or a page of metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from specbranch.cli.console import print_json
+from specbranch.core.round import Stats
+from specbranch.core.tree import CAUSES
+from specbranch.errors import SpecBranchError, UsageError
+from specbranch.launch.draft_process import why_silent
+from specbranch.service.client.interface import client_keys
+from specbranch.service.client.stats import Reach, Reporter, Sample, read_page
+from specbranch.service.wire.messages import PREFIX, REASONS, Overview
+
+_OF_VLLM = "specbranch_"
+_OWN_LABELS = ("cause", "reason")  # all others tell engines apart, whose figures are summed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Counters since the start and, without them, what is true now. None is what the source does not tell.
+
+    `wait_s` of the stats is the time that targets waited, and `target_steps` the steps in which they could.
+    """
+
+    at_s: float
+    model: str  # of the draft or, from vLLM, of the target
+    stats: Stats
+    target_steps: int
+    draft_steps: int | None = None
+    draft_step_s: float | None = None
+    undrafted: int = 0
+    faults: int = 0
+    sessions: int = 0
+    active_sessions: int | None = None
+    waiting_rows: int | None = None
+    is_draining: bool = False
+    session_tokens: int | None = None
+    targets: int | None = None
+    first_row_s: float | None = None
+    more_row_s: float | None = None
+    memory_bytes: int | None = None
+    uptime_s: float | None = None
+    states: Sequence[str] = ()  # of the engines of a vLLM server
+    gate: Mapping[str, bool] = field(default_factory=dict)  # by rows in a step: are drafts on, in all engines?
+
+    def follows(self, earlier: Reading) -> bool:
+        """Whether this is a later one of the same counters; after a restart they begin anew."""
+        grown = self.stats.since(earlier.stats)
+        pairs = [(self.target_steps, earlier.target_steps), (self.draft_steps or 0, earlier.draft_steps or 0)]
+        counts = (grown.rounds, grown.hits, grown.submitted, grown.accepted, grown.rows, grown.rolled_back)
+        return min(counts) >= 0 and all(now >= before for now, before in pairs)
+
+
+def of_overview(overview: Overview, at_s: float) -> Reading:
+    """The reading of a draft service that was asked by its own protocol."""
+    return _of_service(overview.figures, printable(overview.settings.get("model", "")), at_s)
+
+
+def of_page(samples: Iterable[Sample], at_s: float) -> Reading | None:
+    """The reading of a page of metrics, of vLLM's or of a draft service's; None if it has none of ours."""
+    ours = [sample for sample in samples if sample.name.startswith(_OF_VLLM) and 0 <= sample.value < math.inf]
+    if any(sample.name.startswith(f"{_OF_VLLM}state") for sample in ours):
+        return _of_vllm(ours, at_s)
+    figures = _sums(ours, PREFIX)
+    return _of_service(figures, "", at_s) if "uptime_seconds" in figures else None
+
+
+def printable(text: object) -> str:
+    """What others wrote, without anything that a terminal would obey."""
+    return "".join(letter for letter in str(text) if letter.isprintable())
+
+
+def _of_service(figures: Mapping[str, float], model: str, at_s: float) -> Reading:
+    return Reading(
+        at_s=at_s,
+        model=model,
+        stats=_stats(figures, rows="rows", submitted="submitted_tokens"),
+        target_steps=_count(figures, "target_steps"),
+        draft_steps=_count(figures, "steps"),
+        draft_step_s=figures.get("step_seconds"),
+        undrafted=_undrafted(figures),
+        faults=_count(figures, "faults"),
+        sessions=_count(figures, "sessions"),
+        active_sessions=_count(figures, "active_sessions"),
+        waiting_rows=_count(figures, "waiting_rows"),
+        is_draining=_count(figures, "draining") > 0,
+        session_tokens=_count(figures, "session_tokens"),
+        targets=_count(figures, "targets"),
+        first_row_s=figures.get("first_row_seconds"),
+        more_row_s=figures.get("more_row_seconds"),
+        memory_bytes=_count(figures, "memory_bytes") or None,
+        uptime_s=figures.get("uptime_seconds"),
+    )
+
+
+def _of_vllm(samples: Sequence[Sample], at_s: float) -> Reading:
+    figures = _sums(samples, _OF_VLLM)
+    models = sorted({printable(sample.labels.get("model_name", "")) for sample in samples})
+    states = {
+        printable(sample.labels.get("engine", "")): sample.labels.get("state", "")
+        for sample in samples
+        if sample.name == f"{_OF_VLLM}state" and sample.value
+    }
+    gate: dict[str, bool] = {}
+    for sample in samples:
+        if sample.name == f"{_OF_VLLM}gate_open":
+            rows = printable(sample.labels.get("rows", ""))
+            gate[rows] = gate.get(rows, True) and sample.value > 0
+    cost = {sample.name.removeprefix(_OF_VLLM): sample.value for sample in samples}
+    return Reading(
+        at_s=at_s,
+        model=", ".join(models),
+        stats=_stats(figures, rows="draft_rows", submitted="submitted_tokens_sum"),
+        target_steps=_count(figures, "calls"),
+        undrafted=_undrafted(figures),
+        faults=_count(figures, "faults"),
+        sessions=_count(figures, "sessions"),
+        first_row_s=cost.get("draft_first_row_seconds"),
+        more_row_s=cost.get("draft_more_row_seconds"),
+        states=[printable(states[engine]) for engine in sorted(states)],
+        gate=gate,
+    )
+
+
+def _stats(figures: Mapping[str, float], rows: str, submitted: str) -> Stats:
+    return Stats(
+        rounds=_count(figures, "hits") + _count(figures, "misses"),
+        hits=_count(figures, "hits"),
+        submitted=_count(figures, submitted),
+        accepted=_count(figures, "accepted_tokens"),
+        rows=_count(figures, rows),
+        wait_s=figures.get("wait_seconds", 0.0),
+        **{cause: _count(figures, f"rolled_back_tokens/{cause}") for cause in CAUSES},
+    )
+
+
+def _undrafted(figures: Mapping[str, float]) -> int:
+    return sum(_count(figures, f"undrafted/{reason}") for reason in REASONS)
+
+
+def _count(figures: Mapping[str, float], name: str) -> int:
+    return round(figures.get(name, 0))
+
+
+def _sums(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
+    """Values by the names that the draft service itself gives them, summed over engines."""
+    sums: dict[str, float] = {}
+    for sample in samples:
+        if sample.name.startswith(prefix):
+            label = next((f"/{sample.labels[own]}" for own in _OWN_LABELS if own in sample.labels), "")
+            name = sample.name.removeprefix(prefix).removesuffix("_total") + label
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was counted in a time; `is_whole`: since the start, for which there are sums and no rates."""
+
+    stats: Stats
+    target_steps: int
+    draft_steps: int
+    draft_step_s: float
+    seconds: float
+    is_whole: bool = True
+
+    def amount(self, count: float) -> float | None:
+        """A count as a rate per second, or as it is."""
+        return count if self.is_whole else _ratio(count, self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One line: its name for machines and for people, its unit, and both its values; None is not known."""
+
+    name: str
+    label: str
+    unit: str  # "": a count, which is a rate over the interval; "%": a share of one
+    last: float | None
+    total: float | None
+
+
+def measures(now: Reading, earlier: Reading | None) -> list[Measure]:
+    """All lines of a reading; without an earlier one nothing is known of the last interval."""
+    total = _whole(now)
+    last = _between(now, earlier) if earlier is not None else None
+    lines = (*_VERDICTS, *(_ROWS if now.draft_steps is None else _STEPS), *_WAIT)
+    return [
+        Measure(line.name, line.label, line.unit, line.value(last) if last else None, line.value(total))
+        for line in lines
+    ]
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _whole(reading: Reading) -> Span:
+    return Span(
+        reading.stats,
+        reading.target_steps,
+        reading.draft_steps or 0,
+        reading.draft_step_s or 0.0,
+        reading.uptime_s or 0.0,
+    )
+
+
+def _between(now: Reading, earlier: Reading) -> Span:
+    return Span(
+        now.stats.since(earlier.stats),
+        now.target_steps - earlier.target_steps,
+        (now.draft_steps or 0) - (earlier.draft_steps or 0),
+        (now.draft_step_s or 0.0) - (earlier.draft_step_s or 0.0),
+        now.at_s - earlier.at_s,
+        is_whole=False,
+    )
+
+
+def _hit_rate(span: Span) -> float | None:
+    return _ratio(span.stats.hits, span.stats.rounds)
+
+
+def _tokens(span: Span) -> float | None:
+    """With the target's own token."""
+    return 1.0 + span.stats.accepted_per_round if span.stats.rounds else None
+
+
+def _accepted(span: Span) -> float | None:
+    return _ratio(span.stats.accepted, span.stats.submitted)
+
+
+def _wait_ms(span: Span) -> float | None:
+    return _ratio(1000.0 * span.stats.wait_s, span.target_steps)
+
+
+def _rows(span: Span) -> float | None:
+    return _ratio(span.stats.rows, span.draft_steps)
+
+
+def _busy(span: Span) -> float | None:
+    return _ratio(span.draft_step_s, span.seconds)
+
+
+def _step_ms(span: Span) -> float | None:
+    return _ratio(1000.0 * span.draft_step_s, span.draft_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    name: str
+    label: str
+    unit: str
+    value: Callable[[Span], float | None]
+
+
+_VERDICTS = (
+    _Line("verdicts", "verdicts", "", lambda span: span.amount(span.stats.rounds)),
+    _Line("hit_rate", "hit rate", "%", _hit_rate),
+    _Line("tokens_per_round", "tokens a round", "tokens", _tokens),
+    _Line("accepted_share", "accepted of submitted", "%", _accepted),
+    _Line("rejected", "rolled back: rejected", "", lambda span: span.amount(span.stats.rejected)),
+    _Line("unused", "rolled back: unused", "", lambda span: span.amount(span.stats.unused)),
+    _Line("cut", "rolled back: cut", "", lambda span: span.amount(span.stats.cut)),
+)
+_STEPS = (
+    _Line("draft_steps", "draft steps", "", lambda span: span.amount(span.draft_steps)),
+    _Line("rows_per_step", "rows of a draft step", "rows", _rows),
+    _Line("draft_step_ms", "time of a draft step", "ms", _step_ms),
+    _Line("busy", "busy with draft steps", "%", _busy),
+)
+_ROWS = (_Line("draft_rows", "draft rows", "", lambda span: span.amount(span.stats.rows)),)
+_WAIT = (_Line("wait_ms", "wait of a target's step", "ms", _wait_ms),)
+
+_ANSWER_S = 1.0
+_MOST_BYTES = 1 << 24  # of a page
+_HINT = (
+    "start one by `specbranch draft MODEL`, or name its ADDRESS; the draft of `specbranch serve` is seen through its "
+    "server, by `specbranch top http://HOST:PORT`"
+)
+
+
+class Outage(SpecBranchError, RuntimeError):
+    """Nothing could be read now; the message says why. It may be back at any time."""
+
+
+@contextlib.contextmanager
+def ending_at_outage(address: str, as_json: bool) -> Iterator[None]:
+    """Where nothing can be read, end with code 1: say why and what would help; for machines, as JSON too."""
+    try:
+        yield
+    except Outage as outage:
+        hint = f"; {_HINT}" if str(outage).startswith("nobody") else ""
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(outage))}{hint}", highlight=False, soft_wrap=True)
+        if as_json:
+            print_json({"address": address, "answers": False, "cause": str(outage)})
+        raise typer.Exit(1) from outage
+
+
+class Source(Protocol):
+    """Somebody who counts."""
+
+    name: str
+
+    def read(self) -> Reading:
+        """What is true now; raises `Outage`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+def open_source(address: str, keys: Path | None) -> Source:
+    """The source at an address of either kind; raises for one that cannot be right."""
+    if address.startswith(("http://", "https://")):
+        if keys is not None:
+            raise UsageError("--keys belongs to a draft service at tcp://HOST:PORT, not to a server's metrics")
+        return PageSource(address)
+    return ServiceSource(address, keys)
+
+
+class ServiceSource:
+    """A draft service."""
+
+    def __init__(self, address: str, keys: Path | None) -> None:
+        self.name = f"draft service at {address}"
+        self._address = address
+        self._keys = keys
+        self._reporter = Reporter(address, None, client_keys(str(keys) if keys else None))
+
+    def read(self) -> Reading:
+        return of_overview(self.overview(), time.monotonic())
+
+    def overview(self) -> Overview:
+        """What the service says of itself; raises `Outage`."""
+        reach = self._reporter.ask(_ANSWER_S)
+        if self._reporter.refusal is not None:
+            raise UsageError(
+                f"the draft service at {self._address} is of an older version, which tells nothing of itself; update it"
+            )
+        if reach is Reach.ABSENT:
+            raise Outage(why_silent(self._address, self._keys) or f"nobody listens at {self._address}")
+        overview = self._reporter.overview
+        if reach is not Reach.ANSWERS or overview is None:
+            raise Outage(f"the draft service at {self._address} does not answer")
+        return overview
+
+    def close(self) -> None:
+        self._reporter.close()
+
+
+class PageSource:
+    """An endpoint of Prometheus metrics: vLLM's, or that of a draft service with --metrics-port."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/").removesuffix("/metrics")
+        self.name = f"server at {self._url}"
+
+    def read(self) -> Reading:
+        reading = of_page(read_page(self._text()), time.monotonic())
+        if reading is None:
+            raise Outage(f"{self._url}/metrics has no metrics of specbranch: the server runs without our proposer")
+        self.name = f"{'vLLM' if reading.uptime_s is None else 'draft service'} at {self._url}"
+        return reading
+
+    def _text(self) -> str:
+        try:
+            with urllib.request.urlopen(f"{self._url}/metrics", timeout=_ANSWER_S) as page:
+                return str(page.read(_MOST_BYTES).decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise Outage(f"{self._url}/metrics answers with {error.code} {printable(error.reason)}") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Outage(f"no answer from {self._url}: {printable(getattr(error, 'reason', error))}") from error
+
+    def close(self) -> None:
+        pass

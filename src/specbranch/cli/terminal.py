@@ -1,0 +1,259 @@
+"""An answer on the terminal: chat, colours for drafted text, and a line of stats.
+
+A chat in the terminal: reads lines, prints answers, keeps the history.
+
+Which characters of an answer were drafted. The text is the engine's own; only its colour is decided here.
+
+Streams text to a terminal, with a line of stats below it; without a terminal only the plain text.
+
+One answer of the target: its text and its stats.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TextIO
+
+from specbranch.launch.vllm_engine import Piece
+
+Message = dict[str, str]
+COMMANDS = "/quit leaves the chat, /clear clears the history, Ctrl-C stops an answer."
+
+
+class Chat:
+    """Reads lines until `read` returns None or `/quit`. `answer` gets the history and returns the answer's text.
+
+    `answer` may return None for a question that it cannot take; the question is then dropped.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], str | None],
+        answer: Callable[[Sequence[Message]], str | None],
+        tell: Callable[[str], None],
+        system: str | None = None,
+    ) -> None:
+        self._read = read
+        self._answer = answer
+        self._tell = tell
+        self._start: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.history: list[Message] = list(self._start)
+
+    def run(self) -> None:
+        """Chat until the user leaves."""
+        while (line := self._read()) is not None:
+            said = line.strip()
+            if said == "/quit":
+                return
+            if said == "/clear":
+                self.history = list(self._start)
+                self._tell("History cleared.")
+            elif said.startswith("/"):
+                self._tell(COMMANDS)
+            elif said:
+                self._say(said)
+
+    def _say(self, said: str) -> None:
+        self.history.append({"role": "user", "content": said})
+        text = self._answer(self.history)
+        if text is None:
+            self.history.pop()
+        else:
+            self.history.append({"role": "assistant", "content": text})
+
+
+_BROKEN = "\ufffd"  # what a decoder shows for a character that is not complete yet
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A piece of text that was either drafted or not."""
+
+    text: str
+    is_drafted: bool
+
+
+class Painter:
+    """Splits the text of one answer into runs. `decode` turns token ids into text.
+
+    Tokens are decoded one by one, in the context of those before, to count the characters of each. A character of
+    several tokens counts for the token that completes it. If the engine's text differs from the decoder's, colours may
+    be off by some characters; the text never is.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []  # the last complete tokens and those that are not complete yet
+        self._num_complete = 0
+        self._owed: deque[bool] = deque()  # whether each character was drafted that the engine has not sent yet
+
+    def paint(self, tokens: Sequence[int], text: str) -> list[Run]:
+        """The engine's next text as runs; all new tokens but the last were drafted."""
+        for index, token in enumerate(tokens):
+            self._owed.extend([index < len(tokens) - 1] * self._num_new_characters(token))
+        runs: list[Run] = []
+        for character in text:
+            is_drafted = self._owed.popleft() if self._owed else False
+            if runs and runs[-1].is_drafted == is_drafted:
+                runs[-1] = Run(runs[-1].text + character, is_drafted)
+            else:
+                runs.append(Run(character, is_drafted))
+        return runs
+
+    def _num_new_characters(self, token: int) -> int:
+        self._window.append(token)
+        before = self._decode(self._window[: self._num_complete])
+        after = self._decode(self._window)
+        if after.endswith(_BROKEN):
+            return 0
+        # What was just completed is the context of what comes next.
+        self._window = self._window[self._num_complete :]
+        self._num_complete = len(self._window)
+        return max(0, len(after) - len(before))
+
+
+_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
+_EVERY_S = 0.1
+# A model may emit terminal escape sequences.
+_HARMLESS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+
+
+class Screen:
+    """Writes runs of text, drafted ones in green. Inside the context the terminal's last line shows stats."""
+
+    def __init__(
+        self,
+        file: TextIO,
+        is_terminal: bool,
+        has_colors: bool,
+        clock: Callable[[], float] = time.monotonic,
+        size: Callable[[], tuple[int, int]] = shutil.get_terminal_size,
+    ) -> None:
+        self._file = file
+        self._is_terminal = is_terminal
+        self._has_colors = has_colors
+        self._clock = clock
+        self._size = size
+        self._shown: tuple[int, int] | None = None  # the terminal size for which the last line is reserved
+        self._drawn_s = -1.0
+
+    def write(self, runs: Iterable[Run]) -> None:
+        """Append text."""
+        for run in runs:
+            text = run.text.translate(_HARMLESS) if self._is_terminal else run.text
+            is_green = self._has_colors and run.is_drafted
+            self._file.write(f"{_GREEN}{text}{_PLAIN}" if is_green else text)
+        self._file.flush()
+
+    def show_stats(self, stats: str) -> None:
+        """Rewrite the last line, at most ten times a second."""
+        if self._shown is None or self._clock() - self._drawn_s < _EVERY_S:
+            return
+        self._drawn_s = self._clock()
+        if self._size() != self._shown:
+            self._reserve_last_line()
+        columns, lines = self._shown
+        line = f"{_DIM}{stats[: columns - 1]}{_PLAIN}" if self._has_colors else stats[: columns - 1]
+        self._file.write(f"{_SAVE}\x1b[{lines};1H{_CLEAR}{line}{_RESTORE}")
+        self._file.flush()
+
+    def __enter__(self) -> Screen:
+        if self._is_terminal:
+            # Move up one line if the cursor is on the last one.
+            self._file.write("\n\x1b[A")
+            self._reserve_last_line()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown is not None:
+            self._file.write(f"{_SAVE}\x1b[{self._shown[1]};1H{_CLEAR}\x1b[r{_RESTORE}")
+            self._file.flush()
+            self._shown = None
+
+    def _reserve_last_line(self) -> None:
+        self._shown = self._size()
+        # Setting the scroll region moves the cursor, so it is restored.
+        self._file.write(f"{_SAVE}\x1b[1;{max(1, self._shown[1] - 1)}r{_RESTORE}")
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer that grows piece by piece. The first piece ends the prefill; every later one is a round."""
+
+    asked_s: float
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    rounds: int = 0
+    accepted: int = 0
+    wait_s: float = 0.0
+    finish_reason: str | None = None
+    is_stopped: bool = False  # by the user
+    pieces: list[tuple[float, list[Run]]] = field(default_factory=list)  # seconds since it was asked for; text
+    _first_s: float | None = None
+    _last_s: float | None = None
+    _num_first: int = 0
+
+    def take(self, piece: Piece, runs: list[Run]) -> None:
+        """Add the output of one engine step, whose text was split into what was drafted and what was not."""
+        self.pieces.append((piece.at_s - self.asked_s, runs))
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.finish_reason = piece.finish_reason
+        self._last_s = piece.at_s
+        if self._first_s is None:
+            self._first_s, self._num_first = piece.at_s, len(piece.tokens)
+        elif piece.tokens:
+            self.rounds += 1
+            self.accepted += len(piece.tokens) - 1
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the last."""
+        return self._last_s - self._first_s if self._first_s is not None and self._last_s is not None else 0.0
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Time to first token."""
+        return self._first_s - self.asked_s if self._first_s is not None else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed, without the prefill."""
+        return (len(self.tokens) - self._num_first) / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def accepted_per_round(self) -> float:
+        """Accepted draft tokens per round."""
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """The share of the decoding time in which the target waited for drafts."""
+        return min(1.0, self.wait_s / self.decode_s) if self.decode_s else 0.0
+
+    def stats(self) -> str:
+        """One line for people."""
+        parts = [f"{len(self.tokens)} tokens", f"{self.tokens_per_s:.1f} tokens/s"]
+        if self.first_token_s is not None:
+            parts.append(f"first token after {self.first_token_s:.2f} s")
+        if self.accepted or self.wait_s:
+            parts.append(f"{self.accepted_per_round:.2f} draft tokens accepted per round")
+        if self.wait_s:  # known at the end
+            parts.append(f"waited {self.wait_share:.0%}")
+        return " · ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """One object for machines."""
+        names = ("text", "tokens", "tokens_per_s", "first_token_s", "rounds", "accepted", "accepted_per_round")
+        pieces = [
+            {"at_s": round(at_s, 4), "runs": [[run.text, run.is_drafted] for run in runs]} for at_s, runs in self.pieces
+        ]
+        return {**{name: getattr(self, name) for name in (*names, "wait_s", "finish_reason")}, "pieces": pieces}
