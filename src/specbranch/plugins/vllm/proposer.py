@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -48,7 +49,7 @@ class SpecBranchProposer:
         self._gate: Gate | None = None
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
         self._decided: dict[int, bool] = {}  # what was logged of the gate
-        self._pace = Pace()
+        self._pace = Pace(time.monotonic)
         self._had_drafts = False
         self._has_asked = False  # in the last step
         self._runner: Any = None

@@ -16,7 +16,6 @@ How long an engine step took, and whether it can be compared with others.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -206,7 +205,7 @@ class Gate:
 class Pace:
     """Called once after every step. Only steps that decode the same rows as the one before can be compared."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last_s = clock()
         self._lengths: list[int] = []  # sorted
