@@ -34,9 +34,19 @@ import zmq
 from specbranch.launch.child import Child
 from specbranch.machine import provenance
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
-from specbranch.service.client.transport import connected
-from specbranch.service.wire.messages import MAX_FRAME, VERSION, Hello, Open, Setting, Step, StepRow, encode, pack
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.client.transport import dealer_socket
+from specbranch.service.wire.messages import (
+    MAX_FRAME,
+    VERSION,
+    Hello,
+    OpenSequences,
+    Setting,
+    StepRequest,
+    StepRow,
+    encode,
+    pack_tokens,
+)
 from specbranch.service.wire.payloads import Digest
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +75,7 @@ class Attacker:
         self._random = random.Random(5)
 
     def connect(self) -> zmq.Socket[bytes]:
-        dealer = connected(self._context, self.address)
+        dealer = dealer_socket(self._context, self.address)
         dealer.poll(500, zmq.POLLOUT)
         return dealer
 
@@ -98,7 +108,7 @@ class Attacker:
 
 
 def opening(texts: Texts, planner: str, settings: Settings, namespace: bytes = b"attacker") -> bytes:
-    return encode(Open(namespace, planner, settings, "confidence", [pack(text) for text in texts]))
+    return encode(OpenSequences(namespace, planner, settings, "confidence", [pack_tokens(text) for text in texts]))
 
 
 def step_of(texts: Texts, token: int, wait_ms: float, namespace: bytes = b"attacker") -> bytes:
@@ -106,7 +116,7 @@ def step_of(texts: Texts, token: int, wait_ms: float, namespace: bytes = b"attac
     for text in texts:
         before = Digest(text)
         rows.append(StepRow(before.name, [token], before.extend([token]).name, 0))
-    return encode(Step(1, namespace, wait_ms, rows))
+    return encode(StepRequest(1, namespace, wait_ms, rows))
 
 
 def waiting(attacker: Attacker) -> None:
@@ -278,12 +288,12 @@ class GoodClient:
     def watch(self, is_over: Callable[[], bool]) -> Span:
         """Go on until then."""
         span, counts = Span(), self.client.counts
-        before = (counts.timeouts, counts.unawaited, counts.opened)
+        before = (counts.timeouts, counts.not_waited, counts.opened)
         accepted, first = self._walk.num_accepted, len(self._walk.calls_s)
         while not is_over():
             self._walk.step()
             time.sleep(PAUSE_S)
-        after = (counts.timeouts, counts.unawaited, counts.opened)
+        after = (counts.timeouts, counts.not_waited, counts.opened)
         span.timeouts, span.unawaited, span.opened = (now - then for now, then in zip(after, before, strict=True))
         span.calls_s, span.accepted = self._walk.calls_s[first:], self._walk.num_accepted - accepted
         return span
@@ -298,16 +308,16 @@ class RealClient(GoodClient):
 
     def watch(self, is_over: Callable[[], bool]) -> Span:
         span, num_new, counts = Span(), 1, self.client.counts
-        before = (counts.timeouts, counts.unawaited, counts.opened)
+        before = (counts.timeouts, counts.not_waited, counts.opened)
         while not is_over():
             start_s = time.monotonic()
-            (draft,) = self.client.propose([Committed(self._tokens, num_new)])
+            (draft,) = self.client.propose([SequenceUpdate(self._tokens, num_new)])
             span.calls_s.append(time.monotonic() - start_s)
             span.accepted += len(draft)
             self._tokens += [*draft, 1000 + len(self._tokens) % 97]
             num_new = len(draft) + 1
             time.sleep(PAUSE_S)
-        after = (counts.timeouts, counts.unawaited, counts.opened)
+        after = (counts.timeouts, counts.not_waited, counts.opened)
         span.timeouts, span.unawaited, span.opened = (now - then for now, then in zip(after, before, strict=True))
         return span
 
@@ -336,7 +346,7 @@ def service(directory: Path, max_files: int, model: str | None) -> Iterator[tupl
     try:
         with contextlib.closing(DraftClient(ClientOptions(address))) as client:
             if child.wait_until(lambda: client.hello(0.5), _START_S) is None:
-                raise SystemExit(f"the draft service {child.ending}:\n{child.last_words()}")
+                raise SystemExit(f"the draft service {child.exit_summary}:\n{child.log_tail()}")
         yield child, address, log_file
     finally:
         child.stop(10.0)

@@ -39,7 +39,7 @@ from under_load.relay import Relay
 from under_load.servers import ACCEPTED, Served, Service, free_port, own_cores, serving
 from under_load.traffic import STREAM, WHOLE, Request, read_prompts
 
-from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.machine import provenance
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
@@ -459,9 +459,11 @@ async def over_tcp(
             await go_through(args, directory, progress, pending, end_s, words, service, relay=relay, keys=keys)
 
 
-def draft_options(args: argparse.Namespace, record: Path | None = None, extra: Sequence[str] = ()) -> DraftOptions:
+def draft_options(
+    args: argparse.Namespace, record: Path | None = None, extra: Sequence[str] = ()
+) -> DraftServiceOptions:
     more = ("--cache-tokens", "8192", *extra)
-    return DraftOptions(args.draft, cores=[own_cores()[1]], record=record, extra=more)
+    return DraftServiceOptions(args.draft, cores=[own_cores()[1]], record=record, extra=more)
 
 
 @contextlib.contextmanager

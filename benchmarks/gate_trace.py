@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specbranch.core.costs import Costs
+from specbranch.core.costs import PairModel
 from specbranch.extensions import load_pyplot
 from specbranch.machine import provenance
 from specbranch.service.client.gate import Gate
 from specbranch.simulation.loop import Step, TargetStep
-from specbranch.simulation.presets import Pair, make_trace
+from specbranch.simulation.presets import ModelPair, make_trace
 from specbranch.simulation.simulate import Layout, method_for, simulate
 from specbranch.trace import Answer, Trace
 
@@ -151,11 +151,11 @@ def keep_steps(planner: str, loads: Sequence[int]) -> dict[tuple[str, str, int],
 def keep(planner: str, kind: str, load: int) -> dict[str, Kept]:
     """The planner learns on a good draft, then goes on with a slow one, or with one that is always wrong."""
     rng = random.Random(f"{kind} {load}")
-    pair, length = Pair(kind, C, 8, ACCEPTANCE[kind], "assumed", row_cost=ROW_COST), max(240 // load, 24)
+    pair, length = ModelPair(kind, C, 8, ACCEPTANCE[kind], "assumed", row_cost=ROW_COST), max(240 // load, 24)
     good, later = make_trace(pair, load, 2 * length, rng), make_trace(pair, load, length, rng)
-    learned = Costs()
+    learned = PairModel()
     steps = decode(good, planner, load, 1.0, learned)
-    anew = Costs(calibration=deepcopy(learned.calibration))  # with a slower draft the unit of time is another
+    anew = PairModel(calibration=deepcopy(learned.calibration))  # with a slower draft the unit of time is another
     return {
         "good": Kept(steps),
         "slow": Kept(decode(later, planner, load, SLOWER, anew)),
@@ -163,7 +163,7 @@ def keep(planner: str, kind: str, load: int) -> dict[str, Kept]:
     }
 
 
-def decode(trace: Trace, planner: str, load: int, slower: float, costs: Costs) -> list[tuple[float, float, bool]]:
+def decode(trace: Trace, planner: str, load: int, slower: float, costs: PairModel) -> list[tuple[float, float, bool]]:
     """Steps of all rows with a draft that is so much slower. All times are in its steps."""
     layout = Layout(C / slower, ROW_COST, load, TOKEN_COST / slower)
     plain, steps = layout.target.at(load), list[tuple[float, float, bool]]()
@@ -174,7 +174,7 @@ def decode(trace: Trace, planner: str, load: int, slower: float, costs: Costs) -
             steps.append((tokens, (step.wait_s + step.end_s - step.start_s) / plain + ASKING, any(step.submitted)))
 
     deadline_s = PATIENCE * plain if planner == "budget" else DEADLINE_S / DRAFT_ROW_S / slower
-    pair = Pair(trace.header.task, C, 8, ACCEPTANCE["chat"], "assumed")
+    pair = ModelPair(trace.header.task, C, 8, ACCEPTANCE["chat"], "assumed")
     simulate(trace, method_for(planner, pair), layout, observe=observe, costs=costs, deadline_s=deadline_s)
     return steps
 

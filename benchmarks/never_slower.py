@@ -27,10 +27,10 @@ from typing import Any, TextIO
 
 from specbranch.bench.scenario import read_prompts
 from specbranch.core.planners import DEFAULT_PLANNER, setting_names
-from specbranch.engines.models import found_model
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
-from specbranch.launch.vllm_engine import TargetOptions
-from specbranch.launch.vllm_worker import Ask, Done, Run, TargetProcess
+from specbranch.engines.models import resolve_model
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
+from specbranch.launch.vllm_engine import LocalEngineOptions
+from specbranch.launch.vllm_worker import DecodeJob, DecodeResult, PromptRequest, TargetProcess
 from specbranch.machine import provenance
 from specbranch.plugins.vllm.settings import ProposerSettings
 
@@ -133,9 +133,9 @@ def measure_all(args: argparse.Namespace) -> None:
         bench = Bench(targets["bare"], targets["drafted"], directory / "drafted.log", args.planner, args.data)
         document["engine"] = targets["bare"].engine.versions
         drafts = {
-            "slow": lambda: DraftOptions(args.target, engine="torch", dtype="float32", cores=[target_core]),
-            "wrong": lambda: DraftOptions(shuffled(args.weak, directory), engine="torch", cores=[draft_core]),
-            "dies": lambda: DraftOptions(args.good, cores=[draft_core]),
+            "slow": lambda: DraftServiceOptions(args.target, engine="torch", dtype="float32", cores=[target_core]),
+            "wrong": lambda: DraftServiceOptions(shuffled(args.weak, directory), engine="torch", cores=[draft_core]),
+            "dies": lambda: DraftServiceOptions(args.good, cores=[draft_core]),
         }
         for cell in missing:
             if time.monotonic() - start_s > 60 * args.minutes:
@@ -148,7 +148,7 @@ def measure_all(args: argparse.Namespace) -> None:
             print(cell.name, json.dumps({name: value for name, value in found.items() if name != "blocks"}), flush=True)
 
 
-def options_of(model: str, settings: ProposerSettings | None) -> TargetOptions:
+def options_of(model: str, settings: ProposerSettings | None) -> LocalEngineOptions:
     arguments = {
         "dtype": "float32",
         "max_model_len": 1024,
@@ -157,7 +157,7 @@ def options_of(model: str, settings: ProposerSettings | None) -> TargetOptions:
         "enable_prefix_caching": True,  # only decoding is compared
         "seed": 0,
     }
-    return TargetOptions(model, settings, GAMMA, arguments)
+    return LocalEngineOptions(model, settings, GAMMA, arguments)
 
 
 def settings_of(planner: str, address: str, namespace: str) -> ProposerSettings:
@@ -174,7 +174,7 @@ def shuffled(model: str, directory: Path) -> str:
     import torch
     from safetensors.torch import load_file, save_file
 
-    source = Path(found_model(model))
+    source = Path(resolve_model(model))
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(source / "model.safetensors")
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
@@ -201,7 +201,7 @@ class Bench:
         asks = self._asks(cell)
         off = settings_of("none", draft.address, cell.name)
         for engine, chosen in ((self.bare, None), (self.drafted, off)):  # both read the prompts
-            engine.run(Run([replace_tokens(ask, 2) for ask in asks], settings=chosen))
+            engine.run(DecodeJob([replace_tokens(ask, 2) for ask in asks], settings=chosen))
         blocks: list[Block] = []
         while len(blocks) < MOST_BLOCKS and num_settled(cell, blocks) < num_blocks:
             kill_s = None
@@ -210,29 +210,29 @@ class Bench:
             blocks.append(self._block(asks, settings, draft, kill_s, is_bare_first=len(blocks) % 2 == 0))
         return blocks
 
-    def _asks(self, cell: Cell) -> list[Ask]:
+    def _asks(self, cell: Cell) -> list[PromptRequest]:
         task, file = KINDS[cell.kind]
         sampling = {"temperature": cell.temperature, "max_tokens": LOADS[cell.load], "ignore_eos": True}
-        return [Ask(text, sampling, is_chat=True) for text in read_prompts(task, self.data / file, cell.load)]
+        return [PromptRequest(text, sampling, is_chat=True) for text in read_prompts(task, self.data / file, cell.load)]
 
     def _block(
         self,
-        asks: list[Ask],
+        asks: list[PromptRequest],
         settings: ProposerSettings,
         draft: DraftProcess,
         kill_s: float | None,
         is_bare_first: bool,
     ) -> Block:
-        bare = self.bare.run(Run(asks)) if is_bare_first else None
+        bare = self.bare.run(DecodeJob(asks)) if is_bare_first else None
         killer = threading.Timer(kill_s or 0.0, draft.kill)
         if kill_s is not None:
             killer.start()
         start_s = time.monotonic()
         with watched(self.log_file) as seen:
-            drafted = self.drafted.run(Run(asks, settings=settings))
+            drafted = self.drafted.run(DecodeJob(asks, settings=settings))
         killer.cancel()
         if bare is None:
-            bare = self.bare.run(Run(asks))
+            bare = self.bare.run(DecodeJob(asks))
         block = Block(speed(bare), speed(drafted))
         for one in seen:
             at_s = one.at_s - start_s
@@ -249,11 +249,11 @@ class Bench:
         return block
 
 
-def replace_tokens(ask: Ask, max_tokens: int) -> Ask:
-    return Ask(ask.prompt, {**ask.sampling, "max_tokens": max_tokens}, is_chat=ask.is_chat)
+def replace_tokens(ask: PromptRequest, max_tokens: int) -> PromptRequest:
+    return PromptRequest(ask.prompt, {**ask.sampling, "max_tokens": max_tokens}, is_chat=ask.is_chat)
 
 
-def speed(done: Done) -> float:
+def speed(done: DecodeResult) -> float:
     """Tokens per second from the first token on."""
     first_s = min(answer.steps[0][0] for answer in done.answers)
     return sum(len(answer.tokens) for answer in done.answers) / (done.elapsed_s - first_s)

@@ -29,10 +29,10 @@ from specbranch.engines.base import Row
 from specbranch.launch.child import PIPE, Child
 from specbranch.machine import provenance
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.client.pool import draft_client
-from specbranch.service.client.stats import Reporter
-from specbranch.service.client.transport import Connection, SocketLink
+from specbranch.service.client.stats import StatsClient
+from specbranch.service.client.transport import MessageChannel, ZmqTransport
 from specbranch.service.server.server import Server, ServiceOptions
 from specbranch.service.wire.messages import Drain
 from specbranch.simulation.scripted import ScriptedEngine, TextScript, match
@@ -47,7 +47,7 @@ DEADLINE_S = 0.05
 PROMPT_LEN, TEXT_LEN = 100, 80
 KILL_S, RESTART_S, DRAIN_S, END_S = 10.0, 20.0, 30.0, 45.0
 BIN_S = 0.5
-SETTINGS = {"gamma": 4, "prices": False, "uses_text": False, "uses_memory": False}
+SETTINGS = {"gamma": 4, "cost_aware": False, "uses_text": False, "uses_memory": False}
 _START_S = 60.0
 
 
@@ -146,7 +146,7 @@ def decode(target: int, addresses: Sequence[str], begin_s: float, out: Path) -> 
     with contextlib.closing(draft_client(options)) as client:
         time.sleep(max(begin_s - 1.0 - time.monotonic(), 0.0))
         client.propose([])
-        client.expect([text.prompt for text in texts])
+        client.announce_prompts([text.prompt for text in texts])
         time.sleep(max(begin_s - time.monotonic(), 0.0))
         while (now_s := time.monotonic()) < begin_s + END_S:
             num_accepted = 0
@@ -157,15 +157,15 @@ def decode(target: int, addresses: Sequence[str], begin_s: float, out: Path) -> 
                     num_wrong += not text.is_right()
                     numbers[row] += 1
                     texts[row] = Text(prompt_of(target, row, numbers[row]))
-                    client.expect([texts[row].prompt])
+                    client.announce_prompts([texts[row].prompt])
                     texts[row].verify()
             call_s = time.monotonic()
             drafts = client.propose(
                 [
-                    Committed(text.tokens, text.num_new, name=f"{target}.{row}.{numbers[row]}")
+                    SequenceUpdate(text.tokens, text.num_new, name=f"{target}.{row}.{numbers[row]}")
                     for row, text in enumerate(texts)
                 ],
-                is_whole=True,
+                is_pure_decode_step=True,
             )
             end_s = time.monotonic()
             for text, draft in zip(texts, drafts, strict=True):
@@ -197,21 +197,21 @@ def start(address: str) -> Child:
 def await_service(address: str, child: Child) -> None:
     with contextlib.closing(DraftClient(ClientOptions(address))) as client:
         if child.wait_until(lambda: client.hello(0.5), _START_S) is None:
-            raise SystemExit(f"the draft service {child.ending}")
+            raise SystemExit(f"the draft service {child.exit_summary}")
 
 
 def figures_of(address: str) -> dict[str, float]:
     """What a service says of itself."""
-    with contextlib.closing(Reporter(address, None)) as reporter:
-        reporter.ask(5.0)
+    with contextlib.closing(StatsClient(address, None)) as reporter:
+        reporter.poll(5.0)
         return dict(reporter.overview.figures) if reporter.overview else {}
 
 
 def drain(address: str) -> None:
-    with contextlib.closing(Connection(SocketLink(address))) as connection:
+    with contextlib.closing(MessageChannel(ZmqTransport(address))) as connection:
         connection.await_writable(5.0)
         connection.send(Drain(1))
-        next(iter(connection.replies(time.monotonic() + 5.0)), None)
+        next(iter(connection.iter_replies(time.monotonic() + 5.0)), None)
 
 
 def measure() -> dict[str, Any]:
@@ -242,7 +242,7 @@ def measure() -> dict[str, Any]:
             returned = figures_of(addresses[0])
             for target in targets:
                 if not target.wait(END_S + 30.0) or target.returncode:
-                    raise SystemExit(f"a target {target.ending}")
+                    raise SystemExit(f"a target {target.exit_summary}")
             after = figures_of(addresses[1])
         finally:
             for target in targets:
@@ -329,7 +329,7 @@ def simulated() -> dict[str, Any]:
 
     trace = read_trace(TRACE)
     found: dict[str, Any] = {"trace": TRACE.name, "targets": 64, "c": 6.0, "row_costs": {}}
-    method = Method("budget", {"prices": False, "uses_text": False, "uses_memory": False})
+    method = Method("budget", {"cost_aware": False, "uses_text": False, "uses_memory": False})
     for row_cost in (0.02, 0.2):
         found["row_costs"][str(row_cost)] = {
             str(drafts): {

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import DraftServer
-from specbranch.launch.placement import Cores, split, usable_cores
+from specbranch.launch.placement import CoreSplit, split_cores, usable_cores
 from specbranch.machine import provenance
 
 OUT = Path(__file__).parent
@@ -62,7 +62,7 @@ class Run:
 class Engine:
     """An engine with its ways of decoding."""
 
-    def __init__(self, cores: Cores) -> None:
+    def __init__(self, cores: CoreSplit) -> None:
         assert cores.target is not None and cores.draft is not None, "both are on the CPU"
         self.target_cores = cores.target
         self.all_cores = tuple(sorted({*cores.target, *cores.draft}))
@@ -76,7 +76,7 @@ class Engine:
 
 
 class Transformers(Engine):
-    def __init__(self, args: argparse.Namespace, draft: DraftServer, cores: Cores) -> None:
+    def __init__(self, args: argparse.Namespace, draft: DraftServer, cores: CoreSplit) -> None:
         super().__init__(cores)
         import transformers
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT / "seams-transformers.json")
     args = parser.parse_args()
     where = provenance()
-    cores = split(usable_cores(), target_on_cpu=True, draft_on_cpu=True)
+    cores = split_cores(usable_cores(), target_on_cpu=True, draft_on_cpu=True)
     with DraftServer(args.draft, cores=cores.draft) as draft:
         runs = measure(Transformers(args, draft, cores), PROMPTS[: args.prompts], args.tokens)
     document = {

@@ -28,8 +28,8 @@ import numpy as np
 
 from specbranch.core.planners import DEFAULT_PLANNER
 from specbranch.launch.child import PIPE, Child
-from specbranch.launch.draft_process import DraftOptions
-from specbranch.launch.vllm_engine import Request, Target, TargetOptions
+from specbranch.launch.draft_process import DraftServiceOptions
+from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, Request
 from specbranch.machine import provenance
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.client.client import DraftClient
@@ -145,10 +145,10 @@ class Watch:
         return drafts
 
     def _client(self, inner: Callable[..., Any], client: DraftClient, rows: Sequence[Any], *args: Any) -> Any:
-        before = client.counts.foreseen
+        before = client.counts.prefetched
         drafts = self._part("client_s", inner, client, rows, *args)
         if self._call is not None:
-            self._call.num_asked, self._call.num_told = len(rows), client.counts.foreseen - before
+            self._call.num_asked, self._call.num_told = len(rows), client.counts.prefetched - before
         return drafts
 
     def _part(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -193,13 +193,13 @@ def service(model: str, core: int, directory: Path) -> Iterator[tuple[str, Path]
     """The address of a watched draft service, and the log that it writes when it ends."""
     address, log_file = f"ipc://{directory}/draft.sock", directory / "service.json"
     log_file.unlink(missing_ok=True)
-    options = DraftOptions(model, engine="torch", dtype="float32", cores=[core], threads=1)
+    options = DraftServiceOptions(model, engine="torch", dtype="float32", cores=[core], threads=1)
     command = [sys.executable, __file__, "--serve", str(log_file), *options.arguments(address)]
     child = Child(command, cores=[core], log_file=directory / "draft.log", stdin=PIPE)
     try:
         with contextlib.closing(DraftClient(ClientOptions(address))) as client:
             if child.wait_until(lambda: client.hello(0.5), _START_S) is None:
-                raise SystemExit(f"the draft service {child.ending}:\n{child.last_words()}")
+                raise SystemExit(f"the draft service {child.exit_summary}:\n{child.log_tail()}")
         yield address, log_file
         child.close_input()
         child.wait(30.0)
@@ -216,7 +216,7 @@ def measure_all(args: argparse.Namespace) -> None:
     watch = Watch()
     watch.install()
     with tempfile.TemporaryDirectory(prefix="specbranch-") as name:
-        target = Target(TargetOptions(args.stand_in, settings("none"), GAMMA, arguments(max(args.requests))))
+        target = LocalEngine(LocalEngineOptions(args.stand_in, settings("none"), GAMMA, arguments(max(args.requests))))
         watch.follow(target.llm.llm_engine)
         document: dict[str, Any] = {"provenance": source, "engine": describe(target), "model": model_of(args.stand_in)}
         document |= {
@@ -251,7 +251,7 @@ def arguments(num_requests: int) -> dict[str, Any]:
     }
 
 
-def describe(target: Target) -> dict[str, Any]:
+def describe(target: LocalEngine) -> dict[str, Any]:
     import msgspec
 
     from specbranch.launch import vllm_engine as engine
@@ -267,11 +267,11 @@ def model_of(stand_in: str) -> dict[str, Any]:
 
 def settings(planner: str, address: str = "ipc:///nowhere") -> ProposerSettings:
     # On a CPU a longer step costs more, and nothing would be submitted; a GPU's is flat at these sizes.
-    own = {"prices": False} if planner == "budget" else {}
+    own = {"cost_aware": False} if planner == "budget" else {}
     return ProposerSettings(address=address, planner=planner, settings=own, is_gated=False)
 
 
-def make_requests(target: Target, num_requests: int, context_len: int) -> list[Request]:
+def make_requests(target: LocalEngine, num_requests: int, context_len: int) -> list[Request]:
     """Random prompts that differ in their last tokens only."""
     chance = np.random.default_rng(context_len)
     vocab_len = len(target.llm.get_tokenizer())
@@ -282,10 +282,10 @@ def make_requests(target: Target, num_requests: int, context_len: int) -> list[R
 
 
 def measure(
-    target: Target, watch: Watch, chosen: ProposerSettings, requests: Sequence[Request], num_steps: int
+    target: LocalEngine, watch: Watch, chosen: ProposerSettings, requests: Sequence[Request], num_steps: int
 ) -> tuple[list[Step], bool]:
     """So many steps that decode all requests, and whether half of them had a draft before the first was counted."""
-    target.use(chosen)
+    target.configure(chosen)
     watch.steps.clear()
     num_requests, needed = len(requests), 0 if chosen.planner == "none" else -(-len(requests) // 2)
     whole: list[Step] = []

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.figures import choose_stretches, plot_timeline
-from specbranch.bench.timeline import Mark, Span, TargetLane, Timeline, read_timeline
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
-from specbranch.launch.vllm_engine import TargetOptions
-from specbranch.launch.vllm_worker import Ask, Done, Run, TargetProcess
+from specbranch.bench.timeline import Mark, Timeline, TimelineTarget, TimeSpan, read_timeline
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
+from specbranch.launch.vllm_engine import LocalEngineOptions
+from specbranch.launch.vllm_worker import DecodeJob, DecodeResult, PromptRequest, TargetProcess
 from specbranch.machine import provenance
 from specbranch.plugins.vllm.settings import ProposerSettings
 
@@ -53,11 +53,11 @@ def measure(target: str, draft: str, dtype: str, num_tokens: int) -> Timeline:
     """Every method on the same prompt, in one vLLM and with one draft service; a short run warms each up."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "timeline.json"
-        options = DraftOptions(draft, cores=[1], extra=["--timeline", str(file)])
+        options = DraftServiceOptions(draft, cores=[1], extra=["--timeline", str(file)])
         with DraftProcess(options, Path(directory) / "draft.log") as service:
             first = settings_for("none", service.address)
             arguments = {"dtype": dtype, "max_model_len": 1024, "enforce_eager": True}
-            loaded = TargetOptions(target, settings=first, arguments=arguments)
+            loaded = LocalEngineOptions(target, settings=first, arguments=arguments)
             with TargetProcess(loaded, Path(directory) / "target.log", [0]) as process:
                 for tokens in (8, num_tokens):
                     done = {name: run(process, settings_for(name, service.address), tokens) for name in METHODS}
@@ -71,18 +71,18 @@ def settings_for(name: str, address: str) -> ProposerSettings:
     )
 
 
-def run(process: TargetProcess, settings: ProposerSettings, num_tokens: int) -> Done:
+def run(process: TargetProcess, settings: ProposerSettings, num_tokens: int) -> DecodeResult:
     sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
-    return process.run(Run([Ask(PROMPT, sampling, is_chat=True)], settings=settings))
+    return process.run(DecodeJob([PromptRequest(PROMPT, sampling, is_chat=True)], settings=settings))
 
 
-def with_plain(timeline: Timeline, done: Done) -> Timeline:
+def with_plain(timeline: Timeline, done: DecodeResult) -> Timeline:
     """The timeline with the steps of plain decoding, which the service does not see; its drafts are over by then."""
     offset_s = 1.0 + max(span.end_s for span in timeline.drafts)
     ends_s = [offset_s + at_s for at_s, _ in done.answers[0].steps]
     stats = {"rows": 1, "submitted": 0, "accepted": 0, "committed": 1}
-    steps = [Span(start_s, end_s, stats) for start_s, end_s in pairwise(ends_s)]
-    plain = TargetLane(NAMES["none"], steps=steps)
+    steps = [TimeSpan(start_s, end_s, stats) for start_s, end_s in pairwise(ends_s)]
+    plain = TimelineTarget(NAMES["none"], steps=steps)
     lanes = {lane.planners[0]: lane for lane in timeline.targets}
     for name, lane in lanes.items():
         lane.name, lane.planners = NAMES[name], []
@@ -92,16 +92,16 @@ def with_plain(timeline: Timeline, done: Done) -> Timeline:
 def timeline_of(document: dict[str, Any]) -> Timeline:
     """The timeline of a kept result."""
     lanes = [
-        TargetLane(
+        TimelineTarget(
             lane["name"],
             [],
-            [Span(**span) for span in lane["steps"]],
-            [Span(**span) for span in lane["waits"]],
+            [TimeSpan(**span) for span in lane["steps"]],
+            [TimeSpan(**span) for span in lane["waits"]],
             [Mark(**mark) for mark in lane["marks"]],
         )
         for lane in document["targets"]
     ]
-    return Timeline(lanes, [Span(**span) for span in document["drafts"]])
+    return Timeline(lanes, [TimeSpan(**span) for span in document["drafts"]])
 
 
 if __name__ == "__main__":

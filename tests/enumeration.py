@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
-from specbranch.core.distribution import Chance, Prob
+from specbranch.core.distribution import Prob, RandomSource
 
 T = TypeVar("T", bound=Hashable)
 
@@ -30,7 +30,7 @@ class _Path:
         return index
 
 
-def exact_distribution(run: Callable[[Chance], T], most: int = 300_000) -> dict[T, Fraction]:
+def exact_distribution(run: Callable[[RandomSource], T], most: int = 300_000) -> dict[T, Fraction]:
     """The distribution of what `run` returns, over every way that chance can go."""
     distribution: dict[T, Fraction] = {}
     given: list[int] = []

@@ -15,7 +15,7 @@ import pytest
 import specbranch
 from specbranch import DraftServer, SpecBranchError, simulate
 from specbranch.core.planners import SettingError
-from specbranch.service.wire.addresses import EndpointError
+from specbranch.service.wire.addresses import AddressError
 from specbranch.simulation.presets import PAIRS, make_trace
 
 HEAVY = ("torch", "vllm", "llama_cpp", "transformers", "matplotlib", "zmq", "numpy", "msgspec", "typer")
@@ -73,9 +73,9 @@ def test_arguments_for_vllm_are_the_two_dicts() -> None:
 def test_what_vllm_would_refuse_much_later_is_refused_at_once(tmp_path: Path) -> None:
     for error, address, keys, planner in (
         (SettingError, "ipc:///nowhere/draft.sock", None, "bugdet"),
-        (EndpointError, "nonsense", None, "budget"),
-        (EndpointError, "tcp://host:5555", None, "budget"),
-        (EndpointError, "tcp://host:5555", tmp_path, "budget"),
+        (AddressError, "nonsense", None, "budget"),
+        (AddressError, "tcp://host:5555", None, "budget"),
+        (AddressError, "tcp://host:5555", tmp_path, "budget"),
     ):
         with pytest.raises(error):
             DraftServer.at(address, keys).vllm_args(planner)

@@ -42,7 +42,7 @@ def test_it_gets_its_environment_its_cores_and_its_log(log: Path) -> None:
     child = Child(python(program), environment={"COLOUR": "blue"}, cores=[core], log_file=log)
 
     assert child.wait(120)
-    assert child.last_words() == f"blue {{{core}}} True"
+    assert child.log_tail() == f"blue {{{core}}} True"
     assert os.sched_getaffinity(0) == before
 
 
@@ -57,22 +57,22 @@ def test_what_the_probe_finds_is_returned(log: Path) -> None:
     child.stop(60)
 
     assert found == "up\n"
-    assert child.ending == "was ended by SIGTERM"
+    assert child.exit_summary == "was ended by SIGTERM"
 
 
 def test_a_child_that_ends_early_is_not_waited_for(log: Path) -> None:
     child = Child(python("raise SystemExit('no such model')"), log_file=log)
 
     assert child.wait_until(lambda: None, 600, 0.01) is None
-    assert (child.ending, child.returncode) == ("ended with code 1", 1)
-    assert child.last_words() == "no such model"
+    assert (child.exit_summary, child.returncode) == ("ended with code 1", 1)
+    assert child.log_tail() == "no such model"
 
 
 def test_a_child_that_is_never_up_is_given_up() -> None:
     child = Child(python(SLEEPS))
     try:
         assert child.wait_until(lambda: None, 0.1, 0.01) is None
-        assert child.ending == "is still running"
+        assert child.exit_summary == "is still running"
     finally:
         child.kill()
 
@@ -82,7 +82,7 @@ def test_one_that_does_not_listen_is_killed(log: Path) -> None:
     child.wait_until(lambda: log.read_text() or None, 120, 0.01)
     child.stop(0.1)
 
-    assert child.ending == "was ended by SIGKILL"
+    assert child.exit_summary == "was ended by SIGKILL"
     child.stop(0.1)  # once more changes nothing
 
 

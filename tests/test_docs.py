@@ -147,6 +147,32 @@ def test_no_page_has_two_headings_with_the_same_link(page: Path) -> None:
     assert len(found) == len(set(found)), page
 
 
+def test_the_map_in_the_readme_is_what_ls_shows() -> None:
+    source = ROOT / "src" / "specbranch"
+    text = (ROOT / "README.md").read_text().partition("    src/specbranch/\n")[2].partition("\n\n")[0]
+    shown = {line.split()[0] for line in text.splitlines()}
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in source.iterdir()}
+
+    assert shown == there - {"__init__.py", "__main__.py", "__pycache__/", "py.typed"}
+
+
+def test_the_map_of_the_architecture_has_every_module() -> None:
+    source = ROOT / "src" / "specbranch"
+    text = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text()
+        .partition("    src/specbranch/\n")[2]
+        .partition("\n    benchmarks/")[0]
+    )
+    missing = {
+        path.name
+        for path in source.rglob("*.py")
+        if not path.name.startswith("__") and not re.search(rf"\b{path.stem}\b", text)
+    }
+
+    assert missing == {"baselines.py", "budget.py", "predictors.py", "ssd.py"}  # one a method
+
+
 def test_a_dead_reference_would_be_noticed() -> None:
     page = ROOT / "docs" / "metrics.md"
     text = """# One

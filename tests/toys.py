@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from specbranch.core.costs import Costs, StepCost
-from specbranch.core.distribution import Chance, Distribution, Prob, RandomChance, distribution_of
-from specbranch.core.node import Draw, Node, SampledDraw, ServedDraw, TopDraw
+from specbranch.core.costs import PairModel, StepCost
+from specbranch.core.distribution import Distribution, Prob, RandomSource, SeededRandom, distribution_of
+from specbranch.core.node import GreedyPicker, Node, RejectionPicker, TokenPicker, WithoutReplacementPicker
 from specbranch.core.planner import Planner, Predictor
 from specbranch.core.planners import make_planner
 from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.round import Signal
-from specbranch.core.session import Ending, Session
+from specbranch.core.session import Session, StopCondition
 from specbranch.core.tree import Tree
 from specbranch.simulation.loop import Loop
-from specbranch.simulation.scripted import EngineLane, Rule, ScriptedEngine, ScriptedTarget, TextScript
+from specbranch.simulation.scripted import Rule, ScriptedEngine, ScriptedTarget, SimulatedDraft, TextScript
 from specbranch.trace import Answer, Header, Trace
 
 SOME = ConstantPredictor(Signal.SOME)
@@ -80,7 +80,7 @@ def greedy(script: TextScript) -> TextScript:
     return TextScript(script.vocab_len, lambda text: Distribution(script.distribution(text).ids[:1], (1.0,), 0.0))
 
 
-class CheckedLane(EngineLane):
+class CheckedLane(SimulatedDraft):
     """A draft lane that holds every distribution against a fresh reading of the whole text."""
 
     def __init__(self, script: TextScript, cost: StepCost) -> None:
@@ -126,19 +126,19 @@ def decode(
     target: TextScript,
     draft: TextScript,
     planner: Planner[Any],
-    chance: Chance,
+    chance: RandomSource,
     *,
     prompt: Sequence[int] = (0,),
     rule: Rule = "match",
     c: float = 2.0,
-    ending: Ending,
+    ending: StopCondition,
 ) -> Session:
     """Decode one sequence in virtual time."""
-    costs = Costs()
-    draws: dict[Rule, Draw] = {
-        "match": TopDraw(),
-        "reject": SampledDraw(chance),
-        "serve": ServedDraw(lambda one: one, lambda node, probs: chance.pick(probs), costs.calibration),
+    costs = PairModel()
+    draws: dict[Rule, TokenPicker] = {
+        "match": GreedyPicker(),
+        "reject": WithoutReplacementPicker(chance),
+        "serve": RejectionPicker(lambda one: one, lambda node, probs: chance.pick(probs), costs.calibration),
     }
     draw = draws[rule]
     session = Session(prompt, planner, draw, costs, ending)
@@ -155,7 +155,7 @@ def assert_every_drafted_token_is_accounted_for(session: Session) -> None:
     assert stats.losing <= stats.rolled_back
 
 
-def plain(target: TextScript, chance: Chance, prompt: Sequence[int], ending: Ending) -> list[int]:
+def plain(target: TextScript, chance: RandomSource, prompt: Sequence[int], ending: StopCondition) -> list[int]:
     """The target alone, token by token: what every method must reproduce."""
     tokens = list(prompt)
     while True:
@@ -182,6 +182,6 @@ def make_iid_trace(acceptance: float, num_answers: int, answer_len: int, rng: ra
     return Trace(Header(task="iid"), tuple(answers))
 
 
-def stream(seed: int) -> Chance:
+def stream(seed: int) -> RandomSource:
     """A seeded source of chance."""
-    return RandomChance(random.Random(seed))
+    return SeededRandom(random.Random(seed))

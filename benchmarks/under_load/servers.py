@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbranch.launch.child import Child
-from specbranch.launch.draft_process import DraftOptions
-from specbranch.launch.vllm_server import Endpoint
+from specbranch.launch.draft_process import DraftServiceOptions
+from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
-from specbranch.service.client.stats import read_page
+from specbranch.service.client.stats import parse_metrics_text
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 SUBMITTED = "vllm:spec_decode_num_draft_tokens_total"
@@ -36,7 +36,7 @@ class Served:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=_SCRAPE_S) as answer:
             page = answer.read().decode()
         found: dict[str, float] = {}
-        for sample in read_page(page):
+        for sample in parse_metrics_text(page):
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
@@ -50,7 +50,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def serving(words: Sequence[str], log_file: Path, cache_gb: int = 1) -> Iterator[Served]:
     """`specbranch serve` with these words, once it answers; stopped with all that it has started."""
-    endpoint = Endpoint("127.0.0.1", free_port())
+    endpoint = HttpEndpoint("127.0.0.1", free_port())
     command = [
         sys.executable,
         "-m",
@@ -65,7 +65,7 @@ def serving(words: Sequence[str], log_file: Path, cache_gb: int = 1) -> Iterator
     child = Child(command, environment={"VLLM_CPU_KVCACHE_SPACE": str(cache_gb)}, log_file=log_file)
     try:
         if not child.wait_until(lambda: endpoint.is_healthy() or None, _START_S, 0.5):
-            raise SystemExit(f"the server {child.ending}; the end of its log:\n{child.last_words()}")
+            raise SystemExit(f"the server {child.exit_summary}; the end of its log:\n{child.log_tail()}")
         yield Served(child, str(endpoint))
     finally:
         child.stop(_STOP_S)
@@ -74,7 +74,7 @@ def serving(words: Sequence[str], log_file: Path, cache_gb: int = 1) -> Iterator
 class Service:
     """A `specbranch draft` that can be ended and started again at the same address."""
 
-    def __init__(self, options: DraftOptions, address: str, log_file: Path, keys: Path | None = None) -> None:
+    def __init__(self, options: DraftServiceOptions, address: str, log_file: Path, keys: Path | None = None) -> None:
         arguments = [word for word in options.arguments(address) if word != "--until-eof"]
         self._command = [sys.executable, "-m", "specbranch", *arguments]
         self._threads = {"OMP_NUM_THREADS": str(len(options.cores or [0]))}
@@ -96,7 +96,7 @@ class Service:
         """Wait until it answers."""
         with contextlib.closing(DraftClient(ClientOptions(self.address, keys=self._keys))) as client:
             if self.child.wait_until(lambda: client.hello(0.5), 120.0) is None:
-                raise SystemExit(f"the draft service {self.child.ending}:\n{self.child.last_words()}")
+                raise SystemExit(f"the draft service {self.child.exit_summary}:\n{self.child.log_tail()}")
 
     def stop(self) -> None:
         """Ask it to end, and wait."""

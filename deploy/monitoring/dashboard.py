@@ -71,7 +71,7 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         "percentunit",
         "Rows whose draft was there before they asked, and calls that ended otherwise than in time.",
         {
-            "ahead, of rows": f"{per_second('specbranch_foreseen_total')} / {ROUNDS}",
+            "ahead, of rows": f"{per_second('specbranch_prefetched_total')} / {ROUNDS}",
             "too late, of calls": f"{per_second('specbranch_timeouts_total')} / {per_second('specbranch_calls_total')}",
             "not reached, of calls": f"{per_second('specbranch_unreachable_total')} / {per_second('specbranch_calls_total')}",
         },

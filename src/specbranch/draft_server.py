@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
-from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
-from specbranch.launch.draft_process import DraftKeeper, DraftOptions, StartError
+from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
+from specbranch.launch.draft_process import DraftServiceOptions, DraftSupervisor, StartError
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from specbranch.service.client.interface import DraftSettings
-from specbranch.service.wire.addresses import check_reachable, each_address
+from specbranch.service.wire.addresses import check_address, normalize_addresses
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class DraftAddress:
             keys=self.keys,
             is_gated=is_gated,
         )
-        longest = max_draft_tokens or longest_submission(planner)
+        longest = max_draft_tokens or draft_length_limit(planner)
         _refuse_wrong(chosen, longest)
         return proposer_arguments(chosen, longest)
 
@@ -90,7 +90,7 @@ class DraftAddress:
     def _settings(self, how: DraftKeywords) -> tuple[DraftSettings, int]:
         """The settings, and the most draft tokens to verify at once; what would be refused later raises now."""
         given: dict[str, Any] = dict(how)
-        longest = given.pop("max_draft_tokens", None) or longest_submission(how.get("planner", DEFAULT_PLANNER))
+        longest = given.pop("max_draft_tokens", None) or draft_length_limit(how.get("planner", DEFAULT_PLANNER))
         settings = DraftSettings(address=self.address, keys=self.keys, **given)
         _refuse_wrong(settings, longest)
         return settings, longest
@@ -116,7 +116,7 @@ class DraftServer(DraftAddress):
         timeline: str | Path | None = None,
         record: str | Path | None = None,
     ) -> None:
-        options = DraftOptions(
+        options = DraftServiceOptions(
             model=str(model),
             engine=engine,
             device=device,
@@ -126,7 +126,7 @@ class DraftServer(DraftAddress):
             timeline=timeline,
             record=record,
         )
-        self._keeper = DraftKeeper(options, say=log.warning)
+        self._keeper = DraftSupervisor(options, on_event=log.warning)
         super().__init__(self._keeper.address)
         self._is_started = False
 
@@ -163,5 +163,5 @@ class DraftServer(DraftAddress):
 def _refuse_wrong(settings: DraftSettings, longest: int) -> None:
     """Raise now what the engine's own client would refuse much later."""
     options = settings.client_options(longest)
-    for address in each_address(options.address):
-        check_reachable(address, options.keys)
+    for address in normalize_addresses(options.address):
+        check_address(address, options.keys)

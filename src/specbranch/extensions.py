@@ -36,14 +36,14 @@ PLANNERS_GROUP = "specbranch.planners"
 @cache
 def load_planners() -> None:
     """Register the planners of all installed packages, once. One that cannot be loaded is left out with a warning."""
-    for package, point in offers(PLANNERS_GROUP):
+    for package, point in has_entry_point(PLANNERS_GROUP):
         try:
             register_planner(point.name)(point.load())
         except Exception as error:  # code of another package: anything can go wrong in it
             log.warning("planner %r of package %s cannot be used: %s", point.name, package, error)
 
 
-def offers(group: str) -> Iterator[tuple[str, EntryPoint]]:
+def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
     """Entry points of a group, with the names of their packages; of two copies of a package only the first."""
     seen: set[str] = set()
     # Package by package: `entry_points()` fails as a whole if one of them has a damaged file.
@@ -67,7 +67,7 @@ _MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
 
 
 @contextmanager
-def extra(name: str) -> Iterator[None]:
+def optional_import(name: str) -> Iterator[None]:
     """Imports of an engine's libraries; one that fails becomes an error that says what to install."""
     try:
         yield
@@ -75,7 +75,7 @@ def extra(name: str) -> Iterator[None]:
         raise _missing(name, str(missing)) from missing
 
 
-def require_extra(name: str, modules: tuple[str, ...]) -> None:
+def check_extra(name: str, modules: tuple[str, ...]) -> None:
     """Raise the same error for a module that is not installed; nothing is imported."""
     for module in modules:
         if importlib.util.find_spec(module) is None:

@@ -36,7 +36,7 @@ def set_up_logs(style: LogFormat, level: str) -> None:
     logger.setLevel(level.upper())
 
 
-class Seldom:
+class RateLimitedWarning:
     """Writes warnings, at most one a second, with how many were left out: others must not be able to fill the log."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

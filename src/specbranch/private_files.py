@@ -22,14 +22,14 @@ class DirectoryError(SpecBranchError, RuntimeError):
     """A directory that others could misuse; the message says why and what would help."""
 
 
-def own_directory() -> Path:
+def runtime_directory() -> Path:
     """The default directory of this user."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/specbranch-{os.getuid()}")
 
 
-def claim_own_directory() -> Path:
+def ensure_runtime_directory() -> Path:
     """The default directory, made if it is not there yet; raises unless it is this user's alone."""
-    directory = own_directory()
+    directory = runtime_directory()
     advice = "or set XDG_RUNTIME_DIR to a directory of your own, or choose an address"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -49,13 +49,13 @@ def is_private(directory: Path) -> bool:
         return False
 
 
-def holds_sockets(path: Path) -> bool:
+def can_hold_sockets(path: Path) -> bool:
     """Whether the directory of a socket is there; raises if somebody else could have put the socket into it.
 
     In a directory for all, such as /tmp, nobody can replace the file of another, so there the file's owner counts.
     """
-    if path.parent == own_directory():
-        claim_own_directory()
+    if path.parent == runtime_directory():
+        ensure_runtime_directory()
         return True
     try:
         found = path.parent.stat()

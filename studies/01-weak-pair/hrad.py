@@ -27,8 +27,8 @@ METHODS = {
     "specbranch, H-RAD": Method("specbranch", {"gamma": GAMMA}, "hrad"),
     "specbranch, oracle": Method("specbranch", {"gamma": GAMMA}, "oracle"),
     "budget": Method("budget", {"gamma": 15, **NO_TEXT}),
-    "budget, least chance 0.4": Method("budget", {"gamma": 15, "least_chance": 0.4, **NO_TEXT}),
-    "budget, least chance 0.5": Method("budget", {"gamma": 15, "least_chance": 0.5, **NO_TEXT}),
+    "budget, least chance 0.4": Method("budget", {"gamma": 15, "min_accept_prob": 0.4, **NO_TEXT}),
+    "budget, least chance 0.5": Method("budget", {"gamma": 15, "min_accept_prob": 0.5, **NO_TEXT}),
 }
 
 

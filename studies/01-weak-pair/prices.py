@@ -25,7 +25,7 @@ METHODS = {
     "pearl": method_for("pearl", PAIR),
     "specbranch, confidence only": method_for("specbranch", PAIR),
     "specbranch, oracle for H-RAD": method_for("specbranch", PAIR, "oracle"),
-    "budget, without prices": Method("budget", {"gamma": 8, "prices": False, **NO_TEXT}),
+    "budget, without prices": Method("budget", {"gamma": 8, "cost_aware": False, **NO_TEXT}),
     "budget": Method("budget", {"gamma": 8, **NO_TEXT}),
 }
 

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from specbranch.extensions import load_pyplot
 from specbranch.machine import provenance
-from specbranch.simulation.presets import PAIRS, Pair, make_trace
+from specbranch.simulation.presets import PAIRS, ModelPair, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 from specbranch.trace import Trace, read_trace
 
@@ -62,11 +62,11 @@ def rollback_rates(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: statistics.mean(values) for name, values in rates.items()}
 
 
-def traces_of(pair: Pair) -> list[Trace]:
+def traces_of(pair: ModelPair) -> list[Trace]:
     return [make_trace(pair, TOKENS // 250, 250, random.Random(seed)) for seed in SEEDS]
 
 
-def methods(pair: Pair) -> dict[str, Method]:
+def methods(pair: ModelPair) -> dict[str, Method]:
     branch = method_for("specbranch", pair)
     named = {name: method_for(name, pair) for name in ("sps", "adaedl", "pearl", "ssd")}
     named |= {f"specbranch, {predictor}": replace(branch, predictor=predictor) for predictor in PREDICTORS}
@@ -92,7 +92,7 @@ def main() -> None:
 
 def measure() -> None:
     weak = PAIRS["vicuna-68m-13b"]
-    cases: dict[str, tuple[Pair, list[Trace]]] = {name: (pair, traces_of(pair)) for name, pair in PAIRS.items()}
+    cases: dict[str, tuple[ModelPair, list[Trace]]] = {name: (pair, traces_of(pair)) for name, pair in PAIRS.items()}
     recorded = read_trace(ROOT / CHAT)
     cases["recorded chat, c 8"] = (replace(weak, name="chat", acceptance=recorded.match_share()), [recorded])
 
@@ -126,7 +126,7 @@ def measure() -> None:
     RESULT.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def over_pearl(pair: Pair, traces: list[Trace]) -> dict[str, dict[float, float]]:
+def over_pearl(pair: ModelPair, traces: list[Trace]) -> dict[str, dict[float, float]]:
     """Speed over pearl's by the confidence under which a distribution is doubtful, in the paper's form and as served."""
     layout = Layout(pair.c, pair.row_cost)
 

@@ -19,7 +19,7 @@ from typing import Any
 from run import traces_in
 
 from specbranch.core.calibration import Calibration
-from specbranch.core.costs import Costs
+from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
 from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
@@ -38,8 +38,8 @@ METHODS: dict[str, Method] = {
     "specbranch": Method("specbranch"),
     "specbranch, hrad": Method("specbranch", predictor="hrad"),
     "specbranch, oracle": Method("specbranch", predictor="oracle"),
-    "specbranch, paper": Method("specbranch", {"waits": True, "is_thrifty": False}),
-    "specbranch, paper, hrad": Method("specbranch", {"waits": True, "is_thrifty": False}, "hrad"),
+    "specbranch, paper": Method("specbranch", {"wait_for_draft": True, "cost_aware": False}),
+    "specbranch, paper, hrad": Method("specbranch", {"wait_for_draft": True, "cost_aware": False}, "hrad"),
     "budget": Method("budget"),
     "budget, one row": Method("budget", {"max_rows": 1}),
     "budget, 6 rows": Method("budget", {"max_rows": 6}),
@@ -61,7 +61,7 @@ def _run(job: tuple[Path, str, str, int]) -> dict[str, Any]:
     first = base + more
     method = METHODS[name]
     method = replace(method, settings={**method.settings, "gamma": gamma})
-    costs = Costs(calibration=_OwnWord()) if "not calibrated" in name else Costs()
+    costs = PairModel(calibration=_OwnWord()) if "not calibrated" in name else PairModel()
     outcome = simulate(trace, method, Layout(TARGET_MS / first, more / first), costs=costs)
     return {
         "task": trace.header.task,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specbranch.hrad.examples import read_answers, read_card, read_examples, split_of
+from specbranch.hrad.examples import read_answers, read_examples, read_examples_card, split_of
 from specbranch.hrad.network import read_hrad
 from specbranch.trace import Header, Trace, write_trace
 
@@ -28,7 +28,7 @@ def main() -> None:
     hrad = read_hrad(args.hrad)
     args.out.mkdir(parents=True, exist_ok=True)
     for directory in args.collections:
-        card = read_card(directory)
+        card = read_examples_card(directory)
         features = read_examples([directory]).features
         chosen: dict[str, list[object]] = {}
         row = 0

@@ -89,7 +89,8 @@ def _opened(model: str, dtype: str) -> DraftEngine:
 
 def _teach(engines: dict[str, DraftEngine]) -> None:
     """Let the output layers of 8 bits see traffic, as they would in service; one engine reads for all of them."""
-    from specbranch.engines.torch.lm_head import LEARNED, CandidateHead
+    from specbranch.engines.torch.lm_head import LEARNED
+    from specbranch.engines.torch.lm_head import LowRankOutputLayer as CandidateHead
 
     torch_engines: dict[str, Any] = {name: one for name, one in engines.items() if hasattr(one, "_forward")}
     models = {name: engine._forward.model for name, engine in torch_engines.items()}

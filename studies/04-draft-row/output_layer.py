@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from specbranch.engines.models import local_model
 from specbranch.engines.torch.linear import Int8Linear
-from specbranch.engines.torch.lm_head import LEARNED, CandidateHead
+from specbranch.engines.torch.lm_head import LEARNED, LowRankOutputLayer
 from specbranch.hrad.examples import read_answers, split_of
 from specbranch.machine import provenance
 from specbranch.trace import Answer
@@ -46,7 +46,7 @@ def main() -> None:
                 judged.setdefault(task, []).append(answer)
     shown = {token for answer in learned for token in (*answer.prompt, *answer.tokens)}
     model = AutoModelForCausalLM.from_pretrained(local_model(args.draft) or args.draft, dtype=torch.float32).eval()
-    head = CandidateHead(model.get_output_embeddings(), Int8Linear)
+    head = LowRankOutputLayer(model.get_output_embeddings(), Int8Linear)
     for answer in learned[:: max(1, len(learned) * 100 // LEARNED)]:
         head.learn(_hidden(model, answer))
     if not head.is_narrow:
@@ -69,7 +69,7 @@ def _hidden(model: Any, answer: Answer) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _first_choices(head: CandidateHead, model: Any, hidden: torch.Tensor) -> dict[str, float]:
+def _first_choices(head: LowRankOutputLayer, model: Any, hidden: torch.Tensor) -> dict[str, float]:
     """Shares of positions where a layer's first choice is the exact one's."""
     exact = torch.cat([model.get_output_embeddings()(part).argmax(-1) for part in hidden.split(64)])
     screened = torch.cat([head(part).argmax(-1) for part in hidden.split(_AT_ONCE)])

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specbranch.launch.placement import split
+from specbranch.launch.placement import split_cores
 from specbranch.machine import provenance
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import read_trace
@@ -55,7 +55,7 @@ def main() -> None:
         for cores in CORES:
             own = [run for run in runs if (run["power"], run["cores"]) == (power, cores)]
             best = max(own, key=lambda run: run["over_plain_on_all"])
-            ours = len(split(range(cores), target_on_cpu=True, draft_on_cpu=True).draft or ())
+            ours = len(split_cores(range(cores), target_on_cpu=True, draft_on_cpu=True).draft or ())
             (chosen,) = (run for run in own if run["for_draft"] == ours)
             rows.append(
                 {

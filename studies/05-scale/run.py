@@ -18,7 +18,7 @@ from typing import Any
 
 from specbranch.extensions import load_pyplot
 from specbranch.machine import provenance
-from specbranch.simulation.presets import ROW_COST, Pair, make_trace
+from specbranch.simulation.presets import ROW_COST, ModelPair, make_trace
 from specbranch.simulation.simulate import Layout, Method, method_for, simulate
 
 HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ def _cell(c: float, acceptance: float, batch: int, sharing: float) -> list[dict[
         tries = []
         # A window as long as the target's step takes, and half of it.
         for gamma in sorted({max(2, round(min(c, 16) * share)) for share in (0.5, 1.0)}):
-            pair = Pair("map", c, gamma, acceptance, "", row_cost=ROW_COST)
+            pair = ModelPair("map", c, gamma, acceptance, "", row_cost=ROW_COST)
             trace = make_trace(pair, num_answers, answer_len, random.Random(1))
             method = method_for(planner, pair, as_in_paper=False)
             outcome = simulate(trace, method, layout)
@@ -102,7 +102,7 @@ def _published_ssd() -> list[dict[str, Any]]:
 
 def _speed(planner: str, c: float, acceptance: float) -> float:
     gamma = SSD_SETTINGS["gamma"]
-    trace = make_trace(Pair("ssd", c, gamma, acceptance, "", row_cost=ROW_COST), 16, 250, random.Random(1))
+    trace = make_trace(ModelPair("ssd", c, gamma, acceptance, "", row_cost=ROW_COST), 16, 250, random.Random(1))
     settings = SSD_SETTINGS if planner == "ssd" else {"gamma": gamma}
     return simulate(trace, Method(planner, settings), Layout(c, ROW_COST)).speedup
 

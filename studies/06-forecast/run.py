@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specbranch.bench.forecast import Terms, foresee, terms_of
+from specbranch.bench.forecast import MeasuredCosts, forecast_speeds, measured_costs
 from specbranch.bench.results import Record, Results, cells, compare, read_results
 from specbranch.bench.scenario import BARE
 from specbranch.bench.survey import Survey
@@ -54,7 +54,7 @@ def main() -> None:
     print(json.dumps(summary))
 
 
-def _check(results: Results, traces: str, planned: Terms | None) -> list[dict[str, Any]]:
+def _check(results: Results, traces: str, planned: MeasuredCosts | None) -> list[dict[str, Any]]:
     rows = []
     for (task, concurrency), methods in cells(results).items():
         path = ROOT / "traces" / f"{traces}-{task}.jsonl.gz"
@@ -99,24 +99,24 @@ def _same_prompts(trace: Trace, results: Results, task: str, records: list[Recor
     return replace(trace, answers=tuple(cut))
 
 
-def _run_terms(bare: list[Record], told: list[Record], methods: dict[str, list[Record]]) -> Terms:
+def _run_terms(bare: list[Record], told: list[Record], methods: dict[str, list[Record]]) -> MeasuredCosts:
     """Costs of the run: bare steps, steps of methods that never wait, and what the draft said of itself."""
     alone_s = median(record["step_ms"] for record in bare) / 1e3
     drafted = [record for name in ("specbranch", "pearl") for record in methods.get(name, ()) if record.get("step_ms")]
     beside_s = max(alone_s, median(record["step_ms"] for record in drafted or bare) / 1e3)
     first, more = (median(record["draft_us"][place] for record in told) / 1e6 for place in (0, 1))
-    return Terms(StepCost(beside_s), StepCost(first, more), beside_s / alone_s)
+    return MeasuredCosts(StepCost(beside_s), StepCost(first, more), beside_s / alone_s)
 
 
-def _whole_speed(trace: Trace, method: Method, terms: Terms, bare: list[Record], concurrency: int) -> float:
+def _whole_speed(trace: Trace, method: Method, terms: MeasuredCosts, bare: list[Record], concurrency: int) -> float:
     """The forecast for whole requests: reading the prompt takes what it takes."""
-    speed = foresee(trace, method, terms, concurrency).speed
+    speed = forecast_speeds(trace, method, terms, concurrency).speed
     first_s = sum(record["first_s"] for record in bare)
     rest_s = sum(record["elapsed_s"] for record in bare) - first_s
     return (first_s + rest_s) / (first_s + rest_s / speed)
 
 
-def _planned_terms(path: Path) -> Terms:
+def _planned_terms(path: Path) -> MeasuredCosts:
     """The costs that `specbranch plan` measured."""
     survey = json.loads(path.read_text())["survey"]
 
@@ -124,7 +124,9 @@ def _planned_terms(path: Path) -> Terms:
         return {int(count): ms / 1e3 for count, ms in survey[name].items()}
 
     empty = read_trace(next((ROOT / "traces").glob("*.gz")))
-    return terms_of(Survey(by_count("target_alone_ms"), survey["target_beside_ms"] / 1e3, by_count("draft_ms"), empty))
+    return measured_costs(
+        Survey(by_count("target_alone_ms"), survey["target_beside_ms"] / 1e3, by_count("draft_ms"), empty)
+    )
 
 
 if __name__ == "__main__":

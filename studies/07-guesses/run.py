@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from specbranch.core.calibration import Calibration, Grounds
-from specbranch.core.costs import Costs
+from specbranch.core.costs import PairModel
 from specbranch.machine import provenance
 from specbranch.simulation.loop import DraftStep, Step
 from specbranch.simulation.simulate import Layout, Method, simulate
@@ -22,7 +22,7 @@ TARGET_MS, FIRST_MS, MORE_MS = 265, 77, 2.6  # one core each of a Xeon with AMX
 NONE = {"uses_text": False, "uses_memory": False}
 GUESSES = {
     "no guesses": NONE,
-    "text, submitted only": {"uses_memory": False, "deepens": False},
+    "text, submitted only": {"uses_memory": False, "run_guesses": False},
     "text": {"uses_memory": False},
     "text and past answers": {},
 }
@@ -49,7 +49,7 @@ def main() -> None:
         for cost, entry, batch in [(cost, 0.0, 1) for cost in TOKEN_COSTS] + [(0.1, 0.0, 8), EMULATED]
         for gamma in (2, 4, 8, 15)
         for is_priced in (False, True)
-        for found in [replay(traces, {"gamma": gamma, "prices": is_priced}, cost, batch, entry)]
+        for found in [replay(traces, {"gamma": gamma, "cost_aware": is_priced}, cost, batch, entry)]
     ]
     document = {"provenance": provenance(), "guesses": guesses, "sampled": sampled, "prices": prices}
     args.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -95,7 +95,7 @@ def replay(traces: dict[str, Trace], chosen: dict, token_cost: float, batch: int
 
     for task, trace in traces.items():
         tally = Tally()
-        outcome = simulate(trace, Method("budget", chosen), layout, observe=count, costs=Costs(calibration=tally))
+        outcome = simulate(trace, Method("budget", chosen), layout, observe=count, costs=PairModel(calibration=tally))
         speeds[task], hits[task] = round(outcome.speedup, 3), tally.rates()
         emitted, rejected = emitted + outcome.stats.emitted, rejected + outcome.stats.rejected
     mean = math.exp(sum(map(math.log, speeds.values())) / len(speeds))

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbranch.bench.scenario import read_prompts
-from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
+from specbranch.core.distribution import MOST_IDS, Distribution, RequestSampling
 from specbranch.machine import provenance
 
 TASKS = {"humaneval": "humaneval", "gsm8k": "gsm8k", "summarization": "spec_bench", "chat": "spec_bench"}
-SAMPLINGS = {"temperature 1": Sampling(1.0), "temperature 0.7, top-p 0.9": Sampling(0.7, 0.9)}
+SAMPLINGS = {"temperature 1": RequestSampling(1.0), "temperature 0.7, top-p 0.9": RequestSampling(0.7, 0.9)}
 ROOTS = (1, 2, 4, 8)
 Array = NDArray[np.float64]
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def places(
-    tokenizer: Any, target: Any, draft: Any, prompts: list[str], sampling: Sampling, tokens: int
+    tokenizer: Any, target: Any, draft: Any, prompts: list[str], sampling: RequestSampling, tokens: int
 ) -> list[list[Place]]:
     """What both models say along sampled answers, by prompt."""
     torch.manual_seed(0)
@@ -106,11 +106,11 @@ def places(
     return found
 
 
-def place(target: torch.Tensor, draft: torch.Tensor, sampling: Sampling) -> Place:
+def place(target: torch.Tensor, draft: torch.Tensor, sampling: RequestSampling) -> Place:
     """Both distributions at one place, of their logits."""
     raw, ids = torch.softmax(draft, -1).topk(MOST_IDS)
     q = np.zeros(MOST_IDS)
-    kept = sampling.shape(Distribution(tuple(ids.tolist()), tuple(raw.tolist()), 0.0)).probs
+    kept = sampling.apply(Distribution(tuple(ids.tolist()), tuple(raw.tolist()), 0.0)).probs
     q[: len(kept)] = kept
     p = torch.softmax(target / sampling.temperature, -1)
     if sampling.top_p < 1.0:

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from specbranch.engines.models import local_model
-from specbranch.launch.vllm_engine import TargetOptions
-from specbranch.launch.vllm_worker import Ask, Run, TargetProcess, step_gaps_s
+from specbranch.launch.vllm_engine import LocalEngineOptions
+from specbranch.launch.vllm_worker import DecodeJob, PromptRequest, TargetProcess, step_gaps_s
 from specbranch.machine import provenance
 
 OUT = Path(__file__).parent / "result.json"
@@ -55,7 +55,7 @@ def main() -> None:
         }
         for kind, (model, dtype) in todo.items():
             arguments = {"dtype": dtype, "max_model_len": 256, "max_num_seqs": max(SIZES), "enforce_eager": True}
-            options = TargetOptions(str(model), arguments={**arguments, "enable_prefix_caching": False})
+            options = LocalEngineOptions(str(model), arguments={**arguments, "enable_prefix_caching": False})
             with TargetProcess(options, Path(name) / "target.log", cores) as process:
                 versions = process.engine.versions
                 types[kind] = {"step_ms": _step_ms(process)}
@@ -78,7 +78,7 @@ def _step_ms(process: TargetProcess) -> dict[str, float]:
     times_s: dict[int, list[float]] = {size: [] for size in SIZES}
     for size in (*SIZES, *SIZES[::-1]):
         sampling = {"temperature": 0.0, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
-        answers = process.run(Run([Ask(_PROMPT, sampling)] * size)).answers
+        answers = process.run(DecodeJob([PromptRequest(_PROMPT, sampling)] * size)).answers
         times_s[size] += step_gaps_s(answers, skip=1)
     return {str(size): round(1e3 * median(times), 1) for size, times in times_s.items()}
 

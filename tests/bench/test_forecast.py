@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from specbranch.bench.forecast import Advice, advise, foresee, terms_of
+from specbranch.bench.forecast import Advice, advise, forecast_speeds, measured_costs
 from specbranch.bench.survey import Survey
-from specbranch.simulation.presets import Pair, make_trace
+from specbranch.simulation.presets import ModelPair, make_trace
 from specbranch.simulation.simulate import Layout, Method, simulate
 
-TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
+TRACE = make_trace(ModelPair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
 CHEAP = Survey({1: 0.100, 2: 0.101, 4: 0.103}, 0.110, {1: 0.020, 2: 0.022, 4: 0.026}, TRACE)
 PLANNERS = ["none", "sps", "pearl", "specbranch"]
 
@@ -22,11 +22,11 @@ def advice_for(survey: Survey, *concurrencies: int) -> Advice:
 
 
 def test_terms_are_lines_through_what_was_measured() -> None:
-    terms = terms_of(CHEAP)
+    terms = measured_costs(CHEAP)
 
     assert terms.slowdown == pytest.approx(1.1)
-    assert (terms.target.first_s, terms.target.more_s) == pytest.approx((0.110, 0.0011))
-    assert (terms.draft.first_s, terms.draft.more_s) == pytest.approx((0.020, 0.002))
+    assert (terms.target.base_s, terms.target.per_row_s) == pytest.approx((0.110, 0.0011))
+    assert (terms.draft.base_s, terms.draft.per_row_s) == pytest.approx((0.020, 0.002))
     layout = terms.layout(4, 2.0)
     assert (layout.c, layout.row_cost, layout.token_cost) == pytest.approx((5.5, 0.1, 0.055))
     assert (layout.batch, layout.sharing) == (4, 2.0)
@@ -34,41 +34,41 @@ def test_terms_are_lines_through_what_was_measured() -> None:
 
 def test_a_step_of_several_tokens_may_be_of_another_kind() -> None:
     """As with emulated bfloat16: what one sequence pays for its first draft token, several pay anyway."""
-    terms = terms_of(replace(CHEAP, target_alone_s={1: 0.1, 2: 0.31, 4: 0.33}))
+    terms = measured_costs(replace(CHEAP, target_alone_s={1: 0.1, 2: 0.31, 4: 0.33}))
 
-    assert (terms.target.first_s, terms.target.more_s, terms.entry_s) == pytest.approx((0.11, 0.011, 0.22))
+    assert (terms.target.base_s, terms.target.per_row_s, terms.entry_s) == pytest.approx((0.11, 0.011, 0.22))
     one, two = terms.layout(1), terms.layout(2)
     assert (one.c, one.entry_cost) == pytest.approx((5.5, 11.0))
     assert (two.c, two.entry_cost) == pytest.approx((16.5, 0.0))
 
 
 def test_noise_never_makes_rows_or_company_cheaper() -> None:
-    terms = terms_of(Survey({1: 0.1, 2: 0.09}, 0.08, {1: 0.02, 2: 0.019}, TRACE))
+    terms = measured_costs(Survey({1: 0.1, 2: 0.09}, 0.08, {1: 0.02, 2: 0.019}, TRACE))
 
-    assert (terms.slowdown, terms.target.more_s, terms.draft.more_s) == (1.0, 0.0, 0.0)
+    assert (terms.slowdown, terms.target.per_row_s, terms.draft.per_row_s) == (1.0, 0.0, 0.0)
     assert terms.entry_s == 0.0
-    falling = terms_of(replace(CHEAP, target_alone_s={1: 0.1, 2: 0.13, 4: 0.1}, target_beside_s=0.1))
-    assert (falling.target.more_s, falling.entry_s) == pytest.approx((0.0, 0.015))
+    falling = measured_costs(replace(CHEAP, target_alone_s={1: 0.1, 2: 0.13, 4: 0.1}, target_beside_s=0.1))
+    assert (falling.target.per_row_s, falling.entry_s) == pytest.approx((0.0, 0.015))
 
 
 def test_a_forecast_is_the_simulation_less_the_slowdown() -> None:
     method = Method("pearl", {"gamma": 5})
     simulated = simulate(TRACE, method, Layout(5.5, 0.1, 1, 0.055)).speedup
 
-    assert foresee(TRACE, method, terms_of(CHEAP)).speed == pytest.approx(simulated / 1.1)
-    assert foresee(TRACE, Method("none"), terms_of(CHEAP), batch=32).speed == 1.0
+    assert forecast_speeds(TRACE, method, measured_costs(CHEAP)).speed == pytest.approx(simulated / 1.1)
+    assert forecast_speeds(TRACE, Method("none"), measured_costs(CHEAP), batch=32).speed == 1.0
 
 
 def test_what_the_proposer_alone_costs_is_taken_from_the_most_similar_batch() -> None:
     hooked = replace(CHEAP, hooked_s={1: 0.125, 2: 0.101, 4: 0.09})
-    terms = terms_of(hooked)
+    terms = measured_costs(hooked)
 
     assert [terms.overhead(batch) for batch in (1, 2, 16)] == pytest.approx([1.25, 1.0, 1.0])  # noise is no gain
     method = Method("pearl", {"gamma": 5})
-    bare = foresee(TRACE, method, terms_of(CHEAP)).speed
-    assert foresee(TRACE, method, terms).speed == pytest.approx(bare / 1.25)
+    bare = forecast_speeds(TRACE, method, measured_costs(CHEAP)).speed
+    assert forecast_speeds(TRACE, method, terms).speed == pytest.approx(bare / 1.25)
     assert advice_for(hooked, 1).best_at(1).speed == pytest.approx(advice_for(CHEAP, 1).best_at(1).speed / 1.25)
-    assert foresee(TRACE, Method("none"), terms).speed == 1.0  # to serve without a draft is to serve bare vLLM
+    assert forecast_speeds(TRACE, Method("none"), terms).speed == 1.0  # to serve without a draft is to serve bare vLLM
 
 
 def test_advice_names_the_best_and_what_devices_would_change() -> None:

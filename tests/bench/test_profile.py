@@ -88,7 +88,7 @@ def test_the_measured_medians_are_exactly_the_given_line() -> None:
     timings = measure(engine, (1, 2, 4, 8), 16, 5, clock=engine.clock)
 
     assert timings.by_rows == {rows: Spread(*3 * (COST.at(rows),)) for rows in (1, 2, 4, 8)}
-    assert (timings.fork_s, timings.prefill_tokens_per_s) == (FORK_S, 16 / COST.first_s)
+    assert (timings.fork_s, timings.prefill_tokens_per_s) == (FORK_S, 16 / COST.base_s)
     assert fit_line({rows: spread.median_s for rows, spread in timings.by_rows.items()}).cost == COST
 
 
@@ -115,7 +115,7 @@ def test_the_warm_up_round_does_not_count() -> None:
     engine = ClockedEngine(hiccups=(0, 2, 3))  # the reading of the weights, and the first round
     timings = measure(engine, (1, 2), 8, 3, clock=engine.clock)
 
-    assert timings.prefill_tokens_per_s == 8 / COST.first_s
+    assert timings.prefill_tokens_per_s == 8 / COST.base_s
     assert all(spread.p90_s == COST.at(rows) for rows, spread in timings.by_rows.items())
 
 

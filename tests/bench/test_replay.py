@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from specbranch.bench.timeline import Timeline, read_timeline, replay_document, write_replay
-from specbranch.service.server.timeline import RUN, SUBMITTED, RowVerdict, Snapshot, TimelineRecorder, VerdictTree
+from specbranch.service.server.timeline_recorder import (
+    RUN,
+    SUBMITTED,
+    RowVerdict,
+    TimelineRecorder,
+    TreeSnapshot,
+    VerdictTree,
+)
 
 ROOT = Path(__file__).parents[2]
 LANE = (b"me", b"ours")
@@ -27,7 +34,7 @@ def spell(token: int) -> str:
 @pytest.fixture
 def timeline(tmp_path: Path) -> Timeline:
     """Two verdicts: 1 of 2 accepted and a prepared token behind it; then nothing prepared."""
-    tree = Snapshot(array("H", [0, 1, 1]), array("i", [1, 2, 4]), array("B", [90, 60, 20]), array("B", [3, 3, RUN]))
+    tree = TreeSnapshot(array("H", [0, 1, 1]), array("i", [1, 2, 4]), array("B", [90, 60, 20]), array("B", [3, 3, RUN]))
     assert tree.marks[0] == RUN | SUBMITTED
     recorder = TimelineRecorder()
     recorder.answer(LANE, 0.0, 0.0, num_held=0)

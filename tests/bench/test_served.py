@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.load import LoadError, plan_load, serve_words, server
+from specbranch.bench.load import LoadTestError, plan_load, serve_words, server
 from specbranch.bench.report import load_table, section_of, write_report
 from specbranch.bench.results import Record, Results
 from specbranch.bench.scenario import BenchMethod, PromptSet, Scenario, Served
@@ -46,7 +46,7 @@ def test_every_method_is_served_with_the_same_flags_of_vllm() -> None:
 
 def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["specbranch"])
-    with pytest.raises(LoadError, match="give one of --draft"), server(["model"], tmp_path / "log"):
+    with pytest.raises(LoadTestError, match="give one of --draft"), server(["model"], tmp_path / "log"):
         pass
 
 

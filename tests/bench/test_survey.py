@@ -7,8 +7,8 @@ from typing import Any
 
 from specbranch.bench.survey import MESSAGES, record_distributions, take_survey, time_steps
 from specbranch.core.distribution import Distribution
-from specbranch.launch.vllm_engine import TargetOptions
-from specbranch.launch.vllm_worker import Answer, Done, Run, TargetProcess
+from specbranch.launch.vllm_engine import LocalEngineOptions
+from specbranch.launch.vllm_worker import DecodedOutput, DecodeJob, DecodeResult, TargetProcess
 from specbranch.simulation.scripted import ScriptedEngine, TextScript
 
 
@@ -16,17 +16,17 @@ class FakeTarget(TargetProcess):
     """Steps that take a tenth of a second and a hundredth more for each further request."""
 
     def __init__(self) -> None:
-        super().__init__(TargetOptions("none"), Path("none"))
+        super().__init__(LocalEngineOptions("none"), Path("none"))
         self.asked: list[tuple[int, int, bool]] = []
 
-    def run(self, run: Run, on_finished: Any = None) -> Done:
+    def run(self, run: DecodeJob, on_finished: Any = None) -> DecodeResult:
         sampling = run.asks[0].sampling
         num_tokens = sampling["max_tokens"]
         self.asked.append((len(run.asks), num_tokens, sampling["ignore_eos"]))
         step_s = 0.1 + 0.01 * (len(run.asks) - 1)
         answer = [3, 4] * (num_tokens // 2)
         steps = [(step_s * (1 + position), 1) for position in range(num_tokens)]
-        return Done(answers=[Answer(prompt=[1, 2], tokens=answer, steps=steps) for _ in run.asks])
+        return DecodeResult(answers=[DecodedOutput(prompt=[1, 2], tokens=answer, steps=steps) for _ in run.asks])
 
 
 def engine() -> ScriptedEngine:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from specbranch.bench.figures import choose_stretches
-from specbranch.bench.timeline import Span, Timeline, TimelineError, read_timeline, shared_s, shares
-from specbranch.service.server.timeline import RowVerdict, TimelineRecorder
+from specbranch.bench.timeline import Timeline, TimelineError, TimeSpan, read_timeline, shared_s, time_shares
+from specbranch.service.server.timeline_recorder import RowVerdict, TimelineRecorder
 
 LANE = (b"me", b"ours")
 
@@ -37,7 +37,7 @@ def timeline(tmp_path: Path) -> Timeline:
 
 def test_a_file_gives_back_where_the_time_went(timeline: Timeline) -> None:
     (lane,) = timeline.targets
-    figures = shares(timeline, lane)
+    figures = time_shares(timeline, lane)
 
     assert lane.label == "target 1: specbranch"
     assert figures.time_s == pytest.approx(0.8)
@@ -57,7 +57,7 @@ def test_a_pause_between_requests_is_no_ones_time(tmp_path: Path) -> None:
     recorder.arrive(LANE, 20.2, [RowVerdict(0, 1, is_known=True, is_hit=True)])
     recorder.write(tmp_path / "trace.json")
     timeline = read_timeline(tmp_path / "trace.json")
-    figures = shares(timeline, timeline.targets[0])
+    figures = time_shares(timeline, timeline.targets[0])
 
     assert figures.time_s == pytest.approx(1.0)
     assert figures.busy == pytest.approx(0.8)
@@ -105,8 +105,8 @@ def test_another_file_is_refused_with_what_it_is(text: str, kind: str, tmp_path:
 
 
 def test_the_time_that_two_rows_of_spans_share() -> None:
-    some = [Span(0, 2, {}), Span(3, 4, {})]
-    others = [Span(1, 3.5, {}), Span(3.75, 9, {})]
+    some = [TimeSpan(0, 2, {}), TimeSpan(3, 4, {})]
+    others = [TimeSpan(1, 3.5, {}), TimeSpan(3.75, 9, {})]
 
     assert shared_s(some, others) == 1 + 0.5 + 0.25
     assert shared_s(others, some) == shared_s(some, others)

@@ -5,50 +5,50 @@ from __future__ import annotations
 import pytest
 
 from specbranch.cli import pair
-from specbranch.cli.pair import PairOptions, comparison_line, shared_cores
-from specbranch.cli.terminal import Answer, Run
+from specbranch.cli.pair import LocalPairOptions, comparison_line, shared_cores
+from specbranch.cli.terminal import StreamedAnswer, TextRun
 from specbranch.launch import vllm_worker
-from specbranch.launch.placement import Cores
-from specbranch.launch.vllm_engine import Piece
+from specbranch.launch.placement import CoreSplit
+from specbranch.launch.vllm_engine import StepOutput
 from specbranch.plugins.vllm import installed
 
 
-def answered(tokens: list[int], seconds: float) -> Answer:
+def answered(tokens: list[int], seconds: float) -> StreamedAnswer:
     """An answer whose tokens after the first took `seconds`."""
-    answer = Answer(asked_s=0.0)
+    answer = StreamedAnswer(asked_s=0.0)
     for at_s, some in ((1.0, tokens[:1]), (1.0 + seconds, tokens[1:])):
-        answer.take(Piece(index=0, tokens=some, text="x", finish_reason=None, at_s=at_s), [Run("x", False)])
+        answer.take(StepOutput(index=0, tokens=some, text="x", finish_reason=None, at_s=at_s), [TextRun("x", False)])
     return answer
 
 
 @pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch) -> PairOptions:
+def options(monkeypatch: pytest.MonkeyPatch) -> LocalPairOptions:
     monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
-    return PairOptions(target="t", draft="d")
+    return LocalPairOptions(target="t", draft="d")
 
 
 @pytest.mark.parametrize(
     ("cores", "shared"),
     [
-        (Cores((0,), (1,)), (0, 1)),
-        (Cores((2, 3), (1,)), (1, 2, 3)),
-        (Cores(None, (1,)), None),
-        (Cores((0,), None), None),
+        (CoreSplit((0,), (1,)), (0, 1)),
+        (CoreSplit((2, 3), (1,)), (1, 2, 3)),
+        (CoreSplit(None, (1,)), None),
+        (CoreSplit((0,), None), None),
     ],
 )
 def test_the_answer_without_drafts_gets_the_cores_of_both(
-    cores: Cores, shared: tuple[int, ...] | None, options: PairOptions, monkeypatch: pytest.MonkeyPatch
+    cores: CoreSplit, shared: tuple[int, ...] | None, options: LocalPairOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PairOptions, "cores", lambda options: cores)
+    monkeypatch.setattr(LocalPairOptions, "cores", lambda options: cores)
 
     assert shared_cores(options) == shared
 
 
 def test_a_draft_beside_a_gpu_takes_nothing_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "runs_on_cpu", lambda: False)
-    monkeypatch.setattr(PairOptions, "cores", lambda options: Cores((0,), (1,)))
+    monkeypatch.setattr(LocalPairOptions, "cores", lambda options: CoreSplit((0,), (1,)))
 
-    assert shared_cores(PairOptions(target="t", draft="d")) is None
+    assert shared_cores(LocalPairOptions(target="t", draft="d")) is None
 
 
 def test_the_line_names_the_cores_of_the_answer_without_drafts() -> None:
@@ -66,7 +66,7 @@ def test_the_line_says_where_answers_part_and_that_sampled_ones_are_not_compared
 
 
 def test_what_a_process_reports_becomes_an_answer_step_by_step() -> None:
-    said = vllm_worker.Answer(
+    said = vllm_worker.DecodedOutput(
         tokens=[1, 2, 3], text="abc", texts=["a", "bc"], steps=[(0.5, 1), (1.5, 2)], finish_reason="stop"
     )
 

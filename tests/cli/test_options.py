@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.plugins.vllm import installed
 
 runner = CliRunner()
@@ -43,8 +43,8 @@ def test_flags_of_vllm_are_not_suspected(flag: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_draft_service_gets_its_options_under_their_own_names() -> None:
-    plain = DraftOptions("m").arguments("ipc://x")
-    full = DraftOptions("m", dtype="int8", timeline="t.json", record=Path("r.gz")).arguments("ipc://x")
+    plain = DraftServiceOptions("m").arguments("ipc://x")
+    full = DraftServiceOptions("m", dtype="int8", timeline="t.json", record=Path("r.gz")).arguments("ipc://x")
 
     assert plain == ["draft", "m", "--device", "cpu", "--listen", "ipc://x", "--until-eof"]
     files = ["--timeline", str(Path.cwd() / "t.json"), "--record", str(Path.cwd() / "r.gz")]

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.launch.placement import HOST_CPU, Choice, Cores, beside_gpus, choose_device, split, without_siblings
+from specbranch.launch.placement import (
+    HOST_CPU,
+    CoreSplit,
+    DevicePlacement,
+    beside_gpus,
+    choose_device,
+    split_cores,
+    without_siblings,
+)
 from specbranch.machine import Topology
 
 
@@ -18,23 +26,23 @@ from specbranch.machine import Topology
 def test_the_draft_gets_half_of_the_cores_and_at_least_one(
     num: int, target: tuple[int, ...], draft: tuple[int, ...]
 ) -> None:
-    assert split(range(num), target_on_cpu=True, draft_on_cpu=True) == Cores(target, draft)
+    assert split_cores(range(num), target_on_cpu=True, draft_on_cpu=True) == CoreSplit(target, draft)
 
 
 def test_cores_that_were_asked_for_stand_and_the_other_side_gets_the_rest() -> None:
-    both = partial(split, target_on_cpu=True, draft_on_cpu=True)
+    both = partial(split_cores, target_on_cpu=True, draft_on_cpu=True)
 
-    assert both(range(4), target=[0]) == Cores((0,), (1, 2, 3))
-    assert both(range(4), draft=[1]) == Cores((0, 2, 3), (1,))
-    assert both(range(2), target=[0, 1]) == Cores((0, 1), (0, 1))
-    assert both(range(2), target=[0, 1], draft=[1]) == Cores((0, 1), (1,))
+    assert both(range(4), target=[0]) == CoreSplit((0,), (1, 2, 3))
+    assert both(range(4), draft=[1]) == CoreSplit((0, 2, 3), (1,))
+    assert both(range(2), target=[0, 1]) == CoreSplit((0, 1), (0, 1))
+    assert both(range(2), target=[0, 1], draft=[1]) == CoreSplit((0, 1), (1,))
 
 
 def test_beside_a_gpu_only_the_side_on_the_cpu_has_cores() -> None:
-    assert split(range(8), target_on_cpu=False, draft_on_cpu=True) == Cores(None, tuple(range(2, 8)))
-    assert split(range(1), target_on_cpu=False, draft_on_cpu=True) == Cores(None, (0,))
-    assert split(range(2), target_on_cpu=True, draft_on_cpu=False) == Cores((0, 1), None)
-    assert split(range(2), target_on_cpu=False, draft_on_cpu=False) == Cores(None, None)
+    assert split_cores(range(8), target_on_cpu=False, draft_on_cpu=True) == CoreSplit(None, tuple(range(2, 8)))
+    assert split_cores(range(1), target_on_cpu=False, draft_on_cpu=True) == CoreSplit(None, (0,))
+    assert split_cores(range(2), target_on_cpu=True, draft_on_cpu=False) == CoreSplit((0, 1), None)
+    assert split_cores(range(2), target_on_cpu=False, draft_on_cpu=False) == CoreSplit(None, None)
 
 
 def test_of_two_hyperthreads_one_is_used() -> None:
@@ -68,7 +76,9 @@ def test_beside_gpus_the_draft_gets_cores_of_one_node_far_from_the_gpus(topology
     cores = [core for own in topology.cores.values() for core in own] or range(8)
 
     assert beside_gpus(cores, topology) == tuple(draft)
-    assert split(cores, target_on_cpu=False, draft_on_cpu=True, topology=topology) == Cores(None, tuple(draft))
+    assert split_cores(cores, target_on_cpu=False, draft_on_cpu=True, topology=topology) == CoreSplit(
+        None, tuple(draft)
+    )
 
 
 def test_beside_gpus_the_draft_gets_no_core_that_the_process_may_not_use() -> None:
@@ -80,11 +90,13 @@ def test_beside_gpus_the_draft_gets_no_core_that_the_process_may_not_use() -> No
 def test_a_draft_of_no_given_device_gets_the_next_gpu_that_the_target_leaves() -> None:
     auto = partial(choose_device, "auto", target_on_cpu=False, engine_runs_on_gpu=True)
 
-    assert auto(num_gpus=4, num_target_devices=2) == Choice("cuda:2", "the target uses 2 of 4 GPUs")
+    assert auto(num_gpus=4, num_target_devices=2) == DevicePlacement("cuda:2", "the target uses 2 of 4 GPUs")
     assert auto(num_gpus=2, num_target_devices=2).device == "cpu"
     assert auto(num_gpus=0, num_target_devices=1).device == "cpu"
     assert auto(num_gpus=4, num_target_devices=2, engine_runs_on_gpu=False).device == "cpu"
-    assert auto(num_gpus=4, num_target_devices=1, target_on_cpu=True) == Choice("cpu", "the target runs on the CPU too")
+    assert auto(num_gpus=4, num_target_devices=1, target_on_cpu=True) == DevicePlacement(
+        "cpu", "the target runs on the CPU too"
+    )
 
 
 def test_a_draft_on_the_cpu_beside_gpus_is_told_when_it_helps() -> None:
@@ -100,7 +112,7 @@ def test_a_draft_on_the_cpu_beside_gpus_is_told_when_it_helps() -> None:
 def test_without_gpus_nobody_is_warned_of_a_target_on_them() -> None:
     choice = choose_device("auto", num_gpus=0, target_on_cpu=False, num_target_devices=1, engine_runs_on_gpu=True)
 
-    assert choice == Choice("cpu", "no GPU was found here")
+    assert choice == DevicePlacement("cpu", "no GPU was found here")
 
 
 def test_the_page_on_the_choice_of_a_draft_says_the_same_of_host_cpus() -> None:
@@ -118,5 +130,5 @@ def test_a_draft_on_a_gpu_of_the_target_is_noticed() -> None:
         assert choice.warning is not None
         assert "such as cuda:2" in choice.warning and "--gpu-memory-utilization" in choice.warning
     for device in ("cuda:2", "cpu", "mps"):
-        assert ask(device) == Choice(device, "as asked for")
-    assert ask("cuda:0", target_on_cpu=True) == Choice("cuda:0", "as asked for")
+        assert ask(device) == DevicePlacement(device, "as asked for")
+    assert ask("cuda:0", target_on_cpu=True) == DevicePlacement("cuda:0", "as asked for")

@@ -16,9 +16,9 @@ from specbranch.bench.survey import PairOptions, Survey
 from specbranch.cli import app
 from specbranch.cli.commands.plan import _chosen_flags, sentences
 from specbranch.plugins.vllm import installed
-from specbranch.simulation.presets import Pair, make_trace
+from specbranch.simulation.presets import ModelPair, make_trace
 
-TRACE = make_trace(Pair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
+TRACE = make_trace(ModelPair("made", 5.0, 5, 0.85, ""), 8, 60, random.Random(0))
 run = CliRunner().invoke
 
 

@@ -18,7 +18,7 @@ from specbranch.cli import app
 from specbranch.cli.preflight import Preflight
 from specbranch.engines import models
 from specbranch.launch import vllm_install
-from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.vllm_flags import KnownArguments
 from specbranch.plugins.vllm import installed as vllm_installed
 from tests.service.harness import free_port
@@ -190,7 +190,7 @@ def test_a_vllm_that_may_find_its_device_is_not_refused(
 )
 def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str, is_old: bool) -> None:
     monkeypatch.setattr(vllm_installed, "version", lambda: version)
-    found = Preflight(target="big", draft=DraftOptions("small")).findings()[0]
+    found = Preflight(target="big", draft=DraftServiceOptions("small")).findings()[0]
 
     assert found.state == ("fail" if is_old else "ok" if version else "skip")
     assert not is_old or f"too old to draft for, which takes 0.28 or later: {CPU_COMMAND}" in str(found.cause)
@@ -252,7 +252,7 @@ def test_a_socket_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specbranch_machine, "free_host_memory", lambda: 100)
-    found = Preflight(target="big", draft=DraftOptions("alien"), arguments={"max_modl_len": 1}).findings()
+    found = Preflight(target="big", draft=DraftServiceOptions("alien"), arguments={"max_modl_len": 1}).findings()
 
     causes = {one.check: one.cause for one in found}
     assert [name for name, cause in causes.items() if cause is None] == ["vLLM", "target", "draft"]
@@ -266,7 +266,7 @@ def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypa
 def test_what_was_not_compared_is_skipped_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub that does not answer, models that are not here, and a system that does not tell its memory."""
     monkeypatch.setattr(models, "ask_hub", lambda repository: models.HubAnswer(unknown="it sleeps"))
-    pair = Preflight(target="owner/target", draft=DraftOptions("owner/draft"))
+    pair = Preflight(target="owner/target", draft=DraftServiceOptions("owner/draft"))
     found = {one.check: one for one in pair.findings()}
 
     assert {name: one.state for name, one in found.items()} == dict.fromkeys(
@@ -281,7 +281,7 @@ def test_what_was_not_compared_is_skipped_and_stops_nothing(monkeypatch: pytest.
 
 def test_vocabularies_that_were_compared_by_size_alone_are_not_called_equal(tmp_path: Path) -> None:
     (tmp_path / "small" / "tokenizer.json").unlink()
-    found = {one.check: one for one in Preflight(target="big", draft=DraftOptions("small")).findings()}
+    found = {one.check: one for one in Preflight(target="big", draft=DraftServiceOptions("small")).findings()}
 
     assert found["vocabulary"].state == "skip"
     assert "not compared except by their sizes: the tokens of small cannot be read" in str(found["vocabulary"].cause)
@@ -303,7 +303,7 @@ def test_memory_of_unknown_size_is_not_called_enough(
 
 def test_a_vllm_whose_source_is_unknown_is_left_to_its_own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbranch.cli.preflight.known_arguments", lambda: None)
-    pair = Preflight(target="big", draft=DraftOptions("small"), arguments={"whatever": 1})
+    pair = Preflight(target="big", draft=DraftServiceOptions("small"), arguments={"whatever": 1})
 
     pair.run()
     assert pair.findings()[1].as_json()["state"] == "skip"

@@ -19,7 +19,7 @@ from specbranch.launch.draft_process import RemoteDraft, _ask
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.client.client import DraftClient
-from specbranch.service.wire.addresses import EndpointError, ServiceKeys, make_keys
+from specbranch.service.wire.addresses import AddressError, ServiceKeys, make_keys
 from tests.service.harness import PATIENCE_S, be_patient, free_port, scripted_service, tcp_service
 
 
@@ -96,11 +96,11 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, wrong: str, monkeypatc
 
 def test_keys_that_are_not_there_and_addresses_of_no_kind_are_refused(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
+    with pytest.raises(AddressError, match="TCP needs CURVE keys"):
         RemoteDraft((address,)).check()
-    with pytest.raises(EndpointError, match="cannot be read as a key"):
+    with pytest.raises(AddressError, match="cannot be read as a key"):
         RemoteDraft((address,), tmp_path).check()
-    with pytest.raises(EndpointError, match="is no address"):
+    with pytest.raises(AddressError, match="is no address"):
         RemoteDraft(("somewhere",)).check()
 
 

@@ -23,16 +23,16 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from specbranch.cli import app
-from specbranch.cli.commands.inspect import lines
+from specbranch.cli.commands.inspect import describe_lines
 from specbranch.cli.commands.top import count, duration, memory, view_as_json, view_as_line, view_as_screen
-from specbranch.cli.readings import Measure, Reading, measures, of_overview, of_page
+from specbranch.cli.readings import Measure, StatsReading, from_metrics, from_overview, top_rows
 from specbranch.core.round import Stats
 from specbranch.plugins.vllm.metrics import Collector
-from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file
+from specbranch.plugins.vllm.stats_file import RUN, PublishedStats, open_stats_file
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.gate import Decision
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.client.stats import read_page
+from specbranch.service.client.stats import parse_metrics_text
 from specbranch.service.wire.addresses import make_keys
 from specbranch.service.wire.messages import Overview
 from specbranch.version import __version__
@@ -41,7 +41,7 @@ from tests.service.harness import PATIENCE_S, Walk, be_patient, free_port, scrip
 from tests.service.nursery import ROOT
 from tests.service.rogue import rogue
 
-EARLIER = Reading(
+EARLIER = StatsReading(
     at_s=10.0,
     model="draft.gguf",
     stats=Stats(rounds=1000, hits=700, submitted=5000, accepted=3000, rejected=900, rows=8000, wait_s=2.0),
@@ -162,7 +162,7 @@ def test_a_reading_as_one_line() -> None:
 
 
 def test_a_time_without_verdicts_has_no_ratios() -> None:
-    found = by_name(measures(replace(EARLIER, at_s=11.0), EARLIER))
+    found = by_name(top_rows(replace(EARLIER, at_s=11.0), EARLIER))
 
     names = ("hit_rate", "tokens_per_round", "accepted_share", "rows_per_step", "draft_step_ms", "wait_ms")
     assert [found[name][0] for name in ("verdicts", *names)] == [0.0, *[None] * 6]
@@ -194,7 +194,7 @@ def test_times_sizes_and_counts_are_readable() -> None:
 
 
 def test_a_name_cannot_speak_to_the_terminal() -> None:
-    reading = of_overview(Overview(1, {"model": "a\x1b[2Jb\nc [bold]"}, {}), 0.0)
+    reading = from_overview(Overview(1, {"model": "a\x1b[2Jb\nc [bold]"}, {}), 0.0)
 
     assert reading.model == "a[2Jbc [bold]"
     assert "[bold]" in printed(view_as_screen("it", reading, None), 80)
@@ -203,12 +203,12 @@ def test_a_name_cannot_speak_to_the_terminal() -> None:
 def test_a_page_is_read_by_its_samples_and_nothing_else() -> None:
     page = '# HELP a b\na_total{x="1,}",y="q\\"r"} 5\nno sample\nb 1e3 1700000000\nc{} NaN-\n\nd:e 2\n'
 
-    assert [(one.name, one.labels, one.value) for one in read_page(page)] == [
+    assert [(one.name, one.labels, one.value) for one in parse_metrics_text(page)] == [
         ("a_total", {"x": "1,}", "y": 'q\\"r'}, 5.0),
         ("b", {}, 1000.0),
         ("d:e", {}, 2.0),
     ]
-    assert of_page(read_page("vllm:num_requests_running 3\nspecbranch_draft_hits_total 4\n"), 0.0) is None
+    assert from_metrics(parse_metrics_text("vllm:num_requests_running 3\nspecbranch_draft_hits_total 4\n"), 0.0) is None
 
 
 def test_engines_of_a_server_are_summed_and_their_states_kept() -> None:
@@ -226,7 +226,7 @@ specbranch_undrafted_total{engine="0",model_name="m",reason="too_long"} 2
 specbranch_submitted_tokens_sum{engine="0",model_name="m"} 20
 specbranch_accepted_tokens_total{engine="0",model_name="m"} NaN
 """
-    reading = of_page(read_page(page), 0.0)
+    reading = from_metrics(parse_metrics_text(page), 0.0)
 
     assert reading is not None
     assert (reading.model, reading.states, reading.gate) == ("m", ["on", "closed"], {"1": False})
@@ -251,7 +251,7 @@ def test_a_description_has_what_the_service_tells() -> None:
     }
     figures = {"targets": 1.0, "sessions": 3.0, "session_tokens": 1500.0, "memory_bytes": 2e9, "uptime_seconds": 61.0}
 
-    assert lines(Overview(1, settings, figures)) == {
+    assert describe_lines(Overview(1, settings, figures)) == {
         "model": "draft",
         "engine": "torch, device cpu, int8, 500 MB of weights",
         "vocabulary": "151,936 tokens",
@@ -262,7 +262,7 @@ def test_a_description_has_what_the_service_tells() -> None:
         "memory": "2.0 GB",
         "uptime": "1 min 1 s",
     }
-    assert "model" not in lines(Overview(1, {}, {}))
+    assert "model" not in describe_lines(Overview(1, {}, {}))
 
 
 def run(*words: str) -> Result:
@@ -372,8 +372,8 @@ def vllms_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) ->
     written = open_stats_file(lambda: ("target", 0))
     assert written is not None
     counts = {"calls": 20.0, "wait_s": 0.5}
-    written.show(
-        Shown(
+    written.publish(
+        PublishedStats(
             model="target",
             engine=0,
             address=address,

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from fractions import Fraction
 
-from specbranch.core.distribution import Distribution, RandomChance, distribution_of
-from specbranch.core.node import SampledDraw, TopDraw
+from specbranch.core.distribution import Distribution, SeededRandom, distribution_of
+from specbranch.core.node import GreedyPicker, WithoutReplacementPicker
 
 
 class Fixed(random.Random):
@@ -22,7 +22,7 @@ class Fixed(random.Random):
 
 
 def test_choices_follow_their_weights() -> None:
-    chance = RandomChance(random.Random(1))
+    chance = SeededRandom(random.Random(1))
     counts = Counter(chance.pick((1, 0, 3)) for _ in range(4000))
 
     assert counts[1] == 0
@@ -31,20 +31,20 @@ def test_choices_follow_their_weights() -> None:
 
 
 def test_rounding_never_chooses_what_has_no_weight() -> None:
-    assert RandomChance(Fixed(1.0)).pick((0.5, 0.5, 0.0)) == 1
+    assert SeededRandom(Fixed(1.0)).pick((0.5, 0.5, 0.0)) == 1
 
 
 def test_the_top_draw_takes_the_most_likely_token_left() -> None:
     distribution = Distribution((7, 3), (0.6, 0.4), 0.67)
 
-    assert TopDraw().further(distribution, ()) == 7
-    assert TopDraw().further(distribution, (7,)) == 3
-    assert TopDraw().further(distribution, (7, 3)) is None
+    assert GreedyPicker().further(distribution, ()) == 7
+    assert GreedyPicker().further(distribution, (7,)) == 3
+    assert GreedyPicker().further(distribution, (7, 3)) is None
 
 
 def test_the_sampled_draw_never_takes_a_token_twice() -> None:
     distribution = Distribution((7, 3), (0.6, 0.4), 0.67)
-    draw = SampledDraw(RandomChance(random.Random(0)))
+    draw = WithoutReplacementPicker(SeededRandom(random.Random(0)))
 
     assert {draw.further(distribution, (7,)) for _ in range(20)} == {3}
     assert draw.further(distribution, (3, 7)) is None

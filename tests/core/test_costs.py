@@ -6,26 +6,26 @@ import random
 
 import pytest
 
-from specbranch.core.costs import Costs, StepCost, StepEstimate, TargetEstimate
+from specbranch.core.costs import PairModel, StepCost, StepTimeModel, TargetTimeModel
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
-    assert StepEstimate().cost is None
-    assert Costs().draft_steps_per_target_step(1) is None
+    assert StepTimeModel().cost is None
+    assert PairModel().draft_steps_per_target_step(1) is None
 
 
 def test_a_straight_line_is_found_from_exact_samples() -> None:
-    estimate = StepEstimate()
+    estimate = StepTimeModel()
     for rows in (1, 4, 8, 2):
         estimate.observe(rows, StepCost(10.0, 2.0).at(rows))
 
     cost = estimate.cost
     assert cost is not None
-    assert (cost.first_s, cost.more_s) == pytest.approx((10.0, 2.0))
+    assert (cost.base_s, cost.per_row_s) == pytest.approx((10.0, 2.0))
 
 
 def test_samples_of_one_size_say_nothing_of_the_slope() -> None:
-    estimate = StepEstimate()
+    estimate = StepTimeModel()
     estimate.observe(3, 5.0)
     estimate.observe(3, 7.0)
 
@@ -33,26 +33,26 @@ def test_samples_of_one_size_say_nothing_of_the_slope() -> None:
 
 
 def test_a_step_never_gets_cheaper_by_more_rows() -> None:
-    estimate = StepEstimate()
+    estimate = StepTimeModel()
     estimate.observe(1, 9.0)
     estimate.observe(8, 1.0)
 
     cost = estimate.cost
-    assert cost is not None and cost.more_s == 0.0
+    assert cost is not None and cost.per_row_s == 0.0
 
 
 def test_a_slow_step_with_many_rows_does_not_make_the_first_row_free() -> None:
-    estimate = StepEstimate()
+    estimate = StepTimeModel()
     for rows, step_s in ((1, 2.0), (2, 2.2), (3, 2.4), (4, 40.0)):
         estimate.observe(rows, step_s)
 
     cost = estimate.cost
     assert cost is not None
-    assert cost.first_s == cost.more_s == pytest.approx((2.0 + 4.4 + 7.2 + 160.0) / (1 + 4 + 9 + 16), rel=0.02)
+    assert cost.base_s == cost.per_row_s == pytest.approx((2.0 + 4.4 + 7.2 + 160.0) / (1 + 4 + 9 + 16), rel=0.02)
 
 
 def test_the_estimate_follows_a_change_and_forgets_the_past() -> None:
-    estimate, rng = StepEstimate(half_life=8), random.Random(0)
+    estimate, rng = StepTimeModel(half_life=8), random.Random(0)
     for cost in (StepCost(1.0, 0.1), StepCost(3.0, 0.5)):
         for _ in range(200):
             rows = rng.randint(1, 8)
@@ -65,7 +65,7 @@ def test_the_estimate_follows_a_change_and_forgets_the_past() -> None:
 
 
 def test_the_speed_ratio_follows_the_rows() -> None:
-    costs = Costs()
+    costs = PairModel()
     costs.target.observe(1, 0, 12.0)
     for rows in (1, 5):
         costs.draft.observe(rows, StepCost(2.0, 1.0).at(rows))
@@ -75,7 +75,7 @@ def test_the_speed_ratio_follows_the_rows() -> None:
 
 
 def test_a_draft_that_takes_no_time_has_no_speed_ratio() -> None:
-    costs = Costs()
+    costs = PairModel()
     costs.target.observe(1, 0, 12.0)
     costs.draft.observe(1, 0.0)
 
@@ -97,18 +97,18 @@ def test_rows_pay_as_long_as_they_raise_the_gain_per_time(cost: StepCost, gains:
 
 
 def test_the_first_draft_token_of_a_step_may_cost_more_than_the_next_ones() -> None:
-    costs = Costs()
+    costs = PairModel()
     for num_submitted in (0, 1, 3, 11, 15) * 4:
         costs.target.observe(1, num_submitted, 1.0 if not num_submitted else 2.8 + 0.3 * num_submitted)
 
-    assert costs.target.more_s == pytest.approx(0.3, rel=0.01)
+    assert costs.target.per_token_s == pytest.approx(0.3, rel=0.01)
     assert costs.target.entry_s == pytest.approx(1.8, rel=0.01)
-    assert costs.price == pytest.approx(0.3, rel=0.01)
-    assert costs.entry == pytest.approx(1.8, rel=0.01)
+    assert costs.min_accept_prob == pytest.approx(0.3, rel=0.01)
+    assert costs.min_gain == pytest.approx(1.8, rel=0.01)
 
 
 def test_the_sequences_of_a_batch_share_what_the_first_draft_token_costs() -> None:
-    estimate = TargetEstimate()
+    estimate = TargetTimeModel()
     for num_submitted in (0, 4, 8, 32) * 4:
         estimate.observe(4, num_submitted, 1.0 if not num_submitted else 2.0 + 0.1 * num_submitted)
 
@@ -116,34 +116,34 @@ def test_the_sequences_of_a_batch_share_what_the_first_draft_token_costs() -> No
 
 
 def test_drafts_that_did_not_pay_are_tried_again_in_the_end() -> None:
-    estimate = TargetEstimate(half_life=10)
+    estimate = TargetTimeModel(half_life=10)
     for num_submitted in (0, *[4, 8] * 8):
         estimate.observe(1, num_submitted, 1.0 if not num_submitted else 90.0 + num_submitted)
-    once = estimate.entry_s, estimate.more_s
+    once = estimate.entry_s, estimate.per_token_s
     for _ in range(20):
         estimate.observe(1, 0, 1.0)
 
-    assert (estimate.entry_s, estimate.more_s) == pytest.approx([part / 4 for part in once], rel=0.01)
+    assert (estimate.entry_s, estimate.per_token_s) == pytest.approx([part / 4 for part in once], rel=0.01)
 
 
 @pytest.mark.parametrize("kinds", [[0], [4], [4, 0]])
 def test_a_step_with_drafts_has_no_price_of_its_own_before_it_was_seen_in_several_sizes(kinds: list[int]) -> None:
-    estimate = TargetEstimate()
+    estimate = TargetTimeModel()
     for num_submitted in kinds * 4:
         estimate.observe(1, num_submitted, 1.0 + 0.5 * num_submitted)
 
     assert estimate.entry_s == 0.0
-    assert estimate.more_s == pytest.approx(0.5 if kinds == [4, 0] else 0.0, rel=0.02)
+    assert estimate.per_token_s == pytest.approx(0.5 if kinds == [4, 0] else 0.0, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_drafted", "num_plain"), [(1, 16), (4, 64), (16, 256), (40, 256)])
 def test_what_few_steps_with_drafts_have_shown_fades_soon(num_drafted: int, num_plain: int) -> None:
     """One of them may have met a machine that was busy with something else."""
-    estimate = TargetEstimate()
+    estimate = TargetTimeModel()
     estimate.observe(1, 0, 1.0)
     for _ in range(num_drafted):
         estimate.observe(1, 4, 9.0)
-    assert estimate.more_s > 1.0
+    assert estimate.per_token_s > 1.0
     belief = []
     for _ in range(num_plain + 1):
         belief.append(estimate._belief)
@@ -153,34 +153,34 @@ def test_what_few_steps_with_drafts_have_shown_fades_soon(num_drafted: int, num_
 
 
 def test_before_the_first_step_with_drafts_much_is_asked_of_them_and_less_the_longer_none_comes() -> None:
-    costs = Costs()
-    assert (costs.price, costs.entry) == (0.5, 1.0)
+    costs = PairModel()
+    assert (costs.min_accept_prob, costs.min_gain) == (0.5, 1.0)
     for _ in range(16):
         costs.target.observe(1, 0, 1.0)
-    assert (costs.price, costs.entry) == (0.125, 0.25)
+    assert (costs.min_accept_prob, costs.min_gain) == (0.125, 0.25)
     costs.target.observe(1, 3, 1.0)
 
-    assert (costs.price, costs.entry) == (0.0, 0.0)
+    assert (costs.min_accept_prob, costs.min_gain) == (0.0, 0.0)
 
 
 def test_time_is_worth_what_the_target_does_without_drafts_where_drafts_make_it_slower() -> None:
-    costs = Costs()
+    costs = PairModel()
     for num_submitted in (0, 4, 8) * 4:
         costs.target.observe(2, num_submitted, 1.0 + 0.1 * num_submitted)
-        costs.pace.observe(2, num_submitted, 2)
+        costs.tokens_per_step.observe(2, num_submitted, 2)
 
     assert costs.target.plain_rate == pytest.approx(2.0)
-    assert costs.price == pytest.approx(0.2, rel=0.01)
+    assert costs.min_accept_prob == pytest.approx(0.2, rel=0.01)
 
 
 def test_what_time_is_worth_follows_the_batch_at_once() -> None:
     """Eight sequences gain three tokens each in a step of 2 s; when one is left, its own gain counts."""
-    costs = Costs()
+    costs = PairModel()
     for num_submitted in (30, 32, 34) * 8:
         costs.target.observe(8, num_submitted, 0.4 + 0.04 * (8 + num_submitted))
-        costs.pace.observe(8, num_submitted, 24)
-    assert costs.price == pytest.approx(0.04 * 24 / 2.0, rel=0.01)
+        costs.tokens_per_step.observe(8, num_submitted, 24)
+    assert costs.min_accept_prob == pytest.approx(0.04 * 24 / 2.0, rel=0.01)
     costs.target.observe(1, 4, 0.6)
-    costs.pace.observe(1, 4, 3)
+    costs.tokens_per_step.observe(1, 4, 3)
 
-    assert costs.price == pytest.approx(0.04 * 3 / 0.6, rel=0.02)
+    assert costs.min_accept_prob == pytest.approx(0.04 * 3 / 0.6, rel=0.02)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbranch.core.distribution import Chance
+from specbranch.core.distribution import RandomSource
 from specbranch.core.node import Node
 from specbranch.core.planner import Planner, Predictor
 from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.predictors import ConstantPredictor, RandomPredictor
 from specbranch.core.planners.specbranch import SpecbranchPlanner, SpecbranchSettings
 from specbranch.core.round import Round, Signal, Verdict
-from specbranch.core.session import Ending, Session
+from specbranch.core.session import Session, StopCondition
 from specbranch.simulation import scripted
-from specbranch.simulation.scripted import Rule, TextScript, served_offers
+from specbranch.simulation.scripted import Rule, TextScript, served_candidates
 from tests.enumeration import exact_distribution
 from tests.toys import (
     assert_every_drafted_token_is_accounted_for,
@@ -35,9 +35,9 @@ from tests.toys import (
 )
 
 Pair = tuple[TextScript, TextScript]
-Make = Callable[[Chance], Planner[Any]]
+Make = Callable[[RandomSource], Planner[Any]]
 
-_PREDICTORS: dict[str, Callable[[Chance], Predictor]] = {
+_PREDICTORS: dict[str, Callable[[RandomSource], Predictor]] = {
     "always none": lambda chance: ConstantPredictor(Signal.NONE),
     "confidence": lambda chance: ConstantPredictor(Signal.SOME),
     "always all": lambda chance: ConstantPredictor(Signal.ALL),
@@ -59,7 +59,13 @@ def _methods() -> Iterator[Any]:
         yield pytest.param(lambda chance, n=name, s=chosen: planner_of(n, s), id=f"{name} {chosen.get('fallback', '')}")
     for label, predictor in _PREDICTORS.items():
         for form, is_ours in (("paper", False), ("ours", True)):
-            chosen = {"gamma": 2, "confidence": 0.6, "max_branches": 4, "waits": not is_ours, "is_thrifty": is_ours}
+            chosen = {
+                "gamma": 2,
+                "confidence": 0.6,
+                "max_branches": 4,
+                "wait_for_draft": not is_ours,
+                "cost_aware": is_ours,
+            }
             yield pytest.param(
                 lambda chance, s=chosen, p=predictor: planner_of("specbranch", s, p(chance)),
                 id=f"specbranch {form} {label}",
@@ -67,11 +73,11 @@ def _methods() -> Iterator[Any]:
 
 
 METHODS = list(_methods())
-PAPER = {"max_branches": 6, "waits": True, "is_thrifty": False}
+PAPER = {"max_branches": 6, "wait_for_draft": True, "cost_aware": False}
 
 
 def emitted_distribution(
-    pair: Pair, make: Make, rule: Rule, ending: Ending, c: float | None = None
+    pair: Pair, make: Make, rule: Rule, ending: StopCondition, c: float | None = None
 ) -> dict[tuple[int, ...], Fraction]:
     target, draft = pair
     # Rule B draws drafted tokens by chance; a shorter overlap keeps the number of ways in bounds.
@@ -81,7 +87,7 @@ def emitted_distribution(
     )
 
 
-def target_distribution(pair: Pair, ending: Ending) -> dict[tuple[int, ...], Fraction]:
+def target_distribution(pair: Pair, ending: StopCondition) -> dict[tuple[int, ...], Fraction]:
     return exact_distribution(lambda chance: tuple(plain(pair[0], chance, (0,), ending)))
 
 
@@ -89,7 +95,7 @@ def target_distribution(pair: Pair, ending: Ending) -> dict[tuple[int, ...], Fra
 @pytest.mark.parametrize("rule", ["match", "reject", "serve"])
 def test_emitted_sequences_follow_the_target_distribution_exactly(make: Make, rule: Rule) -> None:
     """Two tokens, three of them emitted: every way that chance can go, in rational numbers."""
-    ending = Ending(max_new_tokens=3)
+    ending = StopCondition(max_new_tokens=3)
 
     assert emitted_distribution(two_token_pair(), make, rule, ending) == target_distribution(two_token_pair(), ending)
 
@@ -102,7 +108,7 @@ def test_the_distribution_is_exact_for_rule_a_on_three_tokens_with_an_end_token(
 
     Where the predictor is random too, each further token makes more than three times as many ways.
     """
-    ending = Ending(max_new_tokens=length, eos_ids=frozenset({2}))
+    ending = StopCondition(max_new_tokens=length, eos_ids=frozenset({2}))
 
     assert emitted_distribution(three_token_pair(), make, "match", ending) == target_distribution(
         three_token_pair(), ending
@@ -114,7 +120,7 @@ def test_what_is_guessed_leaves_the_distribution_exact() -> None:
 
     And many draft steps run guesses behind the node that they follow.
     """
-    ending = Ending(max_new_tokens=6)
+    ending = StopCondition(max_new_tokens=6)
     planted: list[int] = []
     deepened: list[bool] = []
 
@@ -124,13 +130,13 @@ def test_what_is_guessed_leaves_the_distribution_exact() -> None:
             planted.append(sum(node.parent is not None and node.parent.distribution is None for node in chain))
             return chain
 
-        def prepare(self, round: Round) -> Sequence[Node]:
-            nodes = super().prepare(round)
+        def rows_to_run(self, round: Round) -> Sequence[Node]:
+            nodes = super().rows_to_run(round)
             deepened.append(any(node.parent in nodes for node in nodes))
             return nodes
 
-    def make(chance: Chance) -> Planner[Any]:
-        settings = BudgetSettings(gamma=3, max_rows=2, prices=False)  # else few are submitted so early
+    def make(chance: RandomSource) -> Planner[Any]:
+        settings = BudgetSettings(gamma=3, max_rows=2, cost_aware=False)  # else few are submitted so early
         return Noting(settings, ConstantPredictor(Signal.SOME))
 
     pair = two_token_pair()
@@ -141,7 +147,7 @@ def test_what_is_guessed_leaves_the_distribution_exact() -> None:
 
 @pytest.mark.parametrize("make", [m for m in METHODS if "random" not in str(m.id) and "ssd" not in str(m.id)])
 def test_the_distribution_is_exact_for_rule_b_on_three_tokens_with_an_end_token(make: Make) -> None:
-    ending = Ending(max_new_tokens=2, eos_ids=frozenset({2}))
+    ending = StopCondition(max_new_tokens=2, eos_ids=frozenset({2}))
 
     assert emitted_distribution(three_token_pair(), make, "reject", ending) == target_distribution(
         three_token_pair(), ending
@@ -150,27 +156,27 @@ def test_the_distribution_is_exact_for_rule_b_on_three_tokens_with_an_end_token(
 
 @pytest.mark.parametrize("make", [m for m in METHODS if "random" not in str(m.id) and "ssd" not in str(m.id)])
 def test_the_distribution_is_exact_for_the_served_form_of_rule_b_on_three_tokens(make: Make) -> None:
-    ending = Ending(max_new_tokens=3, eos_ids=frozenset({2}))
+    ending = StopCondition(max_new_tokens=3, eos_ids=frozenset({2}))
 
     assert emitted_distribution(three_token_pair(), make, "serve", ending) == target_distribution(
         three_token_pair(), ending
     )
 
 
-@pytest.mark.parametrize(("prices", "c"), [(False, 2.0), (True, 1.5)])
-def test_guesses_and_drawn_tokens_in_one_submission_leave_the_distribution_exact(prices: bool, c: float) -> None:
+@pytest.mark.parametrize(("cost_aware", "c"), [(False, 2.0), (True, 1.5)])
+def test_guesses_and_drawn_tokens_in_one_submission_leave_the_distribution_exact(cost_aware: bool, c: float) -> None:
     """What nobody drew is certain: kept with the target's own probability. Both kinds are in many submissions."""
-    ending = Ending(max_new_tokens=4)
+    ending = StopCondition(max_new_tokens=4)
     kinds: list[tuple[bool, ...]] = []
 
     class Noting(BudgetPlanner):
         def submit(self, round: Round) -> Sequence[Node]:
             chain = super().submit(round) or ()
-            kinds.append(tuple(node.drawn_from is not None for node in chain))
+            kinds.append(tuple(node.sampled_from is not None for node in chain))
             return chain
 
-    def make(chance: Chance) -> Planner[Any]:
-        return Noting(BudgetSettings(gamma=3, max_rows=2, prices=prices), ConstantPredictor(Signal.SOME))
+    def make(chance: RandomSource) -> Planner[Any]:
+        return Noting(BudgetSettings(gamma=3, max_rows=2, cost_aware=cost_aware), ConstantPredictor(Signal.SOME))
 
     pair = two_token_pair()
     assert emitted_distribution(pair, make, "serve", ending, c) == target_distribution(pair, ending)
@@ -180,17 +186,17 @@ def test_guesses_and_drawn_tokens_in_one_submission_leave_the_distribution_exact
 def test_a_distribution_that_was_not_drawn_from_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that tells another temperature than it draws at."""
 
-    def wrong(session: Session, vocab_len: int) -> list[scripted.Offer]:
-        told = served_offers(session, vocab_len)
+    def wrong(session: Session, vocab_len: int) -> list[scripted.Candidates]:
+        told = served_candidates(session, vocab_len)
         return [
-            scripted.Offer(offer.distribution**2 / (offer.distribution**2).sum(), offer.tokens)
+            scripted.Candidates(offer.distribution**2 / (offer.distribution**2).sum(), offer.tokens)
             if offer.tokens
             else offer
             for offer in told
         ]
 
-    monkeypatch.setattr("specbranch.simulation.scripted.served_offers", wrong)
-    ending = Ending(max_new_tokens=3)
+    monkeypatch.setattr("specbranch.simulation.scripted.served_candidates", wrong)
+    ending = StopCondition(max_new_tokens=3)
     make = lambda chance: planner_of("sps", {"gamma": 2})  # noqa: E731
 
     assert emitted_distribution(two_token_pair(), make, "serve", ending) != target_distribution(
@@ -204,21 +210,21 @@ def test_testing_a_drawn_token_by_what_follows_it_is_noticed() -> None:
     class Choosy(SpecbranchPlanner):
         def submit(self, round: Round) -> list[Node] | None:
             tree = round.tree
-            if tree.unrun(tree.root, 2):
+            if tree.next_unrun(tree.root, 2):
                 return None
-            chain = tree.walk(tree.root, 2)
+            chain = tree.chain(tree.root, 2)
             last = chain[-1].parent
             is_sure = last is not None and last.distribution is not None and last.distribution.confidence > 0.6
             return chain if is_sure else []
 
-        def prepare(self, round: Round) -> list[Node]:
-            tip = round.tree.unrun(round.tree.root if round.is_waiting else round.tree.end, 2)
+        def rows_to_run(self, round: Round) -> list[Node]:
+            tip = round.tree.next_unrun(round.tree.root if round.is_waiting else round.tree.end, 2)
             return [tip] if tip else []
 
-    def make(chance: Chance) -> Planner[Any]:
+    def make(chance: RandomSource) -> Planner[Any]:
         return Choosy(SpecbranchSettings(gamma=2), ConstantPredictor(Signal.SOME))
 
-    ending = Ending(max_new_tokens=3)
+    ending = StopCondition(max_new_tokens=3)
     assert emitted_distribution(two_token_pair(), make, "match", ending) == target_distribution(
         two_token_pair(), ending
     )
@@ -244,17 +250,17 @@ class TokenStop(SpecbranchPlanner):
             node = child
         return chain
 
-    def prepare(self, round: Round) -> list[Node]:
-        tip = round.tree.unrun(round.tree.root if round.is_waiting else round.tree.end, 2)
+    def rows_to_run(self, round: Round) -> list[Node]:
+        tip = round.tree.next_unrun(round.tree.root if round.is_waiting else round.tree.end, 2)
         return [tip] if tip else []
 
 
-def _token_stop(chance: Chance) -> Planner[Any]:
+def _token_stop(chance: RandomSource) -> Planner[Any]:
     return TokenStop(SpecbranchSettings(gamma=2), ConstantPredictor(Signal.SOME))
 
 
 def test_stopping_on_the_token_instead_of_the_distribution_is_noticed_under_rule_b() -> None:
-    ending = Ending(max_new_tokens=3)
+    ending = StopCondition(max_new_tokens=3)
 
     assert emitted_distribution(two_token_pair(), _token_stop, "reject", ending) != target_distribution(
         two_token_pair(), ending
@@ -262,7 +268,7 @@ def test_stopping_on_the_token_instead_of_the_distribution_is_noticed_under_rule
 
 
 def test_stopping_on_the_token_is_noticed_in_the_served_form() -> None:
-    ending = Ending(max_new_tokens=3)
+    ending = StopCondition(max_new_tokens=3)
 
     assert emitted_distribution(two_token_pair(), _token_stop, "serve", ending) != target_distribution(
         two_token_pair(), ending
@@ -270,7 +276,7 @@ def test_stopping_on_the_token_is_noticed_in_the_served_form() -> None:
 
 
 def test_rule_a_is_immune_to_stopping_on_the_token() -> None:
-    ending = Ending(max_new_tokens=3)
+    ending = StopCondition(max_new_tokens=3)
 
     assert emitted_distribution(two_token_pair(), _token_stop, "match", ending) == target_distribution(
         two_token_pair(), ending
@@ -293,14 +299,14 @@ def test_a_broken_rule_b_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) 
     attribute, broken = _MUTATIONS[name]
     monkeypatch.setattr(scripted, attribute, broken)
     pair = misaligned_pair()
-    ending = Ending(max_new_tokens=2)
+    ending = StopCondition(max_new_tokens=2)
     make = lambda chance: planner_of("specbranch", {**PAPER, "gamma": 1, "confidence": 0.7})  # noqa: E731
 
     assert emitted_distribution(pair, make, "reject", ending) != target_distribution(pair, ending)
 
 
 def test_the_distribution_of_the_pair_that_shows_mutations_is_exact_without_them() -> None:
-    ending = Ending(max_new_tokens=2)
+    ending = StopCondition(max_new_tokens=2)
     make = lambda chance: planner_of("specbranch", {**PAPER, "gamma": 1, "confidence": 0.7})  # noqa: E731
 
     assert emitted_distribution(misaligned_pair(), make, "reject", ending) == target_distribution(
@@ -313,7 +319,7 @@ def test_a_broken_rule_a_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return Verdict(len(submitted), sample(len(submitted)))
 
     monkeypatch.setattr("specbranch.simulation.scripted.match", lenient)
-    ending = Ending(max_new_tokens=3)
+    ending = StopCondition(max_new_tokens=3)
     make = lambda chance: planner_of("sps", {"gamma": 2})  # noqa: E731
 
     assert emitted_distribution(two_token_pair(), make, "match", ending) != target_distribution(
@@ -329,11 +335,14 @@ def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
         chosen |= {"num_guesses": draw(st.integers(1, 8)), "fallback": draw(st.sampled_from(["jit", "fast"]))}
     if name == "specbranch":
         chosen |= {"max_branches": draw(st.integers(1, 6)), "confidence": draw(st.floats(0, 1))}
-        chosen |= {"waits": draw(st.booleans()), "is_thrifty": draw(st.booleans())}
+        chosen |= {"wait_for_draft": draw(st.booleans()), "cost_aware": draw(st.booleans())}
     if name == "budget":
         chosen |= {
             "max_rows": draw(st.integers(1, 6)),
-            **{name: draw(st.booleans()) for name in ("uses_text", "uses_memory", "deepens", "prices", "waits")},
+            **{
+                name: draw(st.booleans())
+                for name in ("uses_text", "uses_memory", "run_guesses", "cost_aware", "wait_for_draft")
+            },
         }
     return name, chosen, draw(st.sampled_from(list(_PREDICTORS)))
 
@@ -361,7 +370,7 @@ def test_greedy_output_equals_plain_greedy_token_by_token(
     base = random_script(seed, 5)
     target, draft = greedy(base), random_script(seed + 1, 5, like=base, share=share)
     planner = planner_of(name, chosen, _PREDICTORS[predictor](stream(seed)))
-    ending = Ending(limit, eos)
+    ending = StopCondition(limit, eos)
 
     session = decode(target, draft, planner, stream(seed), prompt=prompt, c=c, ending=ending)
 
@@ -379,7 +388,7 @@ def test_sampled_output_equals_plain_sampling_with_the_same_stream(
     target = random_script(seed, 5)
     draft = random_script(seed + 1, 5, like=target, share=0.8)
     planner = planner_of(name, chosen, _PREDICTORS[predictor](stream(seed)))
-    ending = Ending(max_new_tokens=limit)
+    ending = StopCondition(max_new_tokens=limit)
 
     session = decode(target, draft, planner, stream(seed + 2), prompt=(1, 2), ending=ending)
 

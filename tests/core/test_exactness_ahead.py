@@ -17,12 +17,12 @@ import pytest
 
 from specbranch.core import session as core_session
 from specbranch.core.calibration import Calibration
-from specbranch.core.costs import Costs
-from specbranch.core.distribution import Chance, Distribution, Prob, Sampling
-from specbranch.core.node import Node, ServedDraw, TopDraw
+from specbranch.core.costs import PairModel
+from specbranch.core.distribution import Distribution, Prob, RandomSource, RequestSampling
+from specbranch.core.node import GreedyPicker, Node, RejectionPicker
 from specbranch.core.round import Verdict
-from specbranch.core.session import Ending, Session
-from specbranch.simulation.scripted import Offer, TextScript, match, reject
+from specbranch.core.session import Session, StopCondition
+from specbranch.simulation.scripted import Candidates, TextScript, match, reject
 from tests.enumeration import exact_distribution
 from tests.toys import plain, planner_of, text_to, three_token_pair, two_token_pair
 
@@ -43,7 +43,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 class Target:
     """A target with a client: what it was told, what it verifies, and how often it did so without asking."""
 
-    def __init__(self, pair: Pair, rule: str, chance: Chance, lengths: tuple[int, int]) -> None:
+    def __init__(self, pair: Pair, rule: str, chance: RandomSource, lengths: tuple[int, int]) -> None:
         self._model, self._draft = pair
         self._rule = rule
         self._chance = chance
@@ -52,7 +52,7 @@ class Target:
 
     def decode(self, session: Session) -> None:
         """Decode the sequence to its end."""
-        session.stand_aside()
+        session.skip_round()
         submission: Submission = []
         while True:
             known = self._last_message(session)
@@ -75,16 +75,16 @@ class Target:
         if told is None:
             return self._cut(self._ask(session))
         taken = self._cut(told)
-        session.adopt([token for token, _ in taken])
+        session.mark_submitted([token for token, _ in taken])
         return taken
 
     def _ask(self, session: Session) -> Submission:
         """Wait until the planner answers, or give up at once."""
         if session.propose() is None and self._chance.pick([1, 1]):
-            session.give_up()
+            session.submit_ready()
         while session.propose() is None:
             self._draft_step(session)
-        return list(zip(session.submitted, session.drawn_from, strict=True))
+        return list(zip(session.submitted, session.sampled_from, strict=True))
 
     def _cut(self, submission: Submission) -> Submission:
         """A request, or the room for its text, allows so many tokens, whatever was proposed."""
@@ -95,7 +95,7 @@ class Target:
 
     def _draft_step(self, session: Session) -> None:
         for node in list(session.rows()):
-            session.grow(node, self._draft.distribution(text_to(session, node)))
+            session.add_distribution(node, self._draft.distribution(text_to(session, node)))
 
     def _verify(self, session: Session, submission: Submission) -> Verdict:
         text = tuple(session.tokens)
@@ -104,22 +104,23 @@ class Target:
         if self._rule == "match":
             return match(tokens, lambda index: laws[index].ids[self._chance.pick(laws[index].probs)])
         size = self._model.vocab_len
-        offers = [Offer((q or Distribution((token,), (1,), 0.0)).dense(size), (token,)) for token, q in submission]
-        return reject([*offers, Offer(NOWHERE.dense(size), ())], [law.dense(size) for law in laws], self._chance)
+        offers = [Candidates((q or Distribution((token,), (1,), 0.0)).dense(size), (token,)) for token, q in submission]
+        return reject([*offers, Candidates(NOWHERE.dense(size), ())], [law.dense(size) for law in laws], self._chance)
 
 
 def _told(session: Session) -> Messages:
     return {
-        tuple(committed): [(node.token, node.drawn_from) for node in nodes] for committed, nodes in session.foresee(4)
+        tuple(committed): [(node.token, node.sampled_from) for node in nodes]
+        for committed, nodes in session.drafts_by_verdict(4)
     }
 
 
 @pytest.fixture
-def chances(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chance]]:
+def chances(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RandomSource]]:
     """Where sessions find the chance that their tokens are drawn by: one draw for each text, as a seed gives."""
-    current: list[Chance] = []
+    current: list[RandomSource] = []
 
-    def served_draw(sampling: Sampling, tokens: Sequence[int], calibration: Calibration) -> ServedDraw:
+    def served_draw(sampling: RequestSampling, tokens: Sequence[int], calibration: Calibration) -> RejectionPicker:
         drawn: dict[tuple[int, ...], int] = {}
 
         def pick_at(node: Node, probs: Sequence[Prob]) -> int:
@@ -128,23 +129,23 @@ def chances(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chance]]:
                 drawn[text] = current[-1].pick(probs)
             return drawn[text]
 
-        return ServedDraw(lambda one: one, pick_at, calibration)
+        return RejectionPicker(lambda one: one, pick_at, calibration)
 
-    monkeypatch.setattr(core_session, "served_draw", served_draw)
+    monkeypatch.setattr(core_session, "rejection_picker", served_draw)
     yield current
 
 
 def emitted(
-    pair: Pair, method: tuple[str, dict[str, Any]], rule: str, ending: Ending, chances: list[Chance]
+    pair: Pair, method: tuple[str, dict[str, Any]], rule: str, ending: StopCondition, chances: list[RandomSource]
 ) -> tuple[dict[tuple[int, ...], Fraction], Counter[str]]:
     """The distribution of what is emitted, and how often each thing happened on the way."""
     counts: Counter[str] = Counter()
 
-    def run(chance: Chance) -> tuple[int, ...]:
+    def run(chance: RandomSource) -> tuple[int, ...]:
         chances[:] = [chance]
-        session = Session(PROMPT, planner_of(*method), TopDraw(), _costs(), ending)
+        session = Session(PROMPT, planner_of(*method), GreedyPicker(), _costs(), ending)
         if rule == "serve":
-            session.sample(Sampling(1.0))
+            session.set_sampling(RequestSampling(1.0))
         # The others seldom submit more than one token here, so that one is to be cut.
         target = Target(pair, rule, chance, (1, GAMMA) if method[0] == "budget" else (0, GAMMA))
         target.decode(session)
@@ -154,22 +155,22 @@ def emitted(
     return exact_distribution(run), counts
 
 
-def _costs() -> Costs:
+def _costs() -> PairModel:
     """Of a target that has shown that drafts cost it little; before that hardly any are submitted."""
-    costs = Costs()
+    costs = PairModel()
     for num_submitted in (0, 1, 0, 2):
         costs.observe_step(1, num_submitted, 1, 1.0 + 0.1 * num_submitted)
     return costs
 
 
-def of_target(pair: Pair, ending: Ending) -> dict[tuple[int, ...], Fraction]:
+def of_target(pair: Pair, ending: StopCondition) -> dict[tuple[int, ...], Fraction]:
     return exact_distribution(lambda chance: tuple(plain(pair[0], chance, PROMPT, ending)))
 
 
 @pytest.mark.parametrize("rule", ["match", "serve"])
 @pytest.mark.parametrize("name", METHODS)
-def test_what_is_told_ahead_leaves_the_distribution_exact(name: str, rule: str, chances: list[Chance]) -> None:
-    pair, ending = two_token_pair(), Ending(max_new_tokens=4 if name == "specbranch" else 3)
+def test_what_is_told_ahead_leaves_the_distribution_exact(name: str, rule: str, chances: list[RandomSource]) -> None:
+    pair, ending = two_token_pair(), StopCondition(max_new_tokens=4 if name == "specbranch" else 3)
     distribution, counts = emitted(pair, METHODS[name], rule, ending, chances)
 
     assert distribution == of_target(pair, ending)
@@ -180,23 +181,23 @@ def test_what_is_told_ahead_leaves_the_distribution_exact(name: str, rule: str, 
 
 
 @pytest.mark.parametrize(("name", "rule"), [("budget", "match"), ("specbranch", "serve")])
-def test_what_is_told_ahead_is_exact_on_three_tokens(name: str, rule: str, chances: list[Chance]) -> None:
-    pair, ending = three_token_pair(), Ending(max_new_tokens=3)
+def test_what_is_told_ahead_is_exact_on_three_tokens(name: str, rule: str, chances: list[RandomSource]) -> None:
+    pair, ending = three_token_pair(), StopCondition(max_new_tokens=3)
 
     assert emitted(pair, METHODS[name], rule, ending, chances)[0] == of_target(pair, ending)
 
 
 def test_telling_ahead_by_the_value_of_a_drawn_token_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, chances: list[Chance]
+    monkeypatch: pytest.MonkeyPatch, chances: list[RandomSource]
 ) -> None:
     """The comparison above can fail: here a submission is told only if its first token is token 0."""
-    foresee: Callable[..., Any] = Session.foresee
+    foresee: Callable[..., Any] = Session.drafts_by_verdict
 
     def choosy(session: Session, count: int) -> list[tuple[list[int], Sequence[Node]]]:
         return [(tokens, nodes if nodes[0].token == 0 else ()) for tokens, nodes in foresee(session, count)]
 
-    monkeypatch.setattr(Session, "foresee", choosy)
-    pair, ending = two_token_pair(), Ending(max_new_tokens=3)
+    monkeypatch.setattr(Session, "drafts_by_verdict", choosy)
+    pair, ending = two_token_pair(), StopCondition(max_new_tokens=3)
 
     assert emitted(pair, METHODS["budget"], "match", ending, chances)[0] == of_target(pair, ending)
     assert emitted(pair, METHODS["budget"], "serve", ending, chances)[0] != of_target(pair, ending)

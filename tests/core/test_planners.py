@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.costs import Costs, StepCost
+from specbranch.core.costs import PairModel, StepCost
 from specbranch.core.distribution import Distribution
 from specbranch.core.ngram import TEXT
-from specbranch.core.node import Node, TopDraw
-from specbranch.core.planners import PLANNERS, SettingError, longest_submission, make_planner, setting_names
+from specbranch.core.node import GreedyPicker, Node
+from specbranch.core.planners import PLANNERS, SettingError, draft_length_limit, make_planner, setting_names
 from specbranch.core.planners.baselines import AdaedlPlanner, AdaedlSettings
 from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.planners.ssd import fan_out
@@ -27,25 +27,25 @@ DOUBTFUL = Distribution((1, 2, 3, 4, 5, 6), (0.2, 0.2, 0.2, 0.2, 0.1, 0.1), 1.7)
 def session_of(
     name: str,
     signal: Signal = Signal.SOME,
-    costs: Costs | None = None,
+    costs: PairModel | None = None,
     prompt: Sequence[int] = (0,),
     **settings: Any,
 ) -> Session:
     if name == "budget":
-        settings.setdefault("prices", False)  # the first submissions of a target whose cost is unknown are short
+        settings.setdefault("cost_aware", False)  # the first submissions of a target whose cost is unknown are short
     planner = make_planner(name, settings, ConstantPredictor(signal))
-    return Session(prompt, planner, TopDraw(), costs or Costs())
+    return Session(prompt, planner, GreedyPicker(), costs or PairModel())
 
 
-def paper_specbranch(signal: Signal = Signal.SOME, costs: Costs | None = None, **settings: Any) -> Session:
-    return session_of("specbranch", signal, costs, waits=True, is_thrifty=False, **settings)
+def paper_specbranch(signal: Signal = Signal.SOME, costs: PairModel | None = None, **settings: Any) -> Session:
+    return session_of("specbranch", signal, costs, wait_for_draft=True, cost_aware=False, **settings)
 
 
 def run(session: Session, distribution: Distribution = SURE, steps: int = 1) -> None:
     """Draft steps in which every row gets the same distribution."""
     for _ in range(steps):
         for node in session.rows():
-            session.grow(node, distribution)
+            session.add_distribution(node, distribution)
 
 
 def depths(rows: Sequence[Node]) -> list[int]:
@@ -109,7 +109,7 @@ def test_adaedl_learns_nothing_from_an_empty_submission() -> None:
     session = session_of("adaedl")
     planner = session._planner
     assert isinstance(planner, AdaedlPlanner)
-    session.stand_aside()
+    session.skip_round()
     session.commit(Verdict(0, 2).committed(session.submitted))
 
     assert planner.threshold == AdaedlSettings().threshold
@@ -243,7 +243,7 @@ def test_after_a_hit_specbranch_submits_what_is_there_without_a_wait() -> None:
 )
 def test_a_branch_has_as_many_tokens_as_draft_steps_fit_best_into_the_targets_step(step_s: float, length: int) -> None:
     """Never more than gamma, and at least its root. A ratio just below a whole number is that number."""
-    costs = Costs()
+    costs = PairModel()
     costs.draft.observe(1, 1.0)
     costs.target.observe(1, 0, step_s)
     session = paper_specbranch(Signal.NONE, costs=costs, gamma=8)
@@ -285,11 +285,11 @@ def test_bad_names_and_values_raise_with_a_advice(name: str, settings: dict[str,
 
 
 def test_a_planner_has_its_own_longest_submission() -> None:
-    assert [longest_submission(name) for name in ("budget", "pearl", "none")] == [15, 5, 8]
+    assert [draft_length_limit(name) for name in ("budget", "pearl", "none")] == [15, 5, 8]
 
 
 def test_settings_can_be_listed() -> None:
-    assert setting_names("specbranch") == ("gamma", "confidence", "max_branches", "waits", "is_thrifty")
+    assert setting_names("specbranch") == ("gamma", "confidence", "max_branches", "wait_for_draft", "cost_aware")
 
 
 def test_after_a_miss_specbranch_does_not_let_the_target_wait() -> None:
@@ -305,7 +305,7 @@ def test_after_a_miss_specbranch_does_not_let_the_target_wait() -> None:
 
 def test_a_thrifty_specbranch_runs_the_rows_that_give_the_most_chance_for_their_time() -> None:
     """A second row that costs half of the first pays if it is at least half as likely; equal ones all pay."""
-    costs = Costs()
+    costs = PairModel()
     for rows in (1, 2, 4):
         costs.draft.observe(rows, StepCost(1.0, 0.5).at(rows))
     for distribution, expected in ((SURE, [1]), (DOUBTFUL, [1, 2, 3, 4])):
@@ -339,14 +339,14 @@ def test_budget_submits_all_that_is_drafted_and_never_waits() -> None:
 
 def test_budget_prepares_for_refusals_half_way_where_they_are_likely() -> None:
     """Rows cost next to nothing: behind a doubtful first token its rivals are worth more than the far end."""
-    costs = Costs()
+    costs = PairModel()
     for rows in (1, 2, 4):
         costs.draft.observe(rows, 1.0)
     session = session_of("budget", costs=costs, gamma=2, max_rows=3)
-    session.stand_aside()
+    session.skip_round()
     session.commit(Verdict(0, 0).committed(session.submitted))
     even = Distribution((1, 2, 3), (0.5, 0.4, 0.1), 0.9)
-    session.grow(session.tree.root, even)
+    session.add_distribution(session.tree.root, even)
     session.propose()
     assert session.submitted == [1]
     run(session, SURE)
@@ -357,11 +357,11 @@ def test_budget_prepares_for_refusals_half_way_where_they_are_likely() -> None:
 
 
 def test_with_expensive_rows_budget_is_one_chain() -> None:
-    costs = Costs()
+    costs = PairModel()
     for rows in (1, 2, 4):
         costs.draft.observe(rows, 2.0 * rows - 1)
     session = session_of("budget", costs=costs, gamma=4)
-    session.stand_aside()
+    session.skip_round()
     run(session, DOUBTFUL)
 
     assert len(session.rows()) == 1
@@ -377,7 +377,7 @@ def test_budget_submits_what_the_text_said_before_where_the_draft_has_nothing() 
 
 
 def test_budget_lets_the_target_wait_if_it_is_told_to() -> None:
-    session = session_of("budget", gamma=3, waits=True)
+    session = session_of("budget", gamma=3, wait_for_draft=True)
     proposals = []
     for _ in range(4):
         proposals.append(session.propose())
@@ -387,14 +387,14 @@ def test_budget_lets_the_target_wait_if_it_is_told_to() -> None:
 
 
 def test_budget_does_not_wait_for_what_will_hardly_come_true() -> None:
-    session = session_of("budget", gamma=9, waits=True)
+    session = session_of("budget", gamma=9, wait_for_draft=True)
     run(session, DOUBTFUL, 30)
 
     assert len(session.propose() or ()) in range(1, 9)
 
 
 def test_budget_learns_that_a_text_does_not_repeat_itself() -> None:
-    costs = Costs()
+    costs = PairModel()
     for _ in range(40):
         costs.calibration.observe_guess((TEXT, 3), is_right=False)
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], costs=costs, gamma=4)
@@ -406,13 +406,13 @@ def test_what_was_planted_is_ranked_by_the_distribution_that_comes_later() -> No
     """The text says 8, the draft is sure of 1: the chain turns to 1, and 8 stays as a rival."""
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], gamma=3)
     assert session.propose() == [8, 9, 5]
-    session.grow(session.tree.root, SURE)
+    session.add_distribution(session.tree.root, SURE)
 
     tree = session.tree
     assert [child.token for child in tree.root.children] == [1, 8]
-    assert tree.chance(tree.root.children[0]) > 0.5 > tree.chance(tree.root.children[1])
+    assert tree.path_prob(tree.root.children[0]) > 0.5 > tree.path_prob(tree.root.children[1])
     below = tree.root.children[1].children[0]
-    assert tree.chance(below) < tree.chance(tree.root.children[1]), "what stands below sank with it"
+    assert tree.path_prob(below) < tree.path_prob(tree.root.children[1]), "what stands below sank with it"
     assert tree.submitted is not None and [node.token for node in tree.submitted] == [8, 9, 5]
 
 
@@ -420,88 +420,88 @@ def test_a_distribution_that_agrees_with_the_text_makes_it_likelier() -> None:
     session = session_of("budget", prompt=[5, 6, 1, 8, 9, 5, 6], gamma=3)
     session.propose()
     assert session.submitted[:1] == [1]
-    before = session.tree.chance(session.tree.root.children[0])
-    session.grow(session.tree.root, SURE)
+    before = session.tree.path_prob(session.tree.root.children[0])
+    session.add_distribution(session.tree.root, SURE)
 
     assert [child.token for child in session.tree.root.children] == [1]
-    assert session.tree.chance(session.tree.root.children[0]) > before
+    assert session.tree.path_prob(session.tree.root.children[0]) > before
 
 
 def test_budget_runs_what_the_text_says_behind_a_node_in_the_same_step() -> None:
-    costs = Costs()
+    costs = PairModel()
     for rows in (1, 2, 4, 8):
         costs.draft.observe(rows, 1.0 + 0.01 * rows)
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 1, 2, 5, 6, 7], costs=costs, gamma=3)
-    session.stand_aside()
+    session.skip_round()
     chain = session.rows()
 
     assert [node.token for node in chain] == [7, 8, 9, 1]
     assert all(below.parent is above for above, below in itertools.pairwise(chain))
     for node in chain:  # the draft has other plans
-        session.grow(node, SURE)
+        session.add_distribution(node, SURE)
     assert session.tree.root.children[0].token == 1
     session.commit([1], 0)
     assert session.submitted == [] and session.propose() != [8, 9, 1]
 
 
 def test_guesses_that_the_target_confirms_or_not_are_learned_by_their_grounds() -> None:
-    costs = Costs()
+    costs = PairModel()
     costs.draft.observe(1, 1.0)
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 1, 2, 5, 6, 7], costs=costs, gamma=3)
     calibration = costs.calibration
-    session.stand_aside()
+    session.skip_round()
     session.rows()
     session.commit([8, 4], 0)
 
-    assert calibration.guess_chance((TEXT, 3)) > 0.5 > calibration.guess_chance((TEXT, 4))
-    assert calibration.guess_chance((TEXT, 5)) == 0.5, "nobody saw whether it was right"
+    assert calibration.guess_accept_prob((TEXT, 3)) > 0.5 > calibration.guess_accept_prob((TEXT, 4))
+    assert calibration.guess_accept_prob((TEXT, 5)) == 0.5, "nobody saw whether it was right"
 
 
 @pytest.mark.parametrize(
-    ("distribution", "prices", "expected"),
+    ("distribution", "cost_aware", "expected"),
     [(SURE, True, [1, 1, 1]), (DOUBTFUL, True, []), (DOUBTFUL, False, [1, 1, 1])],
 )
 def test_where_verifying_costs_time_budget_submits_what_is_worth_it(
-    distribution: Distribution, prices: bool, expected: list[int]
+    distribution: Distribution, cost_aware: bool, expected: list[int]
 ) -> None:
-    costs = Costs()
+    costs = PairModel()
     for num_tokens in (1, 3, 5) * 4:  # a further token takes half the time of the first
         costs.target.observe(1, num_tokens - 1, 1.0 + 0.5 * (num_tokens - 1))
-        costs.pace.observe(3, 6, 8)  # 2.67 tokens in a step of 2 s
-    session = session_of("budget", costs=costs, gamma=3, prices=prices)
+        costs.tokens_per_step.observe(3, 6, 8)  # 2.67 tokens in a step of 2 s
+    session = session_of("budget", costs=costs, gamma=3, cost_aware=cost_aware)
     node = session.tree.root
     for _ in range(3):
-        session.grow(node, distribution)
+        session.add_distribution(node, distribution)
         (node,) = session.tree.children(node, 1)
 
-    assert costs.price == pytest.approx(0.67, abs=0.01)
+    assert costs.min_accept_prob == pytest.approx(0.67, abs=0.01)
     assert session.propose() == expected
 
 
-@pytest.mark.parametrize(("least_chance", "expected"), [(0.0, 3), (0.5, 1), (0.99, 0)])
+@pytest.mark.parametrize(("min_accept_prob", "expected"), [(0.0, 3), (0.5, 1), (0.99, 0)])
 def test_what_is_less_likely_than_asked_for_is_not_submitted_even_where_it_is_free(
-    least_chance: float, expected: int
+    min_accept_prob: float, expected: int
 ) -> None:
-    session = session_of("budget", gamma=3, least_chance=least_chance)
+    session = session_of("budget", gamma=3, min_accept_prob=min_accept_prob)
     node = session.tree.root
     for _ in range(3):
-        session.grow(node, Distribution((1, 2, 3), (0.65, 0.2, 0.15), 0.9))
+        session.add_distribution(node, Distribution((1, 2, 3), (0.65, 0.2, 0.15), 0.9))
         (node,) = session.tree.children(node, 1)
 
     assert len(session.propose() or ()) == expected
 
 
-@pytest.mark.parametrize(("gamma", "prices", "expected"), [(2, True, 0), (2, False, 2), (8, True, 8)])
+@pytest.mark.parametrize(("gamma", "cost_aware", "expected"), [(2, True, 0), (2, False, 2), (8, True, 8)])
 def test_where_the_first_draft_token_is_expensive_budget_submits_much_or_nothing(
-    gamma: int, prices: bool, expected: int
+    gamma: int, cost_aware: bool, expected: int
 ) -> None:
-    costs = Costs()
+    costs = PairModel()
     for num_submitted in (0, 1, 3, 11) * 4:
         costs.target.observe(1, num_submitted, 1.0 if not num_submitted else 3.5 + 0.1 * num_submitted)
-    session = session_of("budget", costs=costs, gamma=gamma, prices=prices)
+    session = session_of("budget", costs=costs, gamma=gamma, cost_aware=cost_aware)
     node = session.tree.root
     for _ in range(gamma):
-        session.grow(node, SURE)
+        session.add_distribution(node, SURE)
         (node,) = session.tree.children(node, 1)
 
     assert len(session.propose() or []) == expected

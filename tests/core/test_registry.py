@@ -26,7 +26,7 @@ class Idle(Planner[Settings]):
     def submit(self, round: Round) -> Sequence[Node]:
         return ()
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         return ()
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from specbranch.core.costs import StepCost
 from specbranch.core.node import Node
-from specbranch.core.scheduler import LEAST_PIECE, Wish, schedule
+from specbranch.core.scheduler import LEAST_PIECE, RowRequest, select_rows
 
 
-def wish(name: str, *worths: float, is_awaited: bool = False, num_unread: int = 0) -> Wish[str]:
+def wish(name: str, *worths: float, is_awaited: bool = False, num_unread: int = 0) -> RowRequest[str]:
     nodes = [Node(token, None, 0, 0) for token in range(len(worths))]
-    return Wish(session=name, nodes=nodes, worths=worths, is_awaited=is_awaited, num_unread=num_unread)
+    return RowRequest(
+        session=name, nodes=nodes, priorities=worths, is_target_waiting=is_awaited, num_unprefilled=num_unread
+    )
 
 
-def granted(wishes: list[Wish[str]], row_limit: int = 64, piece_len: int = 32) -> dict[str, int]:
-    return {one.session: len(one.granted) for one in schedule(wishes, row_limit, piece_len).wishes}
+def granted(wishes: list[RowRequest[str]], row_limit: int = 64, prefill_chunk: int = 32) -> dict[str, int]:
+    return {one.session: len(one.granted) for one in select_rows(wishes, row_limit, prefill_chunk).requests}
 
 
 def test_the_most_valuable_rows_of_all_sessions_come_first() -> None:
@@ -30,34 +32,34 @@ def test_equal_rows_go_to_the_session_that_was_asked_first() -> None:
 def test_a_step_prefills_one_piece_and_the_first_in_line_always_may() -> None:
     wishes = [wish("a", 1.0, num_unread=100), wish("b", 1.0, num_unread=1), wish("c", 1.0, num_unread=4)]
 
-    plan = schedule(wishes, 64, 32)
+    plan = select_rows(wishes, 64, 32)
 
-    assert [one.session for one in plan.wishes] == ["a", "b"]
-    assert plan.piece_len == 8, "beside a session that drafts a quarter of a piece"
+    assert [one.session for one in plan.requests] == ["a", "b"]
+    assert plan.prefill_chunk == 8, "beside a session that drafts a quarter of a piece"
 
 
 def test_short_prefills_share_a_piece() -> None:
     wishes = [wish("a", 1.0, num_unread=20), wish("b", 1.0, num_unread=12), wish("c", 1.0, num_unread=2)]
 
-    plan = schedule(wishes, 64, 32)
+    plan = select_rows(wishes, 64, 32)
 
-    assert [one.session for one in plan.wishes] == ["a", "b"]
-    assert plan.piece_len == 32, "nobody drafts, so nobody is held up"
+    assert [one.session for one in plan.requests] == ["a", "b"]
+    assert plan.prefill_chunk == 32, "nobody drafts, so nobody is held up"
 
 
 def test_a_prefill_that_a_target_waits_for_gets_whole_pieces() -> None:
     wishes = [wish("a", 2.0, is_awaited=True, num_unread=20), wish("b", 0.5)]
 
-    assert schedule(wishes, 64, 32).piece_len == 32
-    assert schedule([wish("a", 1.0, num_unread=20), wish("b", 0.5)], 64, 2).piece_len == 1
+    assert select_rows(wishes, 64, 32).prefill_chunk == 32
+    assert select_rows([wish("a", 1.0, num_unread=20), wish("b", 0.5)], 64, 2).prefill_chunk == 1
 
 
 def test_nothing_wished_is_nothing_granted() -> None:
-    assert schedule([], 64, 32).wishes == []
+    assert select_rows([], 64, 32).requests == []
 
 
-def of(tenant: str, one: Wish[str], num_read: float = 0.0) -> Wish[str]:
-    one.tenant, one.num_read = tenant, num_read
+def of(tenant: str, one: RowRequest[str], num_read: float = 0.0) -> RowRequest[str]:
+    one.tenant, one.num_prefilled = tenant, num_read
     return one
 
 
@@ -68,15 +70,15 @@ def test_a_tenant_that_wishes_much_at_most_doubles_the_step() -> None:
     assert rows["good"] == 1 and sum(rows.values()) == 8, "what a step costs is not known"
     for one in wishes:
         one.granted.clear()
-    plan = schedule(wishes, 64, 32, StepCost(0.010, 0.005))
-    assert [one.session for one in plan.wishes] == ["bad 0", "bad 1", "bad 2", "bad 3", "good"], "2 rows, 3 more"
+    plan = select_rows(wishes, 64, 32, StepCost(0.010, 0.005))
+    assert [one.session for one in plan.requests] == ["bad 0", "bad 1", "bad 2", "bad 3", "good"], "2 rows, 3 more"
 
 
 def test_where_rows_cost_nothing_nobody_is_bounded_but_by_their_number() -> None:
     wishes = [of("bad", wish("bad", *[0.9] * 80)), of("good", wish("good", 0.1, 0.1))]
     for cost in (StepCost(0.01), None):
-        plan = schedule(wishes, 64, 32, cost)
-        assert [len(one.granted) for one in plan.wishes] == [62, 2]
+        plan = select_rows(wishes, 64, 32, cost)
+        assert [len(one.granted) for one in plan.requests] == [62, 2]
         for one in wishes:
             one.granted.clear()
 
@@ -84,20 +86,20 @@ def test_where_rows_cost_nothing_nobody_is_bounded_but_by_their_number() -> None
 def test_equal_tenants_have_all_their_rows_and_one_alone_too() -> None:
     cost = StepCost(0.010, 0.010)
     wishes = [of(name, wish(name, *[0.5] * 8)) for name in "abcd"]
-    assert [len(one.granted) for one in schedule(wishes, 64, 32, cost).wishes] == [8] * 4
+    assert [len(one.granted) for one in select_rows(wishes, 64, 32, cost).requests] == [8] * 4
 
     alone = [of("a", wish(str(number), *[0.5] * 8)) for number in range(4)]
-    assert [len(one.granted) for one in schedule(alone, 64, 32, cost).wishes] == [8] * 4
+    assert [len(one.granted) for one in select_rows(alone, 64, 32, cost).requests] == [8] * 4
 
 
 def test_a_tenant_alone_for_now_leaves_steps_short_for_those_who_will_be_back() -> None:
-    cost = StepCost(0.010, 0.002, read_s=0.001)
+    cost = StepCost(0.010, 0.002, per_prefill_token_s=0.001)
 
-    (alone,) = schedule([wish("a", *[0.5] * 20)], 64, 32, cost, is_shared=True).wishes
+    (alone,) = select_rows([wish("a", *[0.5] * 20)], 64, 32, cost, is_shared=True).requests
     assert len(alone.granted) == 6, "one row, and five in the time that it takes"
-    (alone,) = schedule([wish("a", *[0.5] * 20)], 64, 32, None, is_shared=True).wishes
+    (alone,) = select_rows([wish("a", *[0.5] * 20)], 64, 32, None, is_shared=True).requests
     assert len(alone.granted) == 20, "what a step costs is not known"
-    assert schedule([wish("a", 0.5, num_unread=100)], 64, 32, cost, is_shared=True).piece_len == 10
+    assert select_rows([wish("a", 0.5, num_unread=100)], 64, 32, cost, is_shared=True).prefill_chunk == 10
 
 
 def test_who_is_waited_for_goes_first_within_what_a_tenant_has() -> None:
@@ -119,9 +121,11 @@ def test_more_tenants_than_rows_share_by_worth() -> None:
 def test_text_of_another_tenant_is_read_in_the_time_that_drafting_takes() -> None:
     wishes = [of("good", wish("good", 0.5)), of("bad", wish("bad", 1.0, num_unread=10_000))]
 
-    assert schedule(wishes, 64, 64, StepCost(0.010, 0.005, read_s=0.001)).piece_len == 15, "15 ms for two rows"
-    assert schedule(wishes, 64, 64, StepCost(0.010, 0.005, read_s=1.0)).piece_len == LEAST_PIECE
-    assert schedule(wishes, 64, 32, StepCost(0.010, 0.005)).piece_len == 8
+    assert select_rows(wishes, 64, 64, StepCost(0.010, 0.005, per_prefill_token_s=0.001)).prefill_chunk == 15, (
+        "15 ms for two rows"
+    )
+    assert select_rows(wishes, 64, 64, StepCost(0.010, 0.005, per_prefill_token_s=1.0)).prefill_chunk == LEAST_PIECE
+    assert select_rows(wishes, 64, 32, StepCost(0.010, 0.005)).prefill_chunk == 8
 
 
 def test_the_tenant_for_whom_least_was_read_reads_first() -> None:
@@ -130,14 +134,14 @@ def test_the_tenant_for_whom_least_was_read_reads_first() -> None:
         of("good", wish("good", 1.0, num_unread=30), num_read=3.0),
     ]
 
-    assert [one.session for one in schedule(wishes, 64, 32).wishes] == ["good"]
+    assert [one.session for one in select_rows(wishes, 64, 32).requests] == ["good"]
 
 
 def test_rows_of_others_leave_half_of_the_time_to_text() -> None:
-    cost = StepCost(0.010, 0.001, read_s=0.0001)
+    cost = StepCost(0.010, 0.001, per_prefill_token_s=0.0001)
     rows, text = of("a", wish("a", *[0.5] * 50)), of("b", wish("b", 1.0, num_unread=2000))
 
-    plan = schedule([rows, text], 64, 512, cost)
+    plan = select_rows([rows, text], 64, 512, cost)
 
     assert len(rows.granted) == 1 + 5, "its share, and half of the time of two rows"
-    assert plan.piece_len in (59, 60), "the other half"
+    assert plan.prefill_chunk in (59, 60), "the other half"

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.core.costs import Costs
+from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
-from specbranch.core.node import TopDraw
-from specbranch.core.round import Outlook, Signal, Stats, Verdict
-from specbranch.core.session import Ending, Session
+from specbranch.core.node import GreedyPicker
+from specbranch.core.round import AcceptanceHint, Signal, Stats, Verdict
+from specbranch.core.session import Session, StopCondition
 from tests.toys import nodes, planner_of
 
 SURE = Distribution((1, 2), (0.9, 0.1), 0.3)
 
 
-def submitted_session(ending: Ending | None = None) -> Session:
+def submitted_session(ending: StopCondition | None = None) -> Session:
     """Three tokens under verification."""
-    session = Session([0], planner_of("sps", {"gamma": 3}), TopDraw(), Costs(), ending)
+    session = Session([0], planner_of("sps", {"gamma": 3}), GreedyPicker(), PairModel(), ending)
     while session.propose() is None:
         for node in session.rows():
-            session.grow(node, SURE)
+            session.add_distribution(node, SURE)
     return session
 
 
@@ -43,7 +43,7 @@ def test_a_verdict_cannot_accept_what_was_not_submitted() -> None:
 
 
 def test_an_end_token_inside_the_submission_ends_the_sequence_there() -> None:
-    session = submitted_session(Ending(eos_ids=frozenset({1})))
+    session = submitted_session(StopCondition(eos_ids=frozenset({1})))
 
     assert session.commit(Verdict(3, 7).committed(session.submitted)) == [1]
     assert session.is_finished
@@ -51,7 +51,7 @@ def test_an_end_token_inside_the_submission_ends_the_sequence_there() -> None:
 
 
 def test_the_token_limit_inside_a_submission_holds() -> None:
-    session = submitted_session(Ending(max_new_tokens=2))
+    session = submitted_session(StopCondition(max_new_tokens=2))
 
     assert session.commit(Verdict(3, 7).committed(session.submitted)) == [1, 1]
     assert session.is_finished
@@ -60,7 +60,7 @@ def test_the_token_limit_inside_a_submission_holds() -> None:
 
 
 def test_a_sequence_that_may_go_on_is_not_finished() -> None:
-    session = submitted_session(Ending(max_new_tokens=5, eos_ids=frozenset({9})))
+    session = submitted_session(StopCondition(max_new_tokens=5, eos_ids=frozenset({9})))
 
     session.commit(Verdict(3, 7).committed(session.submitted))
 
@@ -84,7 +84,7 @@ def test_an_engine_that_drives_itself_reports_by_content(
     session = submitted_session()
 
     session.commit(tokens, num_submitted)
-    session.settle()
+    session.count_rollback()
 
     assert session.tokens == [0, *tokens]
     assert (session.stats.accepted, session.stats.rejected) == (accepted, rejected)
@@ -92,21 +92,21 @@ def test_an_engine_that_drives_itself_reports_by_content(
 
 
 def test_an_outlook_is_for_the_round_that_begins_and_for_no_other() -> None:
-    outlook = Outlook(Signal.ALL)
+    outlook = AcceptanceHint(Signal.ALL)
     session = submitted_session()
-    found = [session.round.outlook]
+    found = [session.round.hint]
     session.commit(Verdict(2, 7).committed(session.submitted), outlook=outlook)
-    found.append(session.round.outlook)
+    found.append(session.round.hint)
     session.commit([5], 0)
-    found.append(session.round.outlook)
+    found.append(session.round.hint)
     session.commit([5], 0, outlook)
-    found.append(session.round.outlook)
+    found.append(session.round.hint)
 
     assert found == [None, outlook, None, outlook]
 
 
 def test_an_engine_may_go_on_without_a_submission_but_not_without_a_token() -> None:
-    session = Session([0], planner_of("sps"), TopDraw(), Costs())
+    session = Session([0], planner_of("sps"), GreedyPicker(), PairModel())
     session.commit([5, 6], 0)
 
     assert session.tokens == [0, 5, 6]
@@ -115,23 +115,23 @@ def test_an_engine_may_go_on_without_a_submission_but_not_without_a_token() -> N
 
 
 def test_standing_aside_submits_nothing_and_only_while_the_target_waits() -> None:
-    session = Session([0], planner_of("sps"), TopDraw(), Costs())
-    session.stand_aside()
+    session = Session([0], planner_of("sps"), GreedyPicker(), PairModel())
+    session.skip_round()
     other = submitted_session()
-    other.stand_aside()
+    other.skip_round()
 
     assert session.submitted == []
     assert other.submitted == [1, 1, 1]
 
 
 def test_a_distribution_that_lands_after_a_rollback_does_no_harm() -> None:
-    session = Session([0], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    session = Session([0], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
-    session.grow(session.rows()[0], SURE)
+    session.add_distribution(session.rows()[0], SURE)
     late = session.rows()[0]
     session.commit(Verdict(0, 5).committed(session.submitted))
 
-    session.grow(late, SURE)
+    session.add_distribution(late, SURE)
 
     assert session.propose() == []
     assert list(nodes(session.tree)) == []
@@ -139,13 +139,13 @@ def test_a_distribution_that_lands_after_a_rollback_does_no_harm() -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one committed token"):
-        Session([], planner_of("none"), TopDraw(), Costs())
+        Session([], planner_of("none"), GreedyPicker(), PairModel())
 
 
 def test_counters_add_up_and_ratios_follow() -> None:
     session = submitted_session()
     session.commit(Verdict(2, 7).committed(session.submitted))
-    session.settle()
+    session.count_rollback()
     total = Stats(wait_s=1.0, target_s=3.0)
     total.add(session.stats)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbranch.core.costs import Costs
+from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
-from specbranch.core.node import TopDraw
+from specbranch.core.node import GreedyPicker
 from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
 from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.round import Signal
@@ -23,7 +23,7 @@ DISTRIBUTIONS = [
     Distribution((), (), 0.0),
 ]
 ALL = [(planner, name) for planner in PLANNERS for name in setting_names(planner)]
-SWITCHES = {"waits", "is_thrifty", "uses_text", "uses_memory", "deepens", "prices"}
+SWITCHES = {"wait_for_draft", "cost_aware", "uses_text", "uses_memory", "run_guesses"}
 COUNTS = {"gamma", "num_guesses", "max_rows", "max_branches"}
 
 NO_NUMBERS: list[Any] = ["", "x", "4", "0.5", b"4", None, [], [1], {}, (1,), 1j, math.nan, math.inf, -math.inf]
@@ -40,21 +40,21 @@ def run_rounds(session: Session, num_rounds: int = 3) -> None:
         for _ in range(3):
             session.propose()
             for node in session.rows():
-                session.grow(node, distribution_for(node.position + node.token + number))
-        session.stand_aside()
+                session.add_distribution(node, distribution_for(node.position + node.token + number))
+        session.skip_round()
         for node in session.rows():
-            session.grow(node, distribution_for(node.position))
+            session.add_distribution(node, distribution_for(node.position))
         accepted = session.submitted[: (0, 1, None)[number % 3]]
         session.commit([*accepted, 1 + number], len(session.submitted))
 
 
 def session_with(planner: str, chosen: dict[str, Any]) -> Session:
-    costs = Costs()
+    costs = PairModel()
     for rows in (1, 2, 4):
         costs.draft.observe(rows, 1.0 + 0.1 * rows)
     costs.target.observe(1, 0, 5.0)
     made = make_planner(planner, chosen, ConstantPredictor(Signal.SOME))
-    return Session([1, 2, 3, 1, 2], made, TopDraw(), costs)
+    return Session([1, 2, 3, 1, 2], made, GreedyPicker(), costs)
 
 
 @pytest.mark.parametrize(("planner", "name"), ALL)

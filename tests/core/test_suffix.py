@@ -7,43 +7,43 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbranch.core.ngram import LENGTHS, SuffixIndex
+from specbranch.core.ngram import LENGTHS, NgramIndex
 
 
 def test_the_longest_agreement_counts_and_of_those_the_last() -> None:
-    index = SuffixIndex([1, 2, 3, 4, 9, 2, 3, 5, 9, 9, 2, 3])
-    index.catch_up()
+    index = NgramIndex([1, 2, 3, 4, 9, 2, 3, 5, 9, 9, 2, 3])
+    index.index_new_tokens()
 
-    assert index.after([], 3) == ([5, 9, 9], 3)  # 9 2 3 stood before 5
-    assert index.after([4], 2) == ([9, 2], 3)  # 2 3 4
-    assert index.after([7], 2) == ([], 0)
+    assert index.continuation([], 3) == ([5, 9, 9], 3)  # 9 2 3 stood before 5
+    assert index.continuation([4], 2) == ([9, 2], 3)  # 2 3 4
+    assert index.continuation([7], 2) == ([], 0)
 
 
 def test_a_text_does_not_agree_with_its_own_end() -> None:
-    index = SuffixIndex([1, 2])
-    index.catch_up()
+    index = NgramIndex([1, 2])
+    index.index_new_tokens()
 
-    assert index.after([], 4) == ([], 0)
+    assert index.continuation([], 4) == ([], 0)
 
 
 def test_it_follows_a_text_that_grows_a_bounded_part_at_a_time() -> None:
     tokens = [1, 2, 3]
-    index = SuffixIndex(tokens)
-    index.catch_up()
+    index = NgramIndex(tokens)
+    index.index_new_tokens()
     tokens += [4, 1, 2, 3]
-    index.catch_up(most=2)
-    assert index.after([], 1) == ([4], 3)
+    index.index_new_tokens(most=2)
+    assert index.continuation([], 1) == ([4], 3)
     tokens += [7, 8, 3, 7]
-    assert index.after([], 1) == ([], 0), "not read yet"
+    assert index.continuation([], 1) == ([], 0), "not read yet"
     for _ in range(4):
-        index.catch_up(most=2)
-    assert index.after([], 1) == ([8], 2)
+        index.index_new_tokens(most=2)
+    assert index.continuation([], 1) == ([8], 2)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(0, 2), max_size=4))
 def test_it_finds_what_a_search_finds(tokens: list[int], tail: list[int]) -> None:
-    index = SuffixIndex(tokens)
-    index.catch_up(most=random.Random(len(tokens)).randint(40, 80))
+    index = NgramIndex(tokens)
+    index.index_new_tokens(most=random.Random(len(tokens)).randint(40, 80))
     end = [*tokens, *tail]
     expected: tuple[list[int], int] = ([], 0)
     for length in LENGTHS:
@@ -52,4 +52,4 @@ def test_it_finds_what_a_search_finds(tokens: list[int], tail: list[int]) -> Non
             expected = (tokens[places[-1] : places[-1] + 3], length)
             break
 
-    assert index.after(tail, 3) == expected
+    assert index.continuation(tail, 3) == expected

@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbranch.core.distribution import Dense, distribution_of
-from specbranch.core.node import SampledDraw
+from specbranch.core.node import WithoutReplacementPicker
 from specbranch.core.round import Verdict
-from specbranch.simulation.scripted import Offer, choose, keep_chance, match, recovery_distribution, reject, without
+from specbranch.simulation.scripted import (
+    Candidates,
+    accept_prob,
+    match,
+    recovery_distribution,
+    reject,
+    reject_in_turn,
+    renormalized_without,
+)
 from tests.enumeration import exact_distribution
 
 
@@ -24,7 +32,7 @@ def distributions(draw: st.DrawFn, size: int = 3) -> Dense:
 
 @given(p=distributions(), q=distributions())
 def test_kept_mass_and_recovered_mass_make_the_target_distribution(p: Dense, q: Dense) -> None:
-    kept = np.array([q[i] * keep_chance(p, q, i) if q[i] else Fraction(0) for i in range(3)], dtype=object)
+    kept = np.array([q[i] * accept_prob(p, q, i) if q[i] else Fraction(0) for i in range(3)], dtype=object)
     rejected = 1 - kept.sum()
 
     assert (kept + rejected * recovery_distribution(p, q) == p).all()
@@ -39,10 +47,10 @@ def test_a_root_drawn_without_replacement_and_chosen_by_rule_b_follows_the_targe
     def run(chance: object) -> int:
         tokens: list[int] = []
         for _ in range(count):
-            drawn = SampledDraw(chance).further(distribution, tokens)  # type: ignore[arg-type]
+            drawn = WithoutReplacementPicker(chance).further(distribution, tokens)  # type: ignore[arg-type]
             if drawn is not None:
                 tokens.append(drawn)
-        return choose(p, Offer(q, tuple(tokens)), chance)  # type: ignore[arg-type]
+        return reject_in_turn(p, Candidates(q, tuple(tokens)), chance)  # type: ignore[arg-type]
 
     found = exact_distribution(run)
     assert [found.get(i, Fraction(0)) for i in range(3)] == list(p)
@@ -68,4 +76,4 @@ def test_equal_distributions_recover_to_themselves_and_an_exhausted_distribution
     p = np.array([0.5, 0.5])
 
     assert (recovery_distribution(p, p) == p).all()
-    assert (without(np.array([1.0, 0.0]), 0) == 0).all()
+    assert (renormalized_without(np.array([1.0, 0.0]), 0) == 0).all()

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specbranch.exactness.openai_server import Drafts, Reply
+from specbranch.exactness.openai_server import DraftCounts, Reply
 from specbranch.exactness.server_findings import (
     Greedy,
     Sampled,
-    always,
+    check_server_property,
     drafting,
     greedy_equality,
     greedy_together,
@@ -167,12 +167,12 @@ def test_samples_without_an_accepted_draft_token_show_nothing_of_drafts() -> Non
     one = sampled("one", [0.7, 0.2, 0.1], [0.7, 0.2, 0.1])
     with_drafts, without = (
         same_distribution([replace(one, drafts=drafts)], 1e-3, np.random.default_rng(0))[0]
-        for drafts in (Drafts(10, 4), Drafts(10, 0))
+        for drafts in (DraftCounts(10, 4), DraftCounts(10, 0))
     )
 
     assert (with_drafts.result, without.result) == (HOLDS, NOTE)
     assert with_drafts.says.startswith("4 of 10 draft tokens accepted; would notice a shift of 0.")
-    wrong = replace(sampled("other", [0.7, 0.2, 0.1], [0.3, 0.3, 0.4]), drafts=Drafts(10, 0))
+    wrong = replace(sampled("other", [0.7, 0.2, 0.1], [0.3, 0.3, 0.4]), drafts=DraftCounts(10, 0))
     assert same_distribution([wrong], 1e-3, np.random.default_rng(0))[0].result == FAILED
 
 
@@ -196,7 +196,7 @@ def test_a_property_of_every_answer() -> None:
     good, bad = replies("yes", "yes"), replies("yes", "no")
 
     def find(reference: list[Reply], endpoint: list[Reply]) -> tuple[str, Sequence[str]]:
-        finding = always("says yes", "all", reference, endpoint, lambda one: one.text == "yes")
+        finding = check_server_property("says yes", "all", reference, endpoint, lambda one: one.text == "yes")
         return finding.result, finding.details
 
     assert find(good, good) == (HOLDS, ())
@@ -209,13 +209,18 @@ def test_a_property_of_every_answer() -> None:
     ("reference", "endpoint", "result", "says"),
     [
         (None, None, NOTE, "the server does not tell; make sure that speculative decoding is on"),
-        (None, Drafts(10, 4), HOLDS, "4 of 10 draft tokens accepted"),
-        (Drafts(), Drafts(10, 0), FAILED, "nothing was checked: 0 of 10 draft tokens accepted"),
-        (Drafts(7, 3), Drafts(10, 4), HOLDS, "4 of 10 draft tokens accepted; the reference drafts too (7 tokens)"),
+        (None, DraftCounts(10, 4), HOLDS, "4 of 10 draft tokens accepted"),
+        (DraftCounts(), DraftCounts(10, 0), FAILED, "nothing was checked: 0 of 10 draft tokens accepted"),
+        (
+            DraftCounts(7, 3),
+            DraftCounts(10, 4),
+            HOLDS,
+            "4 of 10 draft tokens accepted; the reference drafts too (7 tokens)",
+        ),
     ],
 )
 def test_a_server_that_accepts_no_draft_token_was_not_checked(
-    reference: Drafts | None, endpoint: Drafts | None, result: str, says: str
+    reference: DraftCounts | None, endpoint: DraftCounts | None, result: str, says: str
 ) -> None:
     finding = drafting(reference, endpoint)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from specbranch.exactness.openai_server import CHAT, Refused, Reply, ServerError
+from specbranch.exactness.openai_server import CHAT, Reply, RequestRefused, ServerError
 from specbranch.exactness.server_check import CompareOptions, Comparison, compare
-from specbranch.exactness.vllm_check import Size
+from specbranch.exactness.vllm_check import CheckSize
 from specbranch.exactness.vllm_findings import FAILED, NOTE, SKIPPED
-from specbranch.launch.vllm_worker import Ask
+from specbranch.launch.vllm_worker import PromptRequest
 from tests.endpoints.toy import InProcess, Toy, gullible, speculative
 
-SMALL = CompareOptions(size=Size(2, 4, 64, 0))
+SMALL = CompareOptions(size=CheckSize(2, 4, 64, 0))
 
 
 def compared(endpoint: Toy, reference: Toy | None = None, options: CompareOptions = SMALL) -> Comparison:
@@ -29,13 +29,13 @@ def results(found: Comparison) -> dict[str, str]:
 @pytest.fixture
 def without_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test would notice takes longer to find than the test itself, and decides nothing."""
-    monkeypatch.setattr("specbranch.exactness.statistics.noticed_shift", lambda *_: 0.0)
+    monkeypatch.setattr("specbranch.exactness.statistics.detectable_shift", lambda *_: 0.0)
 
 
 @pytest.mark.usefixtures("without_power")
 def test_false_alarms_are_as_rare_as_stated() -> None:
     """200 runs against a right speculative server at a rate of 0.2: 63 alarms or more once in ten thousand times."""
-    options = CompareOptions(size=Size(1, 2, 30, 0), alpha=0.2)
+    options = CompareOptions(size=CheckSize(1, 2, 30, 0), alpha=0.2)
     alarms = [
         any(result == FAILED for result in results(compared(Toy(speculative, seed=seed), options=options)).values())
         for seed in range(200)
@@ -74,11 +74,13 @@ def test_every_check_can_fail(wrong: Toy, failed: str) -> None:
 
 def test_a_feature_that_a_server_refuses_is_skipped() -> None:
     class Refusing(InProcess):
-        def ask_all(self, asks: Sequence[Ask], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
+        def ask_all(
+            self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]
+        ) -> list[list[Reply]]:
             try:
                 return super().ask_all(asks, at_once, heard)
             except ValueError as error:
-                raise Refused(str(error)) from error
+                raise RequestRefused(str(error)) from error
 
     toy = Refusing(Toy(refuses=["response_format", "logprobs", "n"], seed=1))
     found = compare(toy, InProcess(Toy(seed=2)), SMALL, lambda stage, done, total: None)
@@ -126,7 +128,7 @@ def test_servers_with_chats_only_are_compared_by_chats() -> None:
 
 def test_rounding_noise_is_told_from_an_error() -> None:
     """A reference whose logits change a little from request to request, like one in bfloat16."""
-    options = CompareOptions(size=Size(32, 40, 8, 0))
+    options = CompareOptions(size=CheckSize(32, 40, 8, 0))
     by_rounding = compared(Toy(noise=0.02, seed=1), Toy(noise=0.02, seed=2), options)
     by_error = compared(Toy(noise=0.02, likes=" cloud,", seed=1), Toy(noise=0.02, seed=2), options)
     greedy = by_rounding.findings[0]
@@ -138,8 +140,10 @@ def test_rounding_noise_is_told_from_an_error() -> None:
 
 def test_nothing_in_common_but_the_path_is_an_error() -> None:
     class Refusing(InProcess):
-        def ask_all(self, asks: Sequence[Ask], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
-            raise Refused("not today")
+        def ask_all(
+            self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]
+        ) -> list[list[Reply]]:
+            raise RequestRefused("not today")
 
     with pytest.raises(ServerError, match="nothing could be compared: not today"):
         compare(Refusing(Toy()), InProcess(Toy()), SMALL, lambda stage, done, total: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specbranch.exactness.openai_server import Reply
-from specbranch.exactness.server_findings import first_difference, part
+from specbranch.exactness.server_findings import find_divergence, first_difference
 
 
 def reference(*likely: Mapping[str, float], end: str = "") -> Reply:
@@ -15,7 +15,9 @@ def reference(*likely: Mapping[str, float], end: str = "") -> Reply:
 
 
 def test_the_gap_of_the_first_other_token() -> None:
-    found = part(reference({"a": -0.1, "b": -3.0}, {"c": -0.5, "d": -0.75}, {"e": -0.1, "x": -9.0}), Reply("adx"))
+    found = find_divergence(
+        reference({"a": -0.1, "b": -3.0}, {"c": -0.5, "d": -0.75}, {"e": -0.1, "x": -9.0}), Reply("adx")
+    )
 
     assert found is not None
     assert (found.position, found.token, found.other_token, found.gap) == (1, "c", "d", 0.25)
@@ -24,7 +26,7 @@ def test_the_gap_of_the_first_other_token() -> None:
 
 def test_a_token_that_begins_with_the_reference_s_own() -> None:
     """The other text is "then", "go": it parts at the first token, though "the" fits both texts."""
-    found = part(reference({" the": -0.5, " then": -0.6}, {" sea": -0.1, " n": -7.0}), Reply(" then go"))
+    found = find_divergence(reference({" the": -0.5, " then": -0.6}, {" sea": -0.1, " n": -7.0}), Reply(" then go"))
 
     assert found is not None
     assert (found.position, found.other_token, round(found.gap, 6)) == (0, " then", 0.1)
@@ -32,14 +34,14 @@ def test_a_token_that_begins_with_the_reference_s_own() -> None:
 
 def test_a_token_that_both_texts_begin_with_explains_nothing() -> None:
     """ " hea" is as likely as " heads" but fits both; they part at the second token, far from a tie."""
-    found = part(reference({" heads": -0.5, " hea": -0.5}, {",": -0.1, ".": -5.1}), Reply(" heads."))
+    found = find_divergence(reference({" heads": -0.5, " hea": -0.5}, {",": -0.1, ".": -5.1}), Reply(" heads."))
 
     assert found is not None
     assert (found.position, found.other_token, found.gap) == (1, ".", 5.0)
 
 
 def test_a_token_that_was_not_reported_is_no_tie() -> None:
-    found = part(reference({"a": -1.0, "b": -1.1}), Reply("zzz"))
+    found = find_divergence(reference({"a": -1.0, "b": -1.1}), Reply("zzz"))
 
     assert found is not None
     assert found.is_least and round(found.gap, 6) == 0.1
@@ -47,14 +49,16 @@ def test_a_token_that_was_not_reported_is_no_tie() -> None:
 
 
 def test_an_answer_that_ends_early_took_a_token_that_ends() -> None:
-    found = part(reference({"a": -0.1}, {"b": -0.7, "</s>": -0.8, "c": -9.0}), Reply("a", "stop"))
+    found = find_divergence(reference({"a": -0.1}, {"b": -0.7, "</s>": -0.8, "c": -9.0}), Reply("a", "stop"))
 
     assert found is not None
     assert (found.position, found.other_token, round(found.gap, 6)) == (1, "</s>", 0.1)
 
 
 def test_an_answer_that_goes_on_where_the_reference_ends() -> None:
-    found = part(reference({"a": -0.1}, {"<|im_end|>": -0.5, "b": -0.6}, end="<|im_end|>"), Reply("abc", "length"))
+    found = find_divergence(
+        reference({"a": -0.1}, {"<|im_end|>": -0.5, "b": -0.6}, end="<|im_end|>"), Reply("abc", "length")
+    )
 
     assert found is not None
     assert (found.position, found.token, found.other_token, round(found.gap, 6)) == (1, "<|im_end|>", "b", 0.1)
@@ -66,8 +70,8 @@ def test_tokens_that_are_no_text_tell_nothing() -> None:
         "é!", "length", ["\ufffd", "\ufffd", "!"], [{"\ufffd": -0.1}, {"\ufffd": -0.1}, {"!": -0.2, "?": -0.3}]
     )
 
-    assert part(halves, Reply("é?", "length")) is None
-    assert part(Reply("a", "length"), Reply("b", "length")) is None
+    assert find_divergence(halves, Reply("é?", "length")) is None
+    assert find_divergence(Reply("a", "length"), Reply("b", "length")) is None
 
 
 def test_the_first_character_that_differs() -> None:

@@ -14,25 +14,25 @@ from specbranch.exactness.openai_server import (
     CHAT,
     COMPLETIONS,
     Address,
-    Drafts,
-    Refused,
+    DraftCounts,
+    OpenAIServer,
     Reply,
-    Server,
+    RequestRefused,
     ServerError,
     Unavailable,
     body_of,
 )
-from specbranch.launch.vllm_worker import Ask
+from specbranch.launch.vllm_worker import PromptRequest
 from tests.endpoints.toy import Toy, serving
 
-GREEDY = Ask("Coin:", {"temperature": 0, "max_tokens": 4})
+GREEDY = PromptRequest("Coin:", {"temperature": 0, "max_tokens": 4})
 
 
-def opened(url: str, model: str | None = None, key: str | None = None, timeout_s: float = 30.0) -> Server:
-    return Server(Address("--endpoint", url, key, timeout_s), model)
+def opened(url: str, model: str | None = None, key: str | None = None, timeout_s: float = 30.0) -> OpenAIServer:
+    return OpenAIServer(Address("--endpoint", url, key, timeout_s), model)
 
 
-def ask(server: Server, *asks: Ask, at_once: int = 1) -> list[list[Reply]]:
+def ask(server: OpenAIServer, *asks: PromptRequest, at_once: int = 1) -> list[list[Reply]]:
     return server.ask_all(asks, at_once, lambda number: None)
 
 
@@ -47,7 +47,7 @@ def test_a_server_is_found_with_its_model_and_its_paths(suffix: str) -> None:
 def test_answers_are_in_the_order_of_the_requests() -> None:
     prompts = [f"Prompt {number}:" for number in range(20)]
     asks = [
-        Ask(prompt, {"temperature": 0, "max_tokens": 6}, is_chat=number % 2 > 0)
+        PromptRequest(prompt, {"temperature": 0, "max_tokens": 6}, is_chat=number % 2 > 0)
         for number, prompt in enumerate(prompts)
     ]
     heard: list[int] = []
@@ -83,12 +83,12 @@ def test_requests_run_at_the_same_time() -> None:
 
 
 def test_a_request_in_both_forms() -> None:
-    plain = Ask("p", {"logprobs": 2, "max_tokens": 3}, {"type": "object"})
+    plain = PromptRequest("p", {"logprobs": 2, "max_tokens": 3}, {"type": "object"})
     schema = {"name": "answer", "schema": {"type": "object"}, "strict": True}
     common = {"model": "m", "max_tokens": 3, "response_format": {"type": "json_schema", "json_schema": schema}}
 
     assert body_of(plain, "m") == {**common, "logprobs": 2, "prompt": "p"}
-    assert body_of(Ask(plain.prompt, plain.sampling, plain.schema, is_chat=True), "m") == {
+    assert body_of(PromptRequest(plain.prompt, plain.sampling, plain.schema, is_chat=True), "m") == {
         **common,
         "logprobs": True,
         "top_logprobs": 2,
@@ -99,8 +99,8 @@ def test_a_request_in_both_forms() -> None:
 def test_a_refusal_says_what_the_server_says() -> None:
     with serving(Toy(refuses=["top_k"])) as url:
         server = opened(url)
-        with pytest.raises(Refused, match="HTTP 400: top_k is not supported"):
-            ask(server, Ask("p", {"top_k": 5, "max_tokens": 1}))
+        with pytest.raises(RequestRefused, match="HTTP 400: top_k is not supported"):
+            ask(server, PromptRequest("p", {"top_k": 5, "max_tokens": 1}))
 
 
 def test_a_server_without_completions_takes_chats() -> None:
@@ -114,9 +114,9 @@ def test_a_server_that_breaks_is_no_longer_up() -> None:
         server = opened(url)
         assert server.is_up()
         with pytest.raises(ServerError, match="HTTP 500: the engine died") as error:
-            ask(server, Ask("p", {"top_k": 5, "max_tokens": 1}))
+            ask(server, PromptRequest("p", {"top_k": 5, "max_tokens": 1}))
 
-        assert not isinstance(error.value, Refused | Unavailable)
+        assert not isinstance(error.value, RequestRefused | Unavailable)
         assert not server.is_up()
 
 
@@ -125,7 +125,7 @@ def test_a_server_that_has_no_time_is_not_said_to_be_wrong(code: int) -> None:
     with serving(Toy(crashes_at="top_k", code=code)) as url:
         server = opened(url)
         with pytest.raises(Unavailable, match=f"HTTP {code}: .*lower --concurrency"):
-            ask(server, Ask("p", {"top_k": 5, "max_tokens": 1}))
+            ask(server, PromptRequest("p", {"top_k": 5, "max_tokens": 1}))
 
 
 def test_draft_tokens_are_those_of_vllms_metrics() -> None:
@@ -136,7 +136,7 @@ def test_draft_tokens_are_those_of_vllms_metrics() -> None:
         after = server.drafts()
 
     assert before is not None and after is not None
-    assert after - before == Drafts(20, 8)
+    assert after - before == DraftCounts(20, 8)
 
 
 def test_draft_tokens_are_those_that_llama_cpp_tells() -> None:
@@ -150,7 +150,7 @@ def test_draft_tokens_are_those_that_llama_cpp_tells() -> None:
         assert server.drafts() is None
         ask(server, *[GREEDY] * 6, at_once=3)
 
-        assert server.drafts() == Drafts(30, 18)
+        assert server.drafts() == DraftCounts(30, 18)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_key_goes_with_every_request_and_is_asked_for() -> None:
     with serving(Toy(), key="secret") as url:
         with pytest.raises(ServerError, match=r"HTTP 401: Unauthorized; put its key .* --api-key-env") as error:
             opened(url)
-        assert not isinstance(error.value, Refused)
+        assert not isinstance(error.value, RequestRefused)
         assert len(ask(opened(url, key="secret"), GREEDY)) == 1
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from specbranch.exactness.openai_server import CHAT, COMPLETIONS, Drafts, Reply, body_of, read_replies
-from specbranch.launch.vllm_worker import Ask
+from specbranch.exactness.openai_server import CHAT, COMPLETIONS, DraftCounts, Reply, body_of, read_replies
+from specbranch.launch.vllm_worker import PromptRequest
 
 WORDS = (" heads,", " tails,", " sun,", " rain,", " cloud,", "<end>")
 Probs = list[float]
@@ -172,10 +172,10 @@ class InProcess:
     model: str = "toy"
     takes: Sequence[str] = (COMPLETIONS, CHAT)
 
-    def ask_all(self, asks: Sequence[Ask], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
+    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
         return [read_replies(self.toy.answer(body_of(ask, self.model), ask.is_chat)) for ask in asks]
 
-    def drafts(self) -> Drafts | None:
+    def drafts(self) -> DraftCounts | None:
         return None
 
     def is_up(self) -> bool:

@@ -62,7 +62,7 @@ class EngineConformance:
 
         assert info.model and info.device
         assert info.vocab_len > 4 and info.row_limit >= 1
-        assert len(info.vocab_sample) <= MAX_SAMPLE and len(info.vocab_sample) % HASH_LEN == 0
+        assert len(info.vocab_fingerprint) <= MAX_SAMPLE and len(info.vocab_fingerprint) % HASH_LEN == 0
 
     def test_a_distribution_is_a_top_k_with_falling_probabilities(self, engine: DraftEngine) -> None:
         distribution = fresh_distribution(engine, [1, 2, 3])

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
 from specbranch.engines.torch.linear import Int8Linear, can_int8
-from specbranch.engines.torch.lm_head import LEARNED, CandidateHead, is_worth_narrowing
+from specbranch.engines.torch.lm_head import LEARNED, LowRankOutputLayer, is_worth_narrowing
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 VOCAB, WIDTH, TRUE_WIDTH = 131072, 64, 12
@@ -28,7 +28,7 @@ def states(count: int, seed: int) -> Any:
     return torch.randn(count, TRUE_WIDTH, generator=generator) @ axes * 2
 
 
-def learned(head: CandidateHead, seed: int) -> CandidateHead:
+def learned(head: LowRankOutputLayer, seed: int) -> LowRankOutputLayer:
     for piece in states(LEARNED, seed).split(1024):
         assert not head.is_narrow
         head.learn(piece)
@@ -37,7 +37,7 @@ def learned(head: CandidateHead, seed: int) -> CandidateHead:
 
 
 def test_it_says_the_same_as_the_full_layer_of_tokens_that_matter(linear: Any) -> None:
-    head = learned(CandidateHead(linear, Int8Linear), seed=1)
+    head = learned(LowRankOutputLayer(linear, Int8Linear), seed=1)
     rows = states(LEARNED + 64, seed=1)[LEARNED:]
     full = rows @ linear.weight.detach().T
     logits = torch.cat([head(piece) for piece in rows.split(4)])
@@ -51,7 +51,7 @@ def test_a_flat_distribution_has_exact_logits_for_its_first_tokens_and_no_more_o
     row = states(LEARNED + 1, seed=1)[LEARNED:] / 4
     with torch.no_grad():
         linear.weight[:4096] += 8 * row / row.square().sum()
-    head = learned(CandidateHead(linear, Int8Linear), seed=1)
+    head = learned(LowRankOutputLayer(linear, Int8Linear), seed=1)
     full = row @ linear.weight.detach().T
 
     logits = head(row)
@@ -62,7 +62,7 @@ def test_a_flat_distribution_has_exact_logits_for_its_first_tokens_and_no_more_o
 
 
 def test_its_output_has_the_shape_of_its_input(linear: Any) -> None:
-    head = CandidateHead(linear, Int8Linear)
+    head = LowRankOutputLayer(linear, Int8Linear)
     before = head(states(3, seed=1)[None])
     after = learned(head, seed=1)(states(3, seed=1)[None])
 
@@ -73,7 +73,7 @@ def test_it_goes_back_to_the_full_layer_when_sequences_change_and_learns_anew(
     linear: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specbranch.engines.torch.lm_head._AUDIT_EVERY", 1)
-    head = learned(CandidateHead(linear, Int8Linear), seed=1)
+    head = learned(LowRankOutputLayer(linear, Int8Linear), seed=1)
     others = states(512, seed=2)
     full = others @ linear.weight.detach().T
     first = head(others[:4])
@@ -90,7 +90,7 @@ def test_it_goes_back_to_the_full_layer_when_sequences_change_and_learns_anew(
 
 
 def test_many_rows_go_through_the_full_layer(linear: Any) -> None:
-    head = CandidateHead(linear, Int8Linear)
+    head = LowRankOutputLayer(linear, Int8Linear)
     rows = states(5, seed=1)
     full = head(rows)
     learned(head, seed=1)

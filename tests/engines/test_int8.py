@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.linear import PACKED, Int8Linear, PackedLinear, can_int8, sums_overflow
+from specbranch.engines.torch.linear import PACKED, Int8Linear, QuantizedLinear, can_int8, sums_overflow
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 KINDS = list(PACKED.values())
@@ -37,7 +37,7 @@ def apart(found: Any, wanted: Any) -> float:
 @pytest.mark.parametrize("shape", [(576, 192), (144, 512), (100, 36), (896, 1152)])
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 16])
 def test_it_is_the_plain_layer_within_eight_bits(
-    kind: type[PackedLinear], shape: tuple[int, int], num_rows: int
+    kind: type[QuantizedLinear], shape: tuple[int, int], num_rows: int
 ) -> None:
     linear = plain(*shape)
     rows = torch.randn(2, num_rows, shape[0])
@@ -49,7 +49,7 @@ def test_it_is_the_plain_layer_within_eight_bits(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_may_lie_anyhow_in_memory(kind: type[PackedLinear]) -> None:
+def test_rows_may_lie_anyhow_in_memory(kind: type[QuantizedLinear]) -> None:
     linear = plain(64, 96)
     rows = torch.randn(64, 3).T
 
@@ -57,7 +57,7 @@ def test_rows_may_lie_anyhow_in_memory(kind: type[PackedLinear]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[PackedLinear]) -> None:
+def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[QuantizedLinear]) -> None:
     one, other = plain(64, 96), torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
     rows, residual = torch.randn(1, 3, 64), torch.randn(1, 3, 128)
 
@@ -67,7 +67,7 @@ def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_whatever_is_beside_it(kind: type[PackedLinear]) -> None:
+def test_a_row_is_the_same_whatever_is_beside_it(kind: type[QuantizedLinear]) -> None:
     packed = kind(plain(256, 320))
     rows = torch.randn(9, 256) * torch.logspace(-3, 3, 9)[:, None]
 

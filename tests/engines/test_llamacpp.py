@@ -20,7 +20,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.llamacpp import GgmlGpus, LlamaCppEngine, gguf_path, model_params
 from specbranch.engines.registry import engine_for, open_engine, runs_on_gpu
-from specbranch.engines.vocabulary import read_sample
+from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.errors import EngineError, EngineFull
 from tests.counting import num_calls
 from tests.engines.closeness import close_distributions
@@ -91,7 +91,7 @@ class TestDenseSmolLM2(EngineConformance):
 
 def test_it_says_which_tokens_it_has(smollm2: LlamaCppEngine) -> None:
     """The same as the target's, which is read from other files."""
-    assert smollm2.info.vocab_sample == read_sample(str(model_path("smollm2-135m-dense"))) != b""
+    assert smollm2.info.vocab_fingerprint == read_fingerprint(str(model_path("smollm2-135m-dense"))) != b""
 
 
 class TestPackedSmolLM2(EngineConformance):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.engines import models
-from specbranch.engines.models import require_model, weight_bytes
+from specbranch.engines.models import check_model_exists, weight_bytes
 from specbranch.errors import EngineError
 
 
@@ -31,11 +31,11 @@ def no_hub(refusal: str | None = None, unknown: str | None = None) -> object:
 
 @pytest.mark.parametrize("model", ["good", "whole.gguf"])
 def test_what_is_there_is_not_refused(store: Path, model: str) -> None:
-    assert require_model("TARGET", model) is None
+    assert check_model_exists("TARGET", model) is None
 
 
 def test_what_is_in_a_store_of_vllm_is_left_to_vllm(store: Path) -> None:
-    assert "s3://bucket/model was not looked for" in str(require_model("TARGET", "s3://bucket/model"))
+    assert "s3://bucket/model was not looked for" in str(check_model_exists("TARGET", "s3://bucket/model"))
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,20 @@ def test_what_is_in_a_store_of_vllm_is_left_to_vllm(store: Path) -> None:
 def test_what_is_not_there_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch, model: str, cause: str) -> None:
     monkeypatch.setattr(models, "ask_hub", no_hub("not on the Hugging Face hub either"))
     with pytest.raises(EngineError) as refused:
-        require_model("TARGET", model)
+        check_model_exists("TARGET", model)
     assert cause in str(refused.value)
     assert str(refused.value).startswith("TARGET")
 
 
 def test_a_near_name_beside_a_wrong_path_is_named(store: Path) -> None:
     with pytest.raises(EngineError, match=r"did you mean 'good'\?"):
-        require_model("TARGET", str(store / "goud"))
+        check_model_exists("TARGET", str(store / "goud"))
 
 
 def test_a_name_on_the_hub_is_left_to_the_libraries(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "ask_hub", no_hub())
     for model in ("owner/name", "owner/name:file.gguf", "owner/name:folder/file.gguf"):
-        assert require_model("--draft", model) is None
+        assert check_model_exists("--draft", model) is None
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(store: Path, monkeypatch: 
     heard: list[bool] = []
     monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: heard.append(is_over.wait(120)))
 
-    left_open = require_model("TARGET", "owner/name")  # to the libraries, which try again
+    left_open = check_model_exists("TARGET", "owner/name")  # to the libraries, which try again
     assert left_open is not None and "the hub did not answer within 0.2 s" in left_open
     assert heard == [], "the hub has answered before"
     is_over.set()
@@ -93,9 +93,9 @@ def test_without_the_network_it_is_not_read_either(store: Path, monkeypatch: pyt
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(store))
 
     with pytest.raises(EngineError, match="HF_HUB_OFFLINE"):
-        require_model("TARGET", "owner/name")
+        check_model_exists("TARGET", "owner/name")
     (store / "models--owner--name" / "snapshots" / "abc").mkdir(parents=True)
-    require_model("TARGET", "owner/name")
+    check_model_exists("TARGET", "owner/name")
 
 
 def test_weights_grow_with_the_data_type(store: Path) -> None:

@@ -17,7 +17,7 @@ from specbranch.engines.base import EngineOptions
 from specbranch.engines.models import weight_bytes
 from specbranch.engines.quantize import MAX_INT8, QuantizeError, quantize_checkpoint, quantize_weight
 from specbranch.engines.registry import open_engine
-from specbranch.engines.vocabulary import refuse_other_vocabulary
+from specbranch.engines.vocabulary import check_same_vocabulary
 from specbranch.errors import EngineError
 
 SHAPE = {
@@ -139,11 +139,11 @@ def test_the_vocabulary_is_still_compared(tmp_path: Path) -> None:
     source = write_dense(tmp_path / "dense")
     out = quantized(source)
 
-    refuse_other_vocabulary(str(out), str(source))
+    check_same_vocabulary(str(out), str(source))
 
     (out / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0, "a": 1}}}))
     with pytest.raises(ValueError, match="cannot draft for"):
-        refuse_other_vocabulary(str(out), str(source))
+        check_same_vocabulary(str(out), str(source))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8", "bfloat16"])

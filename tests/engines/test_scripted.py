@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from specbranch.core.costs import Costs, StepCost
-from specbranch.core.node import TopDraw
-from specbranch.core.session import Ending, Session
+from specbranch.core.costs import PairModel, StepCost
+from specbranch.core.node import GreedyPicker
+from specbranch.core.session import Session, StopCondition
 from specbranch.engines.base import DraftEngine
-from specbranch.engines.tree_cache import Binding
+from specbranch.engines.tree_cache import TreeCache
 from specbranch.errors import EngineFull
 from specbranch.simulation.loop import Loop
 from specbranch.simulation.scripted import ScriptedEngine, ScriptedTarget
@@ -40,9 +40,11 @@ def test_random_histories_never_give_a_wrong_distribution_or_leave_a_handle() ->
 def test_handles_follow_the_trees_of_several_sessions_and_all_are_given_back(seed: int, name: str, c: float) -> None:
     """`CheckedLane` holds every distribution against a fresh reading of the text, so a wrong handle cannot hide."""
     base = random_script(seed, 5)
-    costs = Costs()
+    costs = PairModel()
     sessions = [
-        Session([token], planner_of(name, {"gamma": 3}), TopDraw(), costs, Ending(max_new_tokens=12 + token))
+        Session(
+            [token], planner_of(name, {"gamma": 3}), GreedyPicker(), costs, StopCondition(max_new_tokens=12 + token)
+        )
         for token in range(3)
     ]
     lane = CheckedLane(random_script(seed + 1, 5, like=base, share=0.7), StepCost(1.0, 0.1))
@@ -55,14 +57,14 @@ def test_handles_follow_the_trees_of_several_sessions_and_all_are_given_back(see
 
 def test_a_tree_on_one_chain_needs_one_handle() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = Binding(engine)
-    session = Session([0, 1], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session([0, 1], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     fed = []
     for _ in range(4):
-        (feed,) = binding.feeds(session.tokens, session.tree, session.rows())
+        (feed,) = binding.rows_for(session.tokens, session.tree, session.rows())
         fed.append(feed.row.tokens)
-        session.grow(session.rows()[0], engine.run([feed.row])[0])
+        session.add_distribution(session.rows()[0], engine.run([feed.row])[0])
 
     assert fed[0] == (0, 1)
     assert all(len(tokens) == 1 for tokens in fed[1:])
@@ -71,12 +73,12 @@ def test_a_tree_on_one_chain_needs_one_handle() -> None:
 
 def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_distribution() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = Binding(engine)
-    session = Session([0, 1, 2, 3, 4], planner_of("pearl"), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session([0, 1, 2, 3, 4], planner_of("pearl"), GreedyPicker(), PairModel())
     session.propose()
     feeds = []
     for _ in range(3):
-        feeds += binding.feeds(session.tokens, session.tree, session.rows(), 2)
+        feeds += binding.rows_for(session.tokens, session.tree, session.rows(), 2)
         engine.run([feeds[-1].row])
 
     assert [feed.row.tokens for feed in feeds] == [(0, 1), (2, 3), (4,)]
@@ -87,14 +89,14 @@ def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_distribution()
 
 def test_a_verdict_in_the_middle_of_the_text_goes_on_from_what_was_fed() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = Binding(engine)
-    session = Session([0, 1, 2, 3], planner_of("pearl"), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session([0, 1, 2, 3], planner_of("pearl"), GreedyPicker(), PairModel())
     session.propose()
-    (first,) = binding.feeds(session.tokens, session.tree, session.rows(), 2)
+    (first,) = binding.rows_for(session.tokens, session.tree, session.rows(), 2)
     engine.run([first.row])
     session.commit([4], 0)
     session.propose()
-    (second,) = binding.feeds(session.tokens, session.tree, session.rows(), 2)
+    (second,) = binding.rows_for(session.tokens, session.tree, session.rows(), 2)
 
     assert second.row.tokens == (2, 3)
     assert second.nodes == (None,)
@@ -109,16 +111,18 @@ class Crowded(ScriptedEngine):
 
 def test_rows_that_find_no_handle_are_left_out() -> None:
     engine = Crowded(random_script(0, 5))
-    binding = Binding(engine)
-    session = Session([0], planner_of("ssd", {"gamma": 2, "num_guesses": 3, "fallback": "fast"}), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session(
+        [0], planner_of("ssd", {"gamma": 2, "num_guesses": 3, "fallback": "fast"}), GreedyPicker(), PairModel()
+    )
     session.propose()
     for _ in range(2):
         nodes = session.rows()
-        feeds = binding.feeds(session.tokens, session.tree, nodes)
+        feeds = binding.rows_for(session.tokens, session.tree, nodes)
         for feed, distribution in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
             (node,) = feed.nodes
             assert node is not None
-            session.grow(node, distribution)
+            session.add_distribution(node, distribution)
 
     assert len(nodes) == 3
     assert len(feeds) == 1
@@ -134,24 +138,24 @@ class Legible(ScriptedEngine):
 def test_a_cache_is_lent_only_as_far_as_it_holds_the_committed_text() -> None:
     """The verdict is not settled yet: nothing but the tree's shape tells that the drafted tokens are lost."""
     engine = Legible(random_script(0, 5))
-    binding = Binding(engine)
-    session = Session([0, 0, 0], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session([0, 0, 0], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     for _ in range(4):
         draft_step(engine, binding, session)
-    kept, lost = (node.token for node in session.tree.walk(session.tree.root, 2))
+    kept, lost = (node.token for node in session.tree.chain(session.tree.root, 2))
     other = (lost + 1) % 5
     session.commit([kept, other, other], 0)
 
-    assert binding.lend(session.tokens, session.tree, 5) is None
-    handle = binding.lend(session.tokens, session.tree, 4)
+    assert binding.fork_prefix(session.tokens, session.tree, 5) is None
+    handle = binding.fork_prefix(session.tokens, session.tree, 4)
     assert handle is not None and engine.text(handle) == (0, 0, 0, kept)
 
 
-def draft_step(engine: Legible, binding: Binding, session: Session, piece_len: int = 1 << 30) -> None:
+def draft_step(engine: Legible, binding: TreeCache, session: Session, prefill_chunk: int = 1 << 30) -> None:
     """Run what the planner wants, whether verdicts are settled or not, and look at what every handle then holds."""
-    nodes = session._planner.prepare(session.round)
-    feeds = binding.feeds(session.tokens, session.tree, nodes, piece_len)
+    nodes = session._planner.rows_to_run(session.round)
+    feeds = binding.rows_for(session.tokens, session.tree, nodes, prefill_chunk)
     distributions = iter(engine.run([feed.row for feed in feeds]))
     for feed in feeds:
         text = engine.text(feed.row.handle)
@@ -163,18 +167,18 @@ def draft_step(engine: Legible, binding: Binding, session: Session, piece_len: i
             distribution = next(distributions)
             if node is not None:
                 assert distribution == engine._script.distribution(text_to(session, node))
-                session.grow(node, distribution)
+                session.add_distribution(node, distribution)
 
 
 def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> None:
     engine = Legible(random_script(0, 5))
-    binding = Binding(engine)
-    session = Session([0, 1], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session([0, 1], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     tree = session.tree
-    first = tree.plant(tree.root, 3, ("test", 3))
-    second, other = tree.plant(first, 4, ("test", 3)), tree.plant(first, 2, ("test", 3))
-    feeds = binding.feeds(session.tokens, tree, (tree.root, first, second, other))
+    first = tree.add_guess(tree.root, 3, ("test", 3))
+    second, other = tree.add_guess(first, 4, ("test", 3)), tree.add_guess(first, 2, ("test", 3))
+    feeds = binding.rows_for(session.tokens, tree, (tree.root, first, second, other))
     distributions = engine.run([feed.row for feed in feeds])
 
     assert [(feed.row.tokens, feed.row.num_outputs) for feed in feeds] == [((0, 1, 3, 4), 3)]
@@ -182,9 +186,9 @@ def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> Non
     assert distributions == [engine._script.distribution(text) for text in ((0, 1), (0, 1, 3), (0, 1, 3, 4))]
 
     for node, distribution in zip((tree.root, first, second), distributions, strict=True):
-        session.grow(node, distribution)
-    third, beside = tree.plant(second, 1, ("test", 3)), tree.plant(other, 1, ("test", 3))
-    feeds = binding.feeds(session.tokens, tree, (third, other, beside))
+        session.add_distribution(node, distribution)
+    third, beside = tree.add_guess(second, 1, ("test", 3)), tree.add_guess(other, 1, ("test", 3))
+    feeds = binding.rows_for(session.tokens, tree, (third, other, beside))
     distributions = engine.run([feed.row for feed in feeds])
 
     assert [(feed.row.tokens, feed.nodes) for feed in feeds] == [((1,), (third,)), ((2, 1), (other, beside))]
@@ -194,13 +198,13 @@ def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> Non
 
 def test_what_is_guessed_waits_while_a_long_text_is_read() -> None:
     engine = Legible(random_script(0, 5))
-    binding = Binding(engine)
-    session = Session([0, 1, 2], planner_of("pearl", {"gamma": 4}), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session([0, 1, 2], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
-    guess = session.tree.plant(session.tree.root, 3, ("test", 3))
+    guess = session.tree.add_guess(session.tree.root, 3, ("test", 3))
     feeds = []
     for _ in range(2):
-        feeds += binding.feeds(session.tokens, session.tree, (session.tree.root, guess), 2)
+        feeds += binding.rows_for(session.tokens, session.tree, (session.tree.root, guess), 2)
         engine.run([feeds[-1].row])
 
     assert [(feed.row.tokens, feed.nodes) for feed in feeds] == [
@@ -236,26 +240,26 @@ TURNS = st.builds(
 @given(
     name=st.sampled_from(["pearl", "ssd", "specbranch", "budget"]),
     prompt=st.lists(st.integers(0, 2), min_size=5, max_size=7),
-    piece_len=st.sampled_from([2, 100]),
+    prefill_chunk=st.sampled_from([2, 100]),
     turns=st.lists(TURNS, min_size=1, max_size=8),
 )
 def test_whatever_is_fed_or_lent_holds_the_committed_text(
-    name: str, prompt: list[int], piece_len: int, turns: list[Turn]
+    name: str, prompt: list[int], prefill_chunk: int, turns: list[Turn]
 ) -> None:
     engine = Legible(random_script(1, 3))
-    binding = Binding(engine)
-    session = Session(prompt, planner_of(name, {"gamma": 3}), TopDraw(), Costs())
+    binding = TreeCache(engine)
+    session = Session(prompt, planner_of(name, {"gamma": 3}), GreedyPicker(), PairModel())
     for turn in turns:
         session.propose()
         for _ in range(turn.num_steps):
-            draft_step(engine, binding, session, piece_len)
+            draft_step(engine, binding, session, prefill_chunk)
             session.propose()
-        kept = [node.token for node in session.tree.walk(session.tree.root, turn.num_kept)]
+        kept = [node.token for node in session.tree.chain(session.tree.root, turn.num_kept)]
         session.commit([*kept, *turn.others], len(session.submitted))
         if turn.is_settled:
-            session.settle()
+            session.count_rollback()
         length = len(session.tokens) - turn.num_lent
-        handle = binding.lend(session.tokens, session.tree, length)
+        handle = binding.fork_prefix(session.tokens, session.tree, length)
         if handle is not None:
             assert engine.text(handle) == tuple(session.tokens[:length])
             engine.close(handle)

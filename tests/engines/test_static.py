@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.torch import TorchEngine, cuda_graphs, engine, step
-from specbranch.engines.torch.attention import Bucket, Buckets, Frame, Gathered
+from specbranch.engines.torch.attention import Bucket, Buckets, GatherAttention, StaticBuffers
 from specbranch.engines.torch.cuda_graphs import FlashInfer, Graphs
 from specbranch.engines.torch.linear import can_int8
 from specbranch.errors import EngineFull
@@ -132,7 +132,7 @@ class RecordedGraphs(Graphs):
     """Graphs as CUDA's are, on the CPU."""
 
     def __init__(self, compute: Any) -> None:
-        self._compute = compute
+        self._runner = compute
         self._recorded = {}
 
     def record(self, bucket: Bucket) -> None:
@@ -177,14 +177,16 @@ BUFFERS = ("indptr", "indices", "last_page_len")
 @pytest.fixture(scope="module")
 def recorded(save: Save) -> TorchEngine:
     def ways(forward: Any, buckets: Buckets) -> Any:
-        frame = Frame(buckets, forward.arena.scratch, "cpu")
+        frame = StaticBuffers(buckets, forward.arena.scratch, "cpu")
         yield (
             "a recorder",
-            lambda: cuda_graphs.StaticSteps(forward, frame, Gathered(64, "cpu", torch.float32), record=True),
+            lambda: cuda_graphs.FixedShapeRunner(
+                forward, frame, GatherAttention(64, "cpu", torch.float32), record=True
+            ),
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "_ways", ways)
+        patch.setattr(cuda_graphs, "_candidates", ways)
         patch.setattr(cuda_graphs, "Graphs", RecordedGraphs)
         one = TorchEngine(EngineOptions(save("qwen2"), dtype="float32", max_tokens=2000), SMALL)
     assert one._static is not None and isinstance(one._static._run, RecordedGraphs)
@@ -194,14 +196,14 @@ def recorded(save: Save) -> TorchEngine:
 @pytest.fixture(scope="module")
 def documented(save: Save) -> TorchEngine:
     def ways(forward: Any, buckets: Buckets) -> Any:
-        frame = Frame(buckets, forward.arena.scratch, "cpu")
+        frame = StaticBuffers(buckets, forward.arena.scratch, "cpu")
         reader = FlashInfer(buckets, forward.arena, forward.model.num_heads, forward.model.scaling)
-        yield "FlashInfer", lambda: cuda_graphs.StaticSteps(forward, frame, reader, record=False)
+        yield "FlashInfer", lambda: cuda_graphs.FixedShapeRunner(forward, frame, reader, record=False)
 
     library = ModuleType("flashinfer")
     library.BatchDecodeWithPagedKVCacheWrapper = DocumentedWrapper  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "_ways", ways)
+        patch.setattr(cuda_graphs, "_candidates", ways)
         patch.setitem(sys.modules, "flashinfer", library)
         one = TorchEngine(EngineOptions(save("llama"), dtype="float32", max_tokens=2000), SMALL)
     assert one._static is not None
@@ -281,7 +283,7 @@ def test_no_more_contexts_are_prepared_than_the_cache_can_hold() -> None:
 def test_a_way_that_fails_or_differs_is_left_out(
     save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ways = cuda_graphs._ways
+    ways = cuda_graphs._candidates
 
     def more(forward: Any, buckets: Buckets) -> Iterator[tuple[str, Callable[[], Any]]]:
         ((_, plain),) = ways(forward, buckets)
@@ -297,7 +299,7 @@ def test_a_way_that_fails_or_differs_is_left_out(
 
         yield from (("failing", failing), ("wrong", wrong), ("plain", plain))
 
-    monkeypatch.setattr(cuda_graphs, "_ways", more)
+    monkeypatch.setattr(cuda_graphs, "_candidates", more)
     options = EngineOptions(save("llama"), dtype="float32", max_tokens=100)
     with caplog.at_level("INFO", logger="specbranch.engines.torch.cuda_graphs"):
         TorchEngine(options, SMALL)
@@ -458,5 +460,5 @@ def test_rows_that_fill_up_a_step_leave_the_cache_alone(llama: TorchEngine) -> N
 def test_the_top_k_by_blocks_is_the_top_k(vocab_len: int) -> None:
     logits = 3 * torch.randn(5, vocab_len, generator=torch.Generator().manual_seed(0))
 
-    plain, by_blocks = (step.pack(logits, TOP_K, by_blocks=how).numpy() for how in (False, True))
-    assert step.unpack(plain, TOP_K) == step.unpack(by_blocks, TOP_K)
+    plain, by_blocks = (step.pack_top_k(logits, TOP_K, by_blocks=how).numpy() for how in (False, True))
+    assert step.unpack_top_k(plain, TOP_K) == step.unpack_top_k(by_blocks, TOP_K)

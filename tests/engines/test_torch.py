@@ -22,8 +22,8 @@ from specbranch.core.distribution import Distribution, top_k_of
 from specbranch.engines.base import DTYPES, DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import open_engine
 from specbranch.engines.torch import TorchEngine
-from specbranch.engines.torch.loading import Choice
-from specbranch.engines.vocabulary import read_sample
+from specbranch.engines.torch.loading import DtypeChoice
+from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.errors import EngineError, EngineFull
 from tests.counting import num_calls
 from tests.engines.closeness import close_distributions
@@ -121,8 +121,8 @@ class TestTinyQwen2(_Close, EngineConformance):
 
 def test_it_says_which_tokens_it_has(smollm2: TorchEngine, llama: TorchEngine) -> None:
     """Those of the GGUF file of the same model; a model without a tokenizer says nothing."""
-    assert smollm2.info.vocab_sample == read_sample(str(model_path("smollm2-135m"))) != b""
-    assert llama.info.vocab_sample == b""
+    assert smollm2.info.vocab_fingerprint == read_fingerprint(str(model_path("smollm2-135m"))) != b""
+    assert llama.info.vocab_fingerprint == b""
 
 
 class TestSmolLM2(_Close, EngineConformance):
@@ -376,7 +376,7 @@ def test_positions_keep_their_32_bits_in_every_type(
     llama_path: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded frequencies would put tokens of a long sequence at wrong distances."""
-    monkeypatch.setattr("specbranch.engines.torch.loading.fastest_dtype", lambda model: Choice("bfloat16", {}))
+    monkeypatch.setattr("specbranch.engines.torch.loading.fastest_dtype", lambda model: DtypeChoice("bfloat16", {}))
     engine = TorchEngine(EngineOptions(llama_path, dtype=dtype))
 
     assert engine.info.dtype == "bfloat16"

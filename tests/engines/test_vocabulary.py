@@ -14,15 +14,15 @@ import pytest
 from specbranch.engines.vocabulary import (
     HASH_LEN,
     STRIDE,
-    VocabSample,
+    VocabFingerprint,
     Vocabulary,
     VocabularyError,
-    difference,
-    read_sample,
+    check_same_vocabulary,
+    fingerprint_mismatch,
+    fingerprint_of,
+    read_fingerprint,
     read_vocabulary,
-    refuse_other_vocabulary,
-    sample_difference,
-    sampled,
+    vocabulary_mismatch,
 )
 from specbranch.errors import EngineError
 from tests.counting import num_calls
@@ -39,8 +39,8 @@ def vocabulary(words: Sequence[str], size: int | None = None) -> Vocabulary:
 
 def differences(target: Vocabulary, draft: Vocabulary) -> list[str | None]:
     """By all tokens, and by what goes over the wire."""
-    samples = [VocabSample(one.size, sampled(one)) for one in (target, draft)]
-    return [difference(target, draft), sample_difference(*samples)]
+    samples = [VocabFingerprint(one.size, fingerprint_of(one)) for one in (target, draft)]
+    return [vocabulary_mismatch(target, draft), fingerprint_mismatch(*samples)]
 
 
 def model(directory: Path, tokenizer: Any, config: Any = None) -> str:
@@ -69,7 +69,7 @@ def bpe(words: Sequence[str], **more: Any) -> dict[str, Any]:
 def test_a_model_can_draft_for_its_family_in_either_format(target: str, draft: str) -> None:
     paths = [str(model_path(name)) for name in (target, draft)]
     ours, theirs = (read_vocabulary(path) for path in paths)
-    assert refuse_other_vocabulary(*paths) is None
+    assert check_same_vocabulary(*paths) is None
 
     assert ours is not None and ours.tokens and theirs is not None and theirs.tokens
     assert differences(ours, theirs) == [None, None]
@@ -80,14 +80,14 @@ def test_models_of_two_families_are_refused_both_ways_with_an_example(kinds: tup
     pair = [str(model_path(name + kind)) for name, kind in zip(("smollm2-135m", "qwen-coder-0.5b"), kinds, strict=True)]
     for target, draft in (pair, reversed(pair)):
         with pytest.raises(VocabularyError) as raised:
-            refuse_other_vocabulary(target, draft)
+            check_same_vocabulary(target, draft)
 
         message = str(raised.value)
         assert message.startswith(f"{draft} cannot draft for {target}: 100 % of the token ids")
         assert "token 24584 is " in message and "'pse' in the" in message and "'ĠPharm' in the" in message
         assert "choose a draft with the target's tokenizer" in message
-        assert read_sample(target) and sample_difference(
-            VocabSample(None, read_sample(target)), VocabSample(None, read_sample(draft))
+        assert read_fingerprint(target) and fingerprint_mismatch(
+            VocabFingerprint(None, read_fingerprint(target)), VocabFingerprint(None, read_fingerprint(draft))
         )
 
 
@@ -126,7 +126,7 @@ def test_the_same_tokens_in_another_order_are_another_vocabulary() -> None:
 def test_a_few_other_special_tokens_are_no_matter(num_changed: int, fits: bool) -> None:
     tuned = [f"<new{number}>" for number in range(num_changed)] + WORDS[num_changed:]
 
-    assert (difference(vocabulary(WORDS), vocabulary(tuned)) is None) is fits
+    assert (vocabulary_mismatch(vocabulary(WORDS), vocabulary(tuned)) is None) is fits
 
 
 def test_a_sample_refuses_no_run_of_tokens_that_the_whole_comparison_passes() -> None:
@@ -162,9 +162,9 @@ def test_without_tokens_on_both_sides_sizes_decide_up_to_padding(
 ) -> None:
     tokens = dict(enumerate(WORDS))
     found = [
-        difference(Vocabulary(target, None), Vocabulary(draft, tokens)),
-        difference(Vocabulary(target, tokens), Vocabulary(draft, None)),
-        sample_difference(VocabSample(target), VocabSample(draft, sampled(vocabulary(WORDS)))),
+        vocabulary_mismatch(Vocabulary(target, None), Vocabulary(draft, tokens)),
+        vocabulary_mismatch(Vocabulary(target, tokens), Vocabulary(draft, None)),
+        fingerprint_mismatch(VocabFingerprint(target), VocabFingerprint(draft, fingerprint_of(vocabulary(WORDS)))),
     ]
 
     assert [flaw is None for flaw in found] == [fits] * 3
@@ -181,7 +181,7 @@ def test_padding_in_a_gguf_file_is_no_token(tmp_path: Path) -> None:
 
     assert found is not None and found.size == NUM + 501
     assert found.tokens == dict(enumerate(WORDS)) | {NUM + 500: "[PAD1]"}  # the last one is a token of that name
-    assert difference(vocabulary(WORDS), found) is None
+    assert vocabulary_mismatch(vocabulary(WORDS), found) is None
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_of_what_is_not_here_or_says_nothing_there_is_no_vocabulary(tmp_path: Pa
     names = [str(tmp_path / "empty"), str(tmp_path / "weights.bin"), str(tmp_path / "absent"), "no-such-model", "a b:c"]
 
     assert [read_vocabulary(name) for name in names] == [None] * 5
-    assert refuse_other_vocabulary("no-such-model", model(tmp_path / "m", bpe(WORDS))) == (
+    assert check_same_vocabulary("no-such-model", model(tmp_path / "m", bpe(WORDS))) == (
         "the vocabularies were not compared: the tokens of no-such-model cannot be read here"
     )
 
@@ -220,7 +220,7 @@ def test_a_broken_file_is_refused_with_its_name_and_costs_an_engine_only_its_sam
 
     with pytest.raises(EngineError, match=r"tokenizer\.json cannot be read"):
         read_vocabulary(str(directory))
-    assert read_sample(str(directory)) == b""
+    assert read_fingerprint(str(directory)) == b""
     assert "compared by size only" in caplog.text
 
 
@@ -241,9 +241,9 @@ def test_a_name_on_the_hub_is_looked_up_in_the_local_cache(tmp_path: Path, monke
 
 def test_a_sample_has_the_same_ids_whatever_the_size_and_zeros_where_there_is_no_token() -> None:
     tokens = {number: WORDS[number] for number in range(1000) if number != STRIDE}
-    sample, longer = sampled(Vocabulary(None, tokens)), sampled(vocabulary(WORDS))
+    sample, longer = fingerprint_of(Vocabulary(None, tokens)), fingerprint_of(vocabulary(WORDS))
 
     assert len(sample) == 4 * HASH_LEN  # ids 0, 257, 514 and 771
     assert sample[HASH_LEN : 2 * HASH_LEN] == bytes(HASH_LEN)
     assert sample[2 * HASH_LEN :] == longer[2 * HASH_LEN : 4 * HASH_LEN]
-    assert sampled(Vocabulary(100, None)) == b""
+    assert fingerprint_of(Vocabulary(100, None)) == b""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.core.planners.predictors import CONSTANTS
-from specbranch.core.session import Ending
+from specbranch.core.session import StopCondition
 from specbranch.simulation.presets import PAIRS, make_trace
 from tests.core.test_exactness import emitted_distribution, target_distribution
 from tests.examples.running import EXAMPLES, run
@@ -111,11 +111,11 @@ def test_the_example_leaves_the_distribution_exact(monkeypatch: pytest.MonkeyPat
     example = importlib.import_module("cautious_planner")
 
     for waits, pair, ending in (
-        (False, two_token_pair(), Ending(max_new_tokens=3)),
-        (True, two_token_pair(), Ending(max_new_tokens=3)),
-        (False, three_token_pair(), Ending(max_new_tokens=5, eos_ids=frozenset({2}))),
+        (False, two_token_pair(), StopCondition(max_new_tokens=3)),
+        (True, two_token_pair(), StopCondition(max_new_tokens=3)),
+        (False, three_token_pair(), StopCondition(max_new_tokens=5, eos_ids=frozenset({2}))),
     ):
-        chosen = example.CautiousSettings(gamma=2, waits=waits)
+        chosen = example.CautiousSettings(gamma=2, wait_for_draft=waits)
         make = lambda chance, chosen=chosen: example.CautiousPlanner(chosen, CONSTANTS["confidence"])  # noqa: E731
 
         assert emitted_distribution(pair, make, "match", ending) == target_distribution(pair, ending)

@@ -75,7 +75,7 @@ def test_a_target_with_its_draft_on_another_machine(
 
 
 def test_a_planner_of_another_package_drafts_for_vllm(pair: tuple[str, str], python: str) -> None:
-    own = ("--planner", "cautious", "--set", "waits=true", "--set", "least=0")
+    own = ("--planner", "cautious", "--set", "wait_for_draft=true", "--set", "least=0")
     words = ("generate", pair[0], "--draft", pair[1], *own, "--dtype", "float32", "--max-tokens", "24", "--compare")
     printed = run("-m", "specbranch", *words, "--prompt", "Count to ten.", "--json", python=python)
     document = json.loads(printed.splitlines()[-1])

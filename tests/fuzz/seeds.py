@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from specbranch.core.distribution import Distribution
-from specbranch.core.planners import PLANNERS, longest_submission
+from specbranch.core.planners import PLANNERS, draft_length_limit
 from specbranch.hrad.network import write_hrad
-from specbranch.service.server.timeline import RowVerdict, Snapshot, TimelineRecorder, VerdictTree
+from specbranch.service.server.timeline_recorder import RowVerdict, TimelineRecorder, TreeSnapshot, VerdictTree
 from specbranch.service.wire import messages
 from specbranch.service.wire.payloads import DIGEST_LEN, pack_probs
 from specbranch.trace import Header, Record, encode_line
@@ -27,13 +27,17 @@ _SURE = Distribution((7, 8), (0.75, 0.25), 0.56)
 
 def _request() -> Iterator[bytes]:
     sampling = messages.WireSampling(0.8, 0.95, 40, 12345)
-    row = messages.StepRow(_NAME, [1, 2, 3], _NAME, 2, messages.WireOutlook(1), [4, 5], sampling, 3, True)
+    row = messages.StepRow(_NAME, [1, 2, 3], _NAME, 2, messages.WireHint(1), [4, 5], sampling, 3, True)
     yield messages.encode(messages.Hello(messages.VERSION, 1))
     yield messages.encode(
-        messages.Step(2, b"me", 20.0, [row, messages.StepRow(_NAME, [9], _NAME, 0)], 5000, messages.Beside(2, 5, 3))
+        messages.StepRequest(
+            2, b"me", 20.0, [row, messages.StepRow(_NAME, [9], _NAME, 0)], 5000, messages.OtherRows(2, 5, 3)
+        )
     )
     yield messages.encode(
-        messages.Open(b"me", "budget", {"gamma": 8, "prices": True}, "confidence", [messages.pack([1, 2, 3])])
+        messages.OpenSequences(
+            b"me", "budget", {"gamma": 8, "cost_aware": True}, "confidence", [messages.pack_tokens([1, 2, 3])]
+        )
     )
     yield messages.encode(messages.StatsRequest(3, b"me"))
     yield messages.encode(messages.OverviewRequest(4))
@@ -42,12 +46,12 @@ def _request() -> Iterator[bytes]:
 
 def _reply() -> Iterator[bytes]:
     probs = pack_probs([_SURE, None])
-    ahead = messages.AheadRow(_NAME, [messages.Outcome([1, 2], [7, 8], probs)])
+    ahead = messages.PrefetchRow(_NAME, [messages.VerdictDraft([1, 2], [7, 8], probs)])
     counts = dict.fromkeys(messages.StatsReply.__struct_fields__, 5)
     yield messages.encode(messages.Welcome(messages.VERSION, 1, "small", 1000, bytes(range(8))))
-    yield messages.encode(messages.Proposals(2, [[7, 8], None], [probs, b""]))
-    yield messages.encode(messages.Ahead([ahead]))
-    yield messages.encode(messages.Refused("no planner is called x"))
+    yield messages.encode(messages.DraftReply(2, [[7, 8], None], [probs, b""]))
+    yield messages.encode(messages.PrefetchPush([ahead]))
+    yield messages.encode(messages.ErrorReply("no planner is called x"))
     yield messages.encode(messages.StatsReply(**counts))
     yield messages.encode(messages.Draining(5, True, 3))
     yield messages.encode(messages.Overview(4, {"draft": "small", "row_limit": 64}, {"steps": 7.0}))
@@ -78,8 +82,8 @@ def _timeline() -> Iterator[bytes]:
         yield (Path(place) / "timeline.json").read_bytes()
 
 
-def _tree() -> Snapshot:
-    return Snapshot(array("H", [0, 1, 0]), array("i", [7, 8, 5]), array("B", [75, 56, 25]), array("B", [3, 3, 0]))
+def _tree() -> TreeSnapshot:
+    return TreeSnapshot(array("H", [0, 1, 0]), array("i", [7, 8, 5]), array("B", [75, 56, 25]), array("B", [3, 3, 0]))
 
 
 def _hrad() -> Iterator[bytes]:
@@ -94,11 +98,11 @@ def _two_files(write: Callable[[Path], None], first: str, second: str) -> bytes:
 
 def _planner() -> Iterator[bytes]:
     for name in PLANNERS:
-        settings = {} if name == "none" else {"gamma": min(4, longest_submission(name))}
+        settings = {} if name == "none" else {"gamma": min(4, draft_length_limit(name))}
         yield json.dumps({"planner": name, "settings": settings, "deadline_ms": 20.5, "namespace": "mine"}).encode()
     more = {"gamma": 3, "num_guesses": 6, "acceptance": 0.7, "decay": 1.2, "fallback": "fast"}
     yield json.dumps({"planner": "ssd", "settings": more, "rule": "match", "pad": "on"}).encode()
-    more = {"gamma": 5, "max_rows": 4, "prices": False, "least_chance": 0.1}
+    more = {"gamma": 5, "max_rows": 4, "cost_aware": False, "min_accept_prob": 0.1}
     yield json.dumps({"planner": "budget", "settings": more, "is_gated": False, "runner": "v2"}).encode()
 
 

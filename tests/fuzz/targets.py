@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from specbranch.bench.scenario import BARE, read_scenario
-from specbranch.bench.timeline import read_timeline, replay_document, shares
+from specbranch.bench.timeline import read_timeline, replay_document, time_shares
 from specbranch.core.distribution import Distribution
 from specbranch.engines import vocabulary as engines_vocabulary
-from specbranch.engines.vocabulary import difference, read_vocabulary, sampled
+from specbranch.engines.vocabulary import fingerprint_of, read_vocabulary, vocabulary_mismatch
 from specbranch.errors import SpecBranchError
 from specbranch.hrad import network
 from specbranch.plugins.vllm.settings import read_settings
@@ -49,7 +49,7 @@ def reply(data: bytes) -> None:
     frame = messages.encode(message)
 
     assert messages.encode(messages.decode_reply(frame)) == frame
-    if isinstance(message, messages.Proposals):
+    if isinstance(message, messages.DraftReply):
         for row, probs in zip(message.rows, message.probs, strict=False):
             with suppress(ValueError):  # what the client expects of them
                 unpack_probs(probs, len(row or ()))
@@ -70,7 +70,7 @@ def timeline(data: bytes) -> None:
     """A timeline file, with all that `specbranch timeline` prints of it, and its replay."""
     read = read_timeline(_file("timeline.json", data)).between(0.0, math.inf)
     for lane in read.targets:
-        json.dumps(shares(read, lane).as_json())
+        json.dumps(time_shares(read, lane).as_json())
     json.dumps(replay_document(read, "fuzzed", str))
 
 
@@ -117,8 +117,8 @@ def tokenizer(data: bytes) -> None:
     _file("model/config.json", second)
     vocabulary = read_vocabulary(str(_PLACE / "model"))
     if vocabulary is not None:
-        sampled(vocabulary)
-        assert difference(vocabulary, vocabulary) is None
+        fingerprint_of(vocabulary)
+        assert vocabulary_mismatch(vocabulary, vocabulary) is None
 
 
 TARGETS: dict[str, Target] = {

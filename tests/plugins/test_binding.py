@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from specbranch.errors import FlagError
-from specbranch.launch.placement import refuse_too_few, threads
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.launch.placement import check_core_count, omp_env
+from specbranch.plugins.vllm.layout import ParallelLayout
 
-TWO = Layout(tensor=2)
+TWO = ParallelLayout(tensor=2)
 
 
 @pytest.fixture(autouse=True)
@@ -18,23 +18,27 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_worker_has_a_thread_for_each_core() -> None:
-    assert threads([2, 3, 5], Layout()) == threads([2, 3, 5], Layout(executor="uni")) == {"OMP_NUM_THREADS": "3"}
+    assert (
+        omp_env([2, 3, 5], ParallelLayout())
+        == omp_env([2, 3, 5], ParallelLayout(executor="uni"))
+        == {"OMP_NUM_THREADS": "3"}
+    )
 
 
 def test_workers_of_their_own_processes_share_the_cores() -> None:
-    assert threads([2, 3, 5], TWO) == {"VLLM_CPU_OMP_THREADS_BIND": "2|3"}
-    assert threads([2, 3, 5], Layout(executor="mp")) == {"VLLM_CPU_OMP_THREADS_BIND": "2,3,5"}
+    assert omp_env([2, 3, 5], TWO) == {"VLLM_CPU_OMP_THREADS_BIND": "2|3"}
+    assert omp_env([2, 3, 5], ParallelLayout(executor="mp")) == {"VLLM_CPU_OMP_THREADS_BIND": "2,3,5"}
 
 
 def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
 
-    assert threads([2], Layout()) == threads([2], TWO) == {}
+    assert omp_env([2], ParallelLayout()) == omp_env([2], TWO) == {}
 
 
 def test_too_few_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FlagError, match="2 workers need as many cores, and the target has 2; give more"):
-        threads([2], TWO)
+        omp_env([2], TWO)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
-    refuse_too_few([2], 2)
+    check_core_count([2], 2)

@@ -8,10 +8,10 @@ from specbranch.exactness.vllm_findings import (
     FAILED,
     HOLDS,
     NOTE,
-    always,
+    check_property,
     divergence_rates,
     divergences,
-    ended,
+    drop_truncated,
     greedy_equality,
     has_all_logprobs,
     is_json,
@@ -19,20 +19,20 @@ from specbranch.exactness.vllm_findings import (
     same_distribution,
     seeds_repeat,
 )
-from specbranch.launch.vllm_worker import Answer, Ask, Done
+from specbranch.launch.vllm_worker import DecodedOutput, DecodeResult, PromptRequest
 
-ASKS = [Ask("one", {}), Ask("two", {})]
-
-
-def done(*answers: Answer, accepted: int = 7) -> Done:
-    return Done(answers=list(answers), submitted=9, accepted=accepted)
+ASKS = [PromptRequest("one", {}), PromptRequest("two", {})]
 
 
-def answer(*tokens: int, logprobs: list[dict[int, float]] | None = None, text: str = "") -> Answer:
-    return Answer(tokens=list(tokens), text=text, finish_reason="length", logprobs=logprobs or [])
+def done(*answers: DecodedOutput, accepted: int = 7) -> DecodeResult:
+    return DecodeResult(answers=list(answers), submitted=9, accepted=accepted)
 
 
-def sampled(distribution: list[float], size: int, seed: int) -> list[Answer]:
+def answer(*tokens: int, logprobs: list[dict[int, float]] | None = None, text: str = "") -> DecodedOutput:
+    return DecodedOutput(tokens=list(tokens), text=text, finish_reason="length", logprobs=logprobs or [])
+
+
+def sampled(distribution: list[float], size: int, seed: int) -> list[DecodedOutput]:
     """Samples of two tokens, each from the distribution, with their log-probabilities."""
     rng = np.random.default_rng(seed)
     drawn = rng.choice(len(distribution), p=distribution, size=(size, 2))
@@ -73,7 +73,7 @@ def test_without_accepted_drafts_nothing_was_checked() -> None:
     findings = [
         greedy_equality("greedy", ASKS, same, same),
         *same_distribution([("plain", distribution, distribution)], 1e-3, np.random.default_rng(0)),
-        always("any", "all", same, lambda _: True),
+        check_property("any", "all", same, lambda _: True),
     ]
 
     assert [finding.result for finding in findings] == [FAILED] * 4
@@ -82,7 +82,7 @@ def test_without_accepted_drafts_nothing_was_checked() -> None:
 
 def test_requests_with_a_seed_need_no_drafts_and_must_have_none() -> None:
     answers = sampled([0.7, 0.2, 0.1], 50, 0)
-    none, some = Done(answers=list(answers)), done(*answers)
+    none, some = DecodeResult(answers=list(answers)), done(*answers)
     without, with_drafts = (
         same_distribution([("seed per request", none, other)], 1e-3, np.random.default_rng(0))[0]
         for other in (none, some)
@@ -131,12 +131,12 @@ def test_p_values_are_adjusted_for_all_features_together() -> None:
 def test_a_property_of_every_output() -> None:
     good, bad = answer(1, text='{"a": 1, "b": 2}'), answer(1, text='{"a": 1')
 
-    def holds(one: Answer) -> bool:
+    def holds(one: DecodedOutput) -> bool:
         return is_json(one.text, ("b", "a"))
 
-    assert always("JSON", "all", done(good), holds).result == HOLDS
-    assert always("JSON", "all", done(good, bad), holds).details == ["'{\"a\": 1' (length)"]
-    none = always("JSON", "all", ended(done(bad)), holds)
+    assert check_property("JSON", "all", done(good), holds).result == HOLDS
+    assert check_property("JSON", "all", done(good, bad), holds).details == ["'{\"a\": 1' (length)"]
+    none = check_property("JSON", "all", drop_truncated(done(bad)), holds)
     assert (none.result, none.says) == (FAILED, "nothing was checked: there are no such outputs")
     assert not holds(answer(1, text='{"a": 1}'))
     assert not has_all_logprobs(answer(1, 2, logprobs=[{1: -0.5}]))

@@ -17,9 +17,9 @@ from specbranch.exactness.statistics import (
     compare_counts,
     compare_means,
     count_pairs,
+    detectable_shift,
     draws_for,
     holm,
-    noticed_shift,
     shifted,
     tables,
 )
@@ -144,7 +144,7 @@ def test_the_shift_that_is_noticed_shrinks_with_more_samples_and_is_noticed() ->
     for size in (100, 400):
         even = (distribution * size).astype(np.int64)
         critical = compare_counts(even, even, level, rng).critical
-        shifts.append(noticed_shift(even, even, critical, rng))
+        shifts.append(detectable_shift(even, even, critical, rng))
     other = shifted(distribution, shifts[1])
     alarms = sum(
         compare_counts(rng.multinomial(400, distribution), rng.multinomial(400, other), level, rng).p_value <= level
@@ -160,7 +160,7 @@ def test_a_distribution_of_one_value_cannot_show_a_shift() -> None:
     test = compare_counts(counts(50), counts(50), 1e-3, rng)
 
     assert test.p_value == 1
-    assert noticed_shift(counts(50), counts(50), test.critical, rng) == 1
+    assert detectable_shift(counts(50), counts(50), test.critical, rng) == 1
 
 
 def test_a_distribution_moved_as_far_as_it_goes_is_still_a_distribution() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.launch.vllm_log import FailureLog, Stages
+from specbranch.launch.vllm_log import FailureParser, StartupProgress
 
 MEMORY = """
 (EngineCore pid=7) INFO 11-16 05:00:00 [core.py:1] Initializing a V1 LLM engine
@@ -19,7 +19,7 @@ less than desired GPU memory utilization (0.9, 20.7 GiB).
 
 
 def test_the_cause_is_the_root_not_its_echo_and_the_way_out_follows() -> None:
-    cause = FailureLog(MEMORY.splitlines()).cause(1)
+    cause = FailureParser(MEMORY.splitlines()).cause(1)
 
     assert cause.startswith("ValueError: Free memory on device (2.1/23.0 GiB)")
     assert cause.endswith("or give vLLM a smaller share with --gpu-memory-utilization")
@@ -45,11 +45,11 @@ def test_the_cause_is_the_root_not_its_echo_and_the_way_out_follows() -> None:
     ],
 )
 def test_other_ends_are_named_too(line: str, code: int, cause: str) -> None:
-    assert cause in FailureLog(["some line", line]).cause(code)
+    assert cause in FailureParser(["some line", line]).cause(code)
 
 
 def test_the_line_below_a_validation_error_is_the_cause() -> None:
-    cause = FailureLog(
+    cause = FailureParser(
         [
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
             "  Value error, User-specified max_model_len (9) is greater than the derived max_model_len (8). [type=x",
@@ -63,11 +63,11 @@ def test_the_line_below_a_validation_error_is_the_cause() -> None:
 
 
 def test_endless_words_are_cut() -> None:
-    assert len(FailureLog([f"ValueError: {'x' * 5000}"]).cause(1)) < 400
+    assert len(FailureParser([f"ValueError: {'x' * 5000}"]).cause(1)) < 400
 
 
 def test_stages_follow_the_log_and_never_go_back() -> None:
-    stages = Stages()
+    stages = StartupProgress()
     seen = [stages.now]
     for line in (
         "INFO Initializing a V1 LLM engine (v0.32.0) with config",
@@ -76,7 +76,7 @@ def test_stages_follow_the_log_and_never_go_back() -> None:
         "INFO Loading weights took 3 s",
         "INFO Starting vLLM server on http://0.0.0.0:8000",
     ):
-        stages.hear(line)
+        stages.feed(line)
         seen.append(stages.now)
 
     words = ["starting (", "setting up", "loading weights", "compiling takes minutes", "compiling", "HTTP server"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.round import Outlook, Signal
+from specbranch.core.round import AcceptanceHint, Signal
 from specbranch.hrad.network import Hrad, HradError, read_hrad, write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer
 from specbranch.plugins.vllm.hidden_states import FeatureError
@@ -153,8 +153,8 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch, directory: Path, num_layers: int
     return proposer_with(monkeypatch, target=TARGET, predictor=trained(directory, num_layers))
 
 
-def outlooks_of(proposer: Any) -> list[Outlook | None]:
-    found: list[Outlook | None] = proposer._client.outlooks
+def outlooks_of(proposer: Any) -> list[AcceptanceHint | None]:
+    found: list[AcceptanceHint | None] = proposer._client.outlooks
     return found
 
 
@@ -164,7 +164,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     predict = Hrad.predict
 
-    def noted(hrad: Hrad, features: Any, *more: Any) -> list[Outlook]:
+    def noted(hrad: Hrad, features: Any, *more: Any) -> list[AcceptanceHint]:
         found.append(features)
         return predict(hrad, features, *more)
 
@@ -247,13 +247,13 @@ def test_only_the_layers_looked_at_are_hooked_and_other_settings_let_go_of_them(
         return [layer.number for layer in model.model.layers if layer._forward_hooks]
 
     assert hooked() == [1, 2, 3]
-    proposer.use(ProposerSettings(predictor=trained(tmp_path / "two", 2)))
+    proposer.configure(ProposerSettings(predictor=trained(tmp_path / "two", 2)))
     assert hooked() == [3]
-    proposer.use(ProposerSettings(predictor=trained(tmp_path / "one", 1)))
+    proposer.configure(ProposerSettings(predictor=trained(tmp_path / "one", 1)))
     assert hooked() == []
-    proposer.use(ProposerSettings(predictor=str(tmp_path / "four")))
+    proposer.configure(ProposerSettings(predictor=str(tmp_path / "four")))
     assert hooked() == [1, 2, 3]
-    proposer.use(ProposerSettings(predictor="confidence"))
+    proposer.configure(ProposerSettings(predictor="confidence"))
     assert hooked() == [] and proposer.feature_hook is None
 
 
@@ -412,7 +412,7 @@ def test_ranks_share_their_embeddings_at_start_and_only_then(
     features = proposer.feature_hook.read([[7]], [0])
     assert features.tolist() == [[0.0] * WIDTH + model.table[7].tolist()]
     for one in (proposer, other):
-        one.use(ProposerSettings(address="ipc:///nowhere", predictor=directory, deadline_ms=7))
+        one.configure(ProposerSettings(address="ipc:///nowhere", predictor=directory, deadline_ms=7))
     assert proposer.feature_hook is not None  # and the table was not read again: the model would have noticed
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specbranch.launch.vllm_flags import Flags, layout_of
-from specbranch.launch.vllm_server import ServeOptions
-from specbranch.plugins.vllm.layout import Layout, LayoutError
+from specbranch.launch.vllm_server import VllmServeCommand
+from specbranch.plugins.vllm.layout import LayoutError, ParallelLayout
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 PIPELINE, EVERY_RANK, ONE_PROCESS = "pipeline parallelism", "external_launcher", "one process"
@@ -15,48 +15,48 @@ PIPELINE, EVERY_RANK, ONE_PROCESS = "pipeline parallelism", "external_launcher",
 @pytest.mark.parametrize(
     ("layout", "cause"),
     [
-        (Layout(pipeline=2), PIPELINE),
-        (Layout(pipeline=2, tensor=4), PIPELINE),
-        (Layout(tensor=2, executor="external_launcher"), EVERY_RANK),
-        (Layout(tensor=2, executor="uni"), ONE_PROCESS),
+        (ParallelLayout(pipeline=2), PIPELINE),
+        (ParallelLayout(pipeline=2, tensor=4), PIPELINE),
+        (ParallelLayout(tensor=2, executor="external_launcher"), EVERY_RANK),
+        (ParallelLayout(tensor=2, executor="uni"), ONE_PROCESS),
     ],
 )
-def test_a_layout_that_would_be_wrong_is_refused(layout: Layout, cause: str) -> None:
+def test_a_layout_that_would_be_wrong_is_refused(layout: ParallelLayout, cause: str) -> None:
     with pytest.raises(LayoutError, match=cause):
-        layout.refuse()
+        layout.check_supported()
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(),
-        Layout(tensor=4),
-        Layout(tensor=4, data=2, executor="mp"),
-        Layout(executor="external_launcher"),
-        Layout(data=2, executor="uni"),
+        ParallelLayout(),
+        ParallelLayout(tensor=4),
+        ParallelLayout(tensor=4, data=2, executor="mp"),
+        ParallelLayout(executor="external_launcher"),
+        ParallelLayout(data=2, executor="uni"),
     ],
 )
-def test_other_layouts_are_not(layout: Layout) -> None:
-    layout.refuse()
+def test_other_layouts_are_not(layout: ParallelLayout) -> None:
+    layout.check_supported()
 
 
 @pytest.mark.parametrize("words", [["-pp", "2"], ["--pipeline_parallel_size=2"], ["--pipeline-parallel-size", "2"]])
 def test_the_flags_of_a_server_are_read(words: list[str]) -> None:
     assert layout_of(Flags(words)).pipeline == 2
     with pytest.raises(LayoutError, match="Use tensor parallelism"):
-        ServeOptions("m", "m", settings=ProposerSettings(), flags=Flags(words))
-    ServeOptions("m", "m", settings=None, flags=Flags(words))  # bare vLLM can do it
+        VllmServeCommand("m", "m", settings=ProposerSettings(), flags=Flags(words))
+    VllmServeCommand("m", "m", settings=None, flags=Flags(words))  # bare vLLM can do it
 
 
 def test_the_arguments_of_the_python_class_are_read() -> None:
     arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
 
-    assert Layout.of_arguments(arguments) == Layout(tensor=2, executor="external_launcher")
-    assert Layout.of_arguments({"pipeline_parallel_size": None}) == Layout()
-    assert Layout(tensor=2, pipeline=3, data=4).num_devices == 24
+    assert ParallelLayout.of_arguments(arguments) == ParallelLayout(tensor=2, executor="external_launcher")
+    assert ParallelLayout.of_arguments({"pipeline_parallel_size": None}) == ParallelLayout()
+    assert ParallelLayout(tensor=2, pipeline=3, data=4).num_devices == 24
     for wrong in ("two", 0, 1.5):
         with pytest.raises(LayoutError, match="give a whole number"):
-            Layout.of_arguments({"tensor_parallel_size": wrong})
+            ParallelLayout.of_arguments({"tensor_parallel_size": wrong})
 
 
 @pytest.mark.parametrize(

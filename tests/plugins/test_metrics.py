@@ -21,7 +21,7 @@ from specbranch.plugins.vllm import stats_file
 from specbranch.plugins.vllm.metrics import STATES, Collector
 from specbranch.plugins.vllm.stats_file import (
     RUN,
-    Shown,
+    PublishedStats,
     StatsFile,
     open_stats_file,
     read_stats_files,
@@ -30,8 +30,8 @@ from specbranch.plugins.vllm.stats_file import (
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.gate import Decision
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.client.stats import Reporter
-from specbranch.service.client.transport import SocketLink
+from specbranch.service.client.stats import StatsClient
+from specbranch.service.client.transport import ZmqTransport
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, scripted_service, wait_for
 
 COUNTS = {"calls": 9, "answered": 7, "timeouts": 2, "wait_s": 0.5}
@@ -52,7 +52,7 @@ def show(address: str | list[str], namespace: bytes = b"ours", engine: int = 0, 
     counters = {"counts": COUNTS, "lens": [4, 0, 3, 2], "asides": {"lora": 6}}
     written = open_stats_file(lambda: ("target", engine))
     assert written is not None
-    written.show(Shown(**{**common, **counters, **changes}))
+    written.publish(PublishedStats(**{**common, **counters, **changes}))
     return written
 
 
@@ -178,7 +178,7 @@ def test_texts_that_are_not_drafted_for_appear_by_reason_and_target(collector: C
         client = DraftClient(ClientOptions(service.address, "pearl", {"gamma": 3}, "confidence", 60.0, b"two"))
         with contextlib.closing(client):
             client.hello(PATIENCE_S)
-            client.expect([[1] * 90, [2] * 91, [3, VOCAB], [4, 5]])
+            client.announce_prompts([[1] * 90, [2] * 91, [3, VOCAB], [4, 5]])
             end_s = time.monotonic() + PATIENCE_S
             while (found := samples(collector)).get(("specbranch_sessions", "1")) != 4:
                 assert time.monotonic() < end_s, found
@@ -196,12 +196,12 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
     """The first waits once, within the one timeout of all engines; the others ask for no wait."""
     waits_s: list[float] = []
 
-    class NotedLink(SocketLink):
+    class NotedLink(ZmqTransport):
         def await_readable(self, timeout_s: float) -> bool:
             waits_s.append(timeout_s)
             return super().await_readable(timeout_s)
 
-    monkeypatch.setattr("specbranch.service.client.stats.SocketLink", NotedLink)
+    monkeypatch.setattr("specbranch.service.client.stats.ZmqTransport", NotedLink)
     with scripted_service(tmp_path) as service:
         for engine in range(4):
             show(service.address, bytes([engine]), engine)
@@ -219,7 +219,7 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
     assert found[HITS] == 0
 
 
-def is_asking(reporter: Reporter) -> bool:
+def is_asking(reporter: StatsClient) -> bool:
     """Whether a question is open: its answer came late, so that the next question is not waited for."""
     return reporter._open_s is not None
 
@@ -283,12 +283,14 @@ def test_a_reader_never_sees_half_of_what_is_written(run: str) -> None:
         number = 0
         while not is_over.is_set():
             number += 1
-            written.show(Shown(model="m", engine=0, address="a" * (number % 50), namespace=b"n", lens=[number] * 40))
+            written.publish(
+                PublishedStats(model="m", engine=0, address="a" * (number % 50), namespace=b"n", lens=[number] * 40)
+            )
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        seen: list[Shown] = []
+        seen: list[PublishedStats] = []
         end_s = time.monotonic() + PATIENCE_S
         while len(seen) <= 200:
             assert time.monotonic() < end_s, len(seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specbranch.service.client.gate import Pace
+from specbranch.service.client.gate import StepTimer
 
 
 def clock() -> Iterator[float]:
@@ -12,7 +12,7 @@ def clock() -> Iterator[float]:
 
 
 def test_only_steps_that_go_on_with_the_same_rows_count() -> None:
-    pace = Pace(clock().__next__)
+    pace = StepTimer(clock().__next__)
 
     assert pace.step_s([1, 1], [10, 20]) is None  # both are new
     assert pace.step_s([1, 3], [11, 23]) == 1.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from specbranch.launch import vllm_worker
-from specbranch.launch.vllm_engine import Engine, TargetOptions
-from specbranch.launch.vllm_worker import Ask, Run, TargetFailure, TargetProcess
+from specbranch.launch.vllm_engine import Engine, LocalEngineOptions
+from specbranch.launch.vllm_worker import DecodeJob, PromptRequest, TargetFailure, TargetProcess
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 WORKER = """
@@ -34,7 +34,7 @@ for line in sys.stdin.buffer:
     say(News(done=Done(answers=answers, counts={"wait_s": run.settings.deadline_ms})))
 """
 CORES = [min(os.sched_getaffinity(0))]
-OPTIONS = TargetOptions("large", ProposerSettings(planner="pearl"))
+OPTIONS = LocalEngineOptions("large", ProposerSettings(planner="pearl"))
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,10 @@ def fake_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_and_runs_arrive_whole_and_their_outputs_come_back(tmp_path: Path) -> None:
     finished: list[int] = []
     with TargetProcess(OPTIONS, tmp_path / "log", cores=CORES) as target:
-        done = target.run(Run([Ask("a", {}), Ask("b", {})], settings=ProposerSettings(deadline_ms=7)), finished.append)
+        done = target.run(
+            DecodeJob([PromptRequest("a", {}), PromptRequest("b", {})], settings=ProposerSettings(deadline_ms=7)),
+            finished.append,
+        )
 
     assert target.engine == Engine({"vllm": "large"}, "pearl", "1")
     assert [answer.text for answer in done.answers] == ["a", "b"]
@@ -61,11 +64,11 @@ def test_a_target_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
         pytest.raises(TargetFailure, match=r"vLLM with large ended with code 1 .*\nout of memory"),
         TargetProcess(OPTIONS, tmp_path / "log", cores=CORES) as target,
     ):
-        target.run(Run([], batch=1))
+        target.run(DecodeJob([], batch=1))
 
 
 def test_a_target_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
-    bare = TargetOptions("large")  # the fake one needs settings
+    bare = LocalEngineOptions("large")  # the fake one needs settings
     with (
         pytest.raises(TargetFailure, match="'NoneType' object has no attribute 'planner'"),
         TargetProcess(bare, tmp_path / "log"),

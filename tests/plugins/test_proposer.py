@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from specbranch.core.planners import SettingError
-from specbranch.core.round import Outlook
+from specbranch.core.round import AcceptanceHint
 from specbranch.engines.vocabulary import HASH_LEN
 from specbranch.hrad.network import write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer, compat
@@ -24,8 +24,8 @@ from specbranch.plugins.vllm import settings as vllm_settings
 from specbranch.plugins.vllm.compat import PAD
 from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
-from specbranch.service.client.gate import Decision, Pace
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.gate import Decision, StepTimer
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 
 
 class FixedClient:
@@ -35,9 +35,9 @@ class FixedClient:
         self._proposal = proposal
         self.options = options
         self.told: list[tuple[list[int], int]] = []
-        self.outlooks: list[Outlook | None] = []
+        self.outlooks: list[AcceptanceHint | None] = []
         self.expected: list[list[int]] = []
-        self.is_whole = False
+        self.is_pure_decode_step = False
 
     def expect(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
@@ -45,11 +45,11 @@ class FixedClient:
     def close(self) -> None:
         pass
 
-    def propose(self, rows: list[Committed], is_whole: bool = False) -> list[list[int]]:
-        self.is_whole = is_whole
+    def propose(self, rows: list[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
+        self.is_pure_decode_step = is_pure_decode_step
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
-        self.outlooks = [row.outlook for row in rows]
-        self.longest = [row.longest for row in rows]
+        self.outlooks = [row.hint for row in rows]
+        self.longest = [row.max_draft_tokens for row in rows]
         self.recurring = [row.has_recurring_noise for row in rows]
         self.drawn_from: list[list[Any]] = [[] for _ in rows]
         return [list(self._proposal) for _ in rows]
@@ -110,7 +110,7 @@ def test_a_draft_never_goes_beyond_what_vllm_takes_or_holds(monkeypatch: pytest.
 def test_the_client_knows_what_the_target_can_embed(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch)
     clients: list[Any] = [proposer._client]
-    proposer.use(ProposerSettings(planner="pearl"))
+    proposer.configure(ProposerSettings(planner="pearl"))
     clients.append(proposer._client)
 
     assert clients[0] is not clients[1]
@@ -124,10 +124,10 @@ def test_the_targets_tokens_are_read_once_where_they_are_compared(
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 257}}}))
     target = {"model": {"tokenizer": str(tmp_path), "model": "/nowhere"}}
     proposer = proposer_with(monkeypatch, target=target)
-    samples = [options_of(proposer).vocab_sample]
+    samples = [options_of(proposer).vocab_fingerprint]
     (tmp_path / "tokenizer.json").unlink()
-    proposer.use(ProposerSettings(planner="pearl"))
-    samples.append(options_of(proposer).vocab_sample)
+    proposer.configure(ProposerSettings(planner="pearl"))
+    samples.append(options_of(proposer).vocab_fingerprint)
 
     assert samples[0] == samples[1] and len(samples[0]) == 2 * HASH_LEN
     assert proposer_with(monkeypatch, is_output_rank=False, target=target)._vocab_sample == b""
@@ -139,7 +139,7 @@ def test_a_target_whose_tokens_cannot_be_read_is_compared_by_size(
 ) -> None:
     options = options_of(proposer_with(monkeypatch, target={"model": model}))
 
-    assert (options.vocab_len, options.vocab_sample) == (49152, b"")
+    assert (options.vocab_len, options.vocab_fingerprint) == (49152, b"")
 
 
 def options_of(proposer: SpecBranchProposer) -> ClientOptions:
@@ -160,7 +160,7 @@ def test_other_ranks_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with drafts give no more tokens than those without, so the gate closes after its trial."""
     proposer = proposer_with(monkeypatch, is_gated=True)
-    proposer._pace = Pace(partial(next, itertools.count()))  # every step takes a second
+    proposer._pace = StepTimer(partial(next, itertools.count()))  # every step takes a second
     num_with_drafts = 0
     for length in range(3, 9):
         lengths, table = tokens([1] * length)
@@ -175,16 +175,16 @@ def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPat
 def test_the_same_settings_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, planner="pearl")
     client, gate = proposer._client, proposer._gate
-    proposer.use(ProposerSettings(address="ipc:///nowhere", is_gated=False, planner="pearl"))
+    proposer.configure(ProposerSettings(address="ipc:///nowhere", is_gated=False, planner="pearl"))
     assert (proposer._client, proposer._gate) == (client, gate)
 
 
 def test_settings_that_come_back_find_their_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, is_gated=True)
     gate = proposer._gate
-    proposer.use(ProposerSettings(address="ipc:///nowhere", planner="sps"))
+    proposer.configure(ProposerSettings(address="ipc:///nowhere", planner="sps"))
     assert proposer._gate is not gate
-    proposer.use(ProposerSettings(address="ipc:///nowhere"))
+    proposer.configure(ProposerSettings(address="ipc:///nowhere"))
     assert proposer._gate is gate
 
 
@@ -489,7 +489,7 @@ def test_a_runner_that_has_changed_gets_one_warning_and_drafts_for_all(
 ) -> None:
     proposer = proposer_with(monkeypatch)
     lengths, table = tokens([1, 2, 3])
-    proposer.meet(SimpleNamespace(input_batch=SimpleNamespace()), compat.News())
+    proposer.on_step_scheduled(SimpleNamespace(input_batch=SimpleNamespace()), compat.StepInfo())
     caplog.clear()
 
     assert [proposer.propose([[3]], lengths, table) for _ in range(3)] == [[[5, 6]]] * 3
@@ -523,7 +523,7 @@ def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monk
         ([[7], []], ([1, 2, 3, 4, 5, 6, 7], [6, 7, 8])),  # one is in prefill
     ):
         proposer.propose(sampled, *tokens(*rows))
-        seen.append(client.is_whole)
+        seen.append(client.is_pure_decode_step)
 
     assert seen == [False, True, False, True, False]
 
@@ -535,7 +535,7 @@ def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(mon
     for length, is_worthwhile in ((3, True), (4, True), (5, False), (6, True), (7, True)):
         monkeypatch.setattr(proposer, "_is_worthwhile", lambda *_, found=is_worthwhile: found)
         proposer.propose([[length]], *tokens(list(range(1, length + 1))))
-        seen.append(is_worthwhile and client.is_whole)
+        seen.append(is_worthwhile and client.is_pure_decode_step)
 
     assert seen == [False, True, False, False, True]
 
@@ -544,7 +544,7 @@ def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(mon
 def padding(monkeypatch: pytest.MonkeyPatch) -> SpecBranchProposer:
     """A proposer with a runner, that pads to two tokens; sequences may have ten."""
     proposer = proposer_with(monkeypatch, pad="on")
-    proposer.meet(FakeRunner(proposer), compat.News())
+    proposer.on_step_scheduled(FakeRunner(proposer), compat.StepInfo())
     return proposer
 
 
@@ -558,11 +558,11 @@ def test_all_rows_are_filled_up_to_the_same_length(padding: SpecBranchProposer) 
 
 
 def test_rows_are_filled_up_also_when_nothing_is_drafted(padding: SpecBranchProposer) -> None:
-    padding.use(ProposerSettings(address="ipc:///nowhere", planner="none", pad="on"))
+    padding.configure(ProposerSettings(address="ipc:///nowhere", planner="none", pad="on"))
     lengths, table = tokens([1, 2, 3])
 
     assert padding.propose([[3]], lengths, table) == [[PAD, PAD]]
-    padding.use(ProposerSettings(address="ipc:///nowhere", planner="pearl", is_gated=True, pad="on"))
+    padding.configure(ProposerSettings(address="ipc:///nowhere", planner="pearl", is_gated=True, pad="on"))
     assert padding.propose([[3]], lengths, table) == [[PAD, PAD]]  # the gate is closed at first
 
 
@@ -626,7 +626,7 @@ def test_rows_are_padded_where_vllm_has_graphs_for_it(
     client._proposal = [5]
 
     assert proposer.propose([[3]], lengths, table) == [[5]]  # nobody has said what the rows are
-    proposer.meet(FakeRunner(proposer), compat.News())
+    proposer.on_step_scheduled(FakeRunner(proposer), compat.StepInfo())
     assert proposer.propose([[3]], lengths, table) == ([[5, PAD]] if is_padded else [[5]])
 
 

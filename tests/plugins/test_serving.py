@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.errors import FlagError
 from specbranch.launch.vllm_flags import Flags
-from specbranch.launch.vllm_server import Endpoint, ServeOptions
+from specbranch.launch.vllm_server import HttpEndpoint, VllmServeCommand
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 
@@ -29,10 +29,10 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def options(*words: str, cores: tuple[int, ...] | None = (0,)) -> ServeOptions:
+def options(*words: str, cores: tuple[int, ...] | None = (0,)) -> VllmServeCommand:
     flags = Flags(words)
     settings = merged_settings(OURS, flags.take_json("--additional-config")[0])
-    return ServeOptions("/models/big", "big", settings=settings, num_speculative_tokens=6, flags=flags, cores=cores)
+    return VllmServeCommand("/models/big", "big", settings=settings, num_speculative_tokens=6, flags=flags, cores=cores)
 
 
 def argument(words: list[str], name: str) -> Any:
@@ -55,7 +55,7 @@ def test_vllm_gets_the_proposer_its_settings_and_every_other_flag_unchanged() ->
 
 def test_clients_call_the_target_by_the_name_that_was_given() -> None:
     words = options().arguments()
-    as_it_is = ServeOptions("big", "big", settings=ProposerSettings()).arguments()
+    as_it_is = VllmServeCommand("big", "big", settings=ProposerSettings()).arguments()
 
     assert words[words.index("--served-model-name") + 1] == "big"
     assert "--served-model-name" not in as_it_is
@@ -68,7 +68,7 @@ def test_beside_a_draft_on_the_cpu_vllm_asks_for_less_memory_than_is_free(monkey
     assert options().memory_flags(0.15) == [], "too little for both; vLLM says so itself"
     assert options().memory_flags(None) == []
     assert options(cores=None).memory_flags(0.8) == [], "on a GPU it is the GPU's memory"
-    assert ServeOptions("big", "big", settings=None, cores=(0,)).memory_flags(0.8) == [], (
+    assert VllmServeCommand("big", "big", settings=None, cores=(0,)).memory_flags(0.8) == [], (
         "bare vLLM has no draft beside it"
     )
     assert options("--gpu_memory_utilization=0.5").memory_flags(0.8) == []
@@ -151,12 +151,12 @@ def test_on_a_gpu_nothing_is_pinned() -> None:
     ],
 )
 def test_the_url_follows_vllms_flags(words: list[str], url: str) -> None:
-    assert str(Endpoint.of(Flags(words))) == url
+    assert str(HttpEndpoint.of(Flags(words))) == url
 
 
 def test_nobody_at_the_endpoint_is_not_healthy() -> None:
-    assert not Endpoint("127.0.0.1", 9).is_healthy()
-    assert not Endpoint("", 0, path="/nowhere/v.sock").is_healthy()
+    assert not HttpEndpoint("127.0.0.1", 9).is_healthy()
+    assert not HttpEndpoint("", 0, path="/nowhere/v.sock").is_healthy()
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from specbranch.launch import vllm_flags
 from specbranch.launch.vllm_flags import (
     Flags,
     KnownArguments,
+    check_arguments,
+    check_flags,
     known_arguments,
     read_arguments,
-    refuse_unknown_arguments,
-    refuse_unknown_flags,
 )
 
 ENGINE = """
@@ -107,7 +107,7 @@ def test_a_source_that_is_laid_out_otherwise_is_not_guessed_at(package: Path, na
     ],
 )
 def test_what_vllm_takes_is_not_refused(known: KnownArguments, words: list[str]) -> None:
-    refuse_unknown_flags(Flags(words), known)
+    check_flags(Flags(words), known)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_what_vllm_takes_is_not_refused(known: KnownArguments, words: list[str])
 )
 def test_what_vllm_does_not_have_is_refused(known: KnownArguments, words: list[str], message: str) -> None:
     with pytest.raises(FlagError) as refused:
-        refuse_unknown_flags(Flags(words), known)
+        check_flags(Flags(words), known)
     assert message in str(refused.value)
 
 
 def test_arguments_of_the_python_class_are_checked_alike(known: KnownArguments) -> None:
-    refuse_unknown_arguments({"max_model_len": 512, "runner": "generate", "gpu_memory_utilization": "0.5"}, known)
+    check_arguments({"max_model_len": 512, "runner": "generate", "gpu_memory_utilization": "0.5"}, known)
     with pytest.raises(FlagError, match="no argument 'max_modl_len'; did you mean max_model_len"):
-        refuse_unknown_arguments({"max_modl_len": 512}, known)
+        check_arguments({"max_modl_len": 512}, known)
     with pytest.raises(FlagError, match="max_model_len is 'abc'"):
-        refuse_unknown_arguments({"max_model_len": "abc"}, known)
+        check_arguments({"max_model_len": "abc"}, known)
 
 
 def test_the_installed_vllm_is_read_without_importing_it() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_engine import LocalEngineOptions
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings
 
@@ -18,12 +18,12 @@ SETTINGS = ProposerSettings(address="ipc:///d", planner="sps")
 def test_a_bare_engine_gets_the_arguments_as_they_are() -> None:
     given = {"tensor_parallel_size": 2, "additional_config": {"x": 1}}
 
-    assert TargetOptions("m", arguments=given).all_arguments() == {"disable_log_stats": False, **given}
+    assert LocalEngineOptions("m", arguments=given).all_arguments() == {"disable_log_stats": False, **given}
 
 
 def test_the_proposer_is_added_to_the_users_own_additional_config() -> None:
     given = {"additional_config": {"x": 1, "specbranch": {"pad": "on"}}}
-    arguments = TargetOptions("m", SETTINGS, 6, given).all_arguments()
+    arguments = LocalEngineOptions("m", SETTINGS, 6, given).all_arguments()
 
     assert arguments["speculative_config"]["num_speculative_tokens"] == 6
     assert arguments["additional_config"]["x"] == 1

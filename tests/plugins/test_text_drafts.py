@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.engines.vocabulary import VocabSample
-from specbranch.plugins.single_text import TextDrafts
+from specbranch.engines.vocabulary import VocabFingerprint
+from specbranch.plugins.single_sequence import SingleSequenceDrafts
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import DraftSettings
 from specbranch.simulation.scripted import match
@@ -27,15 +27,17 @@ def service(tmp_path: Path) -> Iterator[Service]:
         yield service
 
 
-def drafts_of(service: Service, vocab_len: int = VOCAB, **settings: Any) -> TextDrafts:
+def drafts_of(service: Service, vocab_len: int = VOCAB, **settings: Any) -> SingleSequenceDrafts:
     chosen = {"planner": "sps", "deadline_ms": DEADLINE_MS, "is_gated": False, **settings}
-    drafts = TextDrafts(DraftSettings(address=service.address, **chosen), LONGEST, VocabSample(vocab_len))
+    drafts = SingleSequenceDrafts(
+        DraftSettings(address=service.address, **chosen), LONGEST, VocabFingerprint(vocab_len)
+    )
     assert isinstance(drafts._client, DraftClient)
     drafts._client.hello(PATIENCE_S)
     return drafts
 
 
-def step(drafts: TextDrafts, text: list[int]) -> list[int]:
+def step(drafts: SingleSequenceDrafts, text: list[int]) -> list[int]:
     """The text after one more step of the target, and the draft that it verified."""
     draft = drafts.after(np.array(text))
     verdict = match(draft, lambda index: TARGET.distribution((*text, *draft[:index])).ids[0])
@@ -49,7 +51,7 @@ def plain(prompt: list[int], length: int) -> list[int]:
     return text
 
 
-def decode(drafts: TextDrafts, prompt: list[int], num_steps: int = 30) -> list[int]:
+def decode(drafts: SingleSequenceDrafts, prompt: list[int], num_steps: int = 30) -> list[int]:
     drafts.expect(np.array(prompt))
     text = step(drafts, [*prompt, TARGET.distribution(tuple(prompt)).ids[0]])
     for _ in range(num_steps):

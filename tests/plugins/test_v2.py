@@ -12,7 +12,7 @@ import pytest
 from specbranch.core.planners import SettingError
 from specbranch.plugins.vllm import compat, register
 from specbranch.plugins.vllm.layout import LayoutError
-from specbranch.plugins.vllm.runner_v2_device import Texts
+from specbranch.plugins.vllm.runner_v2_device import HostTokens
 from specbranch.plugins.vllm.settings import PROPOSER, RunnerError, read_settings
 
 
@@ -74,9 +74,9 @@ def test_other_methods_are_left_alone() -> None:
 
 
 def test_v1_refuses_to_stand_in_for_v2() -> None:
-    compat.refuse_v1(FakeConfig(method="ngram_gpu"))
+    compat.check_runner(FakeConfig(method="ngram_gpu"))
     with pytest.raises(RunnerError, match="VLLM_PLUGINS"):
-        compat.refuse_v1(FakeConfig())
+        compat.check_runner(FakeConfig())
 
 
 def test_the_choice_comes_before_vllm_verifies_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +117,9 @@ def test_a_vllm_without_v2_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_prefill_context_parallelism_is_refused() -> None:
-    compat.refuse_context_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=1)))
+    compat.check_context_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=1)))
     with pytest.raises(LayoutError, match="2 ranks"):
-        compat.refuse_context_parallelism(
+        compat.check_context_parallelism(
             SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=2))
         )
 
@@ -136,10 +136,10 @@ def test_rows_of_v2_stand_aside_as_those_of_v1() -> None:
     model_runner = SimpleNamespace(lora_state=lora, encoder_cache=cache, sampler=sampler)
     batch = compat.in_the_form_of_v1(model_runner, ["a", "b", "c", "d", "e"], np.array([3, 1, 0, 2, 4]))
 
-    assert compat.rows_aside(batch, 5) == {1: "lora", 2: "multimodal", 3: "seed"}
+    assert compat.undraftable_rows(batch, 5) == {1: "lora", 2: "multimodal", 3: "seed"}
     assert compat.sampled_rows(batch, 5) == [3, 4]
     model_runner.encoder_cache = None
-    assert compat.rows_aside(compat.in_the_form_of_v1(model_runner, ["a"], np.array([0])), 1) == {}
+    assert compat.undraftable_rows(compat.in_the_form_of_v1(model_runner, ["a"], np.array([0])), 1) == {}
 
 
 def test_vllms_own_requests_are_known() -> None:
@@ -174,7 +174,7 @@ class Device:
 
 def test_a_text_is_read_whole_once_and_then_grows_by_what_a_step_adds() -> None:
     device = Device(a=[1, 2, 3, 4, 5, 6], b=[7, 8])
-    texts = Texts(2, 6, device.whole)
+    texts = HostTokens(2, 6, device.whole)
     first = texts.extend(0, "a", 3, 2, np.array([3])).tolist()
     other = texts.extend(1, "b", 2, 7, np.array([8])).tolist()
     second = texts.extend(0, "a", 6, 3, np.array([4, 5, 6])).tolist()
@@ -190,7 +190,7 @@ def test_a_text_is_read_whole_once_and_then_grows_by_what_a_step_adds() -> None:
 )
 def test_a_text_that_does_not_go_on_is_read_again(name: str, length: int, before: int, new: list[int]) -> None:
     device = Device(a=[1, 2, 3, 4, 5])
-    texts = Texts(1, 6, device.whole)
+    texts = HostTokens(1, 6, device.whole)
     texts.extend(0, "a", 3, 2, np.array([3]))
 
     assert texts.extend(0, name, length, before, np.array(new)).tolist() == [1, 2, 3, 4, 5][:length]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from specbranch.launch import vllm_worker
-from specbranch.launch.vllm_engine import Piece, Request
-from specbranch.launch.vllm_worker import Ask, Done, Run, step_gaps_s
+from specbranch.launch.vllm_engine import Request, StepOutput
+from specbranch.launch.vllm_worker import DecodeJob, DecodeResult, PromptRequest, step_gaps_s
 
-ASKS = [Ask("a", {}), Ask("b", {}), Ask("c", {}, is_chat=True)]
+ASKS = [PromptRequest("a", {}), PromptRequest("b", {}), PromptRequest("c", {}, is_chat=True)]
 
 
 class FakeTarget:
@@ -35,7 +35,7 @@ class FakeTarget:
     def draft_tokens(self) -> tuple[int, int]:
         return self.drafts
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Piece]:
+    def stream(self, requests: Sequence[Request]) -> Iterator[StepOutput]:
         attempt = self.num_answers // len(ASKS) + 1
         self.num_answers += len(requests)
         if self.returns_in is not None and attempt >= self.returns_in:
@@ -45,12 +45,12 @@ class FakeTarget:
             yield piece(index, attempt, "", "stop")
 
 
-def piece(index: int, token: int, text: str, finish_reason: str | None) -> Piece:
-    return Piece(index=index, tokens=[token], text=text, finish_reason=finish_reason, at_s=time.monotonic())
+def piece(index: int, token: int, text: str, finish_reason: str | None) -> StepOutput:
+    return StepOutput(index=index, tokens=[token], text=text, finish_reason=finish_reason, at_s=time.monotonic())
 
 
-def decoded(target: Any, attempts: int = 4) -> tuple[int, Done]:
-    news = list(vllm_worker.decode(target, Run(ASKS, batch=2, attempts=attempts)))
+def decoded(target: Any, attempts: int = 4) -> tuple[int, DecodeResult]:
+    news = list(vllm_worker.decode(target, DecodeJob(ASKS, batch=2, attempts=attempts)))
     assert news[-1].done is not None
     return sum(one.num_finished for one in news), news[-1].done
 

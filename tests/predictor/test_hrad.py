@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.costs import Costs
-from specbranch.core.ngram import Guesser
-from specbranch.core.node import TopDraw
-from specbranch.core.planners.predictors import ToldPredictor
-from specbranch.core.round import Outlook, Round, Signal
+from specbranch.core.costs import PairModel
+from specbranch.core.ngram import NgramDrafter
+from specbranch.core.node import GreedyPicker
+from specbranch.core.planners.predictors import HintPredictor
+from specbranch.core.round import AcceptanceHint, Round, Signal
 from specbranch.core.tree import Tree
-from specbranch.hrad.network import Card, Hrad, HradError, read_hrad, survival, write_hrad
+from specbranch.hrad.network import Hrad, HradCard, HradError, read_hrad, survival, write_hrad
 
 pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
 
@@ -66,7 +66,7 @@ def test_the_network_computes_what_a_pencil_does(tmp_path: Path) -> None:
     assert chances[0] == pytest.approx((0.731059, 0.731059 * 0.5), abs=1e-6)
     assert chances[1] == pytest.approx((0.924142, 0.924142 * 0.182426), abs=1e-6)
     assert hrad.d_in == 2
-    assert hrad.card == Card("specbranch-hrad", 1, **CARD)
+    assert hrad.card == HradCard("specbranch-hrad", 1, **CARD)
 
 
 def test_survival_never_rises_and_stays_between_0_and_1() -> None:
@@ -77,19 +77,19 @@ def test_survival_never_rises_and_stays_between_0_and_1() -> None:
 
 
 def test_no_texts_have_no_outlooks() -> None:
-    assert Hrad(small_tensors(), Card("", 1, **CARD)).predict(np.empty((0, 2), dtype=np.float32)) == []
+    assert Hrad(small_tensors(), HradCard("", 1, **CARD)).predict(np.empty((0, 2), dtype=np.float32)) == []
 
 
 @pytest.mark.parametrize("row", [[np.nan, 0], [np.inf, 0], [3e38, 0]])
 def test_features_that_are_no_numbers_are_refused(row: list[float]) -> None:
     """They would be refused on the wire, and the whole step with them."""
     with pytest.raises(HradError, match="not finite"):
-        Hrad(small_tensors(), Card("", 1, **CARD)).predict(features([2, 3], row))
+        Hrad(small_tensors(), HradCard("", 1, **CARD)).predict(features([2, 3], row))
 
 
 def test_features_of_another_length_are_refused() -> None:
     with pytest.raises(HradError, match=r"shape \[1, 3\]; the predictor takes \[n, 2\]"):
-        Hrad(small_tensors(), Card("", 1, **CARD)).predict(features([1, 2, 3]))
+        Hrad(small_tensors(), HradCard("", 1, **CARD)).predict(features([1, 2, 3]))
 
 
 def without(name: str) -> Callable[[Tensors], None]:
@@ -118,7 +118,7 @@ def test_tensors_that_do_not_fit_the_card_are_refused(change: Callable[[Tensors]
     change(tensors)
 
     with pytest.raises(HradError, match=message):
-        Hrad(tensors, Card("", 1, **CARD))
+        Hrad(tensors, HradCard("", 1, **CARD))
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,11 @@ def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
 
 
 def test_the_told_predictor_repeats_the_outlook_and_leaves_the_rest_to_confidence() -> None:
-    begun = Round(0, Tree([1], TopDraw(), Costs().calibration), Costs(), Guesser([1], Costs().memory))
-    assert ToldPredictor().predict(begun) == Signal.SOME
+    begun = Round(
+        0, Tree([1], GreedyPicker(), PairModel().calibration), PairModel(), NgramDrafter([1], PairModel().history)
+    )
+    assert HintPredictor().predict(begun) == Signal.SOME
 
     for signal in Signal:
-        begun.outlook = Outlook(signal)
-        assert ToldPredictor().predict(begun) == signal
+        begun.hint = AcceptanceHint(signal)
+        assert HintPredictor().predict(begun) == signal

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.cli.console import ProgressBar
-from specbranch.cli.options import table
+from specbranch.cli.options import parse_key_values
 from specbranch.launch.placement import divide_cores
 from specbranch.machine import num_gpus, provenance
 from tests.proof import report
@@ -46,7 +46,7 @@ def main() -> int:
         is_reduced=args.reduced,
         minutes=args.minutes,
         eagle=args.eagle,
-        arguments=table("--vllm-arg", args.vllm_arg),
+        arguments=parse_key_values("--vllm-arg", args.vllm_arg),
         target_cores=cores.target if cores else None,
         draft_cores=cores.draft if cores else None,
     )

@@ -19,9 +19,16 @@ import msgspec
 
 from specbranch.bench.scenario import BenchMethod
 from specbranch.bench.survey import MESSAGES
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
-from specbranch.launch.vllm_engine import TargetOptions
-from specbranch.launch.vllm_worker import Answer, Ask, Done, Run, TargetProcess, step_gaps_s
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
+from specbranch.launch.vllm_engine import LocalEngineOptions
+from specbranch.launch.vllm_worker import (
+    DecodedOutput,
+    DecodeJob,
+    DecodeResult,
+    PromptRequest,
+    TargetProcess,
+    step_gaps_s,
+)
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 _WARM_UP = 16  # tokens
@@ -69,10 +76,10 @@ def decode(options: Decode) -> dict[str, Any]:
         arguments = {"dtype": options.dtype, **options.arguments}
         if options.method.speculative_config is not None:
             arguments["speculative_config"] = options.method.found_speculative_config()
-        target = TargetOptions(options.target, settings, options.gamma, arguments)
+        target = LocalEngineOptions(options.target, settings, options.gamma, arguments)
         process = stack.enter_context(TargetProcess(target, directory / "target.log", options.target_cores))
-        process.run(Run(asks(options, _WARM_UP)[:1]))
-        runs = {batch: process.run(Run(asks(options, options.max_tokens), batch)) for batch in options.at_once}
+        process.run(DecodeJob(asks(options, _WARM_UP)[:1]))
+        runs = {batch: process.run(DecodeJob(asks(options, options.max_tokens), batch)) for batch in options.at_once}
         return {
             "engine": msgspec.to_builtins(process.engine),
             "dtype": options.dtype,
@@ -80,10 +87,10 @@ def decode(options: Decode) -> dict[str, Any]:
         }
 
 
-def draft_options(options: Decode) -> DraftOptions:
+def draft_options(options: Decode) -> DraftServiceOptions:
     """A small cache: on a GPU that both models share, the draft starts first and would take what is free."""
     cores = options.draft_cores
-    return DraftOptions(
+    return DraftServiceOptions(
         options.draft,
         device=options.draft_device,
         cores=cores,
@@ -92,12 +99,12 @@ def draft_options(options: Decode) -> DraftOptions:
     )
 
 
-def asks(options: Decode, max_tokens: int) -> list[Ask]:
+def asks(options: Decode, max_tokens: int) -> list[PromptRequest]:
     sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
-    return [Ask(message, sampling) for message in MESSAGES[: options.num_prompts]]
+    return [PromptRequest(message, sampling) for message in MESSAGES[: options.num_prompts]]
 
 
-def figures(done: Done) -> dict[str, Any]:
+def figures(done: DecodeResult) -> dict[str, Any]:
     """Speed, steps, drafts and the answers' digests of one run."""
     counts, gaps = done.counts, step_gaps_s(done.answers)
     return {
@@ -111,7 +118,7 @@ def figures(done: Done) -> dict[str, Any]:
     }
 
 
-def digests(answers: Sequence[Answer]) -> list[str]:
+def digests(answers: Sequence[DecodedOutput]) -> list[str]:
     return [hashlib.sha256(json.dumps(answer.tokens).encode()).hexdigest()[:16] for answer in answers]
 
 

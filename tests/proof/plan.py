@@ -1,4 +1,4 @@
-"""Which stages a proof has, in the order of what they tell: the first ones are there whatever time is left."""
+"""Which stages a proof has, in the order of what they on_progress: the first ones are there whatever time is left."""
 
 from __future__ import annotations
 

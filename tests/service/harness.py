@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed, Drafts
-from specbranch.service.client.transport import SocketLink
+from specbranch.service.client.interface import ClientOptions, DraftSource, SequenceUpdate
+from specbranch.service.client.transport import ZmqTransport
 from specbranch.service.server.server import Server, ServiceOptions
-from specbranch.service.wire.addresses import ServiceKeys, each_address
+from specbranch.service.wire.addresses import ServiceKeys, normalize_addresses
 from specbranch.simulation.scripted import ScriptedEngine, TextScript, match
 from tests.service.nursery import MODULES, ROOT, Forked
 from tests.toys import random_script
@@ -131,7 +131,7 @@ def running(service: Service) -> Iterator[Service]:
         service.stop()
 
 
-class WatchedLink(SocketLink):
+class WatchedLink(ZmqTransport):
     """A socket that counts what a call does on it, and lists what it should not have done.
 
     It is also the clock of whoever uses it. A call is judged by the time that it last read there, not by how long it
@@ -189,13 +189,13 @@ class WatchedClient(DraftClient):
     """A client whose calls are watched."""
 
     def __init__(self, options: ClientOptions) -> None:
-        (address,) = each_address(options.address)
+        (address,) = normalize_addresses(options.address)
         self.watched = WatchedLink(address)
-        super().__init__(options, link=self.watched, clock=self.watched.now)
+        super().__init__(options, transport=self.watched, clock=self.watched.now)
 
-    def propose(self, rows: Sequence[Committed], is_whole: bool = False) -> list[list[int]]:
+    def propose(self, rows: Sequence[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
         with self.watched.call(self._options.deadline_s):
-            return super().propose(rows, is_whole)
+            return super().propose(rows, is_pure_decode_step)
 
 
 class LeapingClock:
@@ -215,7 +215,7 @@ class LeapingClock:
 class Walk:
     """One sequence decoded greedily by the target, with drafts from a client."""
 
-    client: Drafts
+    client: DraftSource
     prompt: Sequence[int]
     target: TextScript = TARGET
     tokens: list[int] = field(init=False)
@@ -232,7 +232,7 @@ class Walk:
     def step(self) -> None:
         """Tell what was committed, take a proposal, verify it."""
         start_s = time.monotonic()
-        committed = Committed(self.tokens, self._num_new, len(self.proposal), longest=self.longest)
+        committed = SequenceUpdate(self.tokens, self._num_new, len(self.proposal), max_draft_tokens=self.longest)
         (self.proposal,) = self.client.propose([committed])
         self.calls_s.append(time.monotonic() - start_s)
         self._verify()

@@ -16,14 +16,14 @@ from specbranch.core.round import MAX_WINDOW
 from specbranch.service.wire.messages import (
     MAX_REPLY,
     VERSION,
+    DraftReply,
     Drain,
+    ErrorReply,
     Hello,
-    Open,
+    OpenSequences,
     OverviewRequest,
-    Proposals,
-    Refused,
     StatsRequest,
-    Step,
+    StepRequest,
     Welcome,
     decode_request,
     encode,
@@ -34,13 +34,13 @@ FOREIGN = 49_200  # beyond the vocabulary of every target here
 FLOOD_S = 1.0
 
 Frames = Iterator[bytes]
-Question = Step | Drain | StatsRequest | OverviewRequest
+Question = StepRequest | Drain | StatsRequest | OverviewRequest
 _numbers = itertools.count()  # of the questions that came
 
 
 def _foreign(question: Question) -> Frames:
     """Drafts with a token that the target does not have."""
-    yield encode(Proposals(question.round, [[5, FOREIGN, 6]] * _num_rows(question)))
+    yield encode(DraftReply(question.round, [[5, FOREIGN, 6]] * _num_rows(question)))
 
 
 def _garbage(question: Question) -> Frames:
@@ -52,7 +52,7 @@ def _garbage(question: Question) -> Frames:
 
 def _late(question: Question) -> Frames:
     """For every question a second of answers to the one before."""
-    answer = encode(Proposals(question.round - 1, [[5] * MAX_WINDOW] * 200))
+    answer = encode(DraftReply(question.round - 1, [[5] * MAX_WINDOW] * 200))
     end_s = time.monotonic() + FLOOD_S
     while time.monotonic() < end_s:
         yield answer
@@ -63,17 +63,17 @@ def _huge(question: Question) -> Frames:
     if next(_numbers) == 0:
         yield b"\xc1" * (MAX_REPLY + 1)
     else:
-        yield encode(Proposals(question.round, [[5]] * _num_rows(question)))
+        yield encode(DraftReply(question.round, [[5]] * _num_rows(question)))
 
 
 def _unknown(question: Question) -> Frames:
     """No text is known, however often it was sent."""
-    yield encode(Proposals(question.round, [None] * _num_rows(question)))
+    yield encode(DraftReply(question.round, [None] * _num_rows(question)))
 
 
 def _old(question: Question) -> Frames:
     """What a service of an older release says to a question that it does not know."""
-    yield encode(Refused("Invalid value 'get-overview'"))
+    yield encode(ErrorReply("Invalid value 'get-overview'"))
 
 
 _DEEDS: dict[str, Callable[[Question], Frames]] = {
@@ -87,7 +87,7 @@ _DEEDS: dict[str, Callable[[Question], Frames]] = {
 
 
 def _num_rows(question: Question) -> int:
-    return len(question.rows) if isinstance(question, Step) else 1
+    return len(question.rows) if isinstance(question, StepRequest) else 1
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def main() -> None:
             request = decode_request(frame)
             if isinstance(request, Hello):
                 router.send_multipart((client, encode(Welcome(VERSION, request.round, "rogue", FOREIGN + 1))))
-            elif not isinstance(request, Open):
+            elif not isinstance(request, OpenSequences):
                 streams[client] = _DEEDS[args.deed](request)
         for client, stream in list(streams.items()):
             if not _send_on(router, client, stream):

@@ -18,10 +18,10 @@ from typing import Any
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import Row
 from specbranch.logs import set_up_logs
-from specbranch.service.server.metrics import serve_metrics
-from specbranch.service.server.recorder import Observer, Recorder
+from specbranch.service.server.prometheus import serve_metrics
+from specbranch.service.server.recorder import EventSink, TraceRecorder
 from specbranch.service.server.server import Server, ServiceOptions
-from specbranch.service.server.timeline import TimelineRecorder
+from specbranch.service.server.timeline_recorder import TimelineRecorder
 from specbranch.simulation.scripted import ScriptedEngine, TextScript
 from tests.service.harness import DRAFT, RECENT, VOCAB
 
@@ -55,7 +55,7 @@ class SlowEngine(ScriptedEngine):
     ) -> None:
         super().__init__(Brief())
         max_tokens = max_tokens or self.info.max_tokens
-        self.info = replace(self.info, vocab_sample=vocab_sample, max_tokens=max_tokens)
+        self.info = replace(self.info, vocab_fingerprint=vocab_sample, max_tokens=max_tokens)
         self._step_s = step_s
         self._fatal_step, self._hung_step, self._lost_step = fatal_step, hung_step, lost_step
         self._hung_file = hung_file
@@ -97,7 +97,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (args.max_files, args.max_files))
     options = ServiceOptions(args.listen, max_sessions=args.max_sessions)
     timeline = TimelineRecorder() if args.timeline else None
-    recorder = Recorder(args.record, "scripted") if args.record else None
+    recorder = TraceRecorder(args.record, "scripted") if args.record else None
     engine = SlowEngine(
         args.step_ms / 1000,
         args.fatal_step,
@@ -107,7 +107,7 @@ def main() -> None:
         vocab_sample=args.vocab_sample,
         max_tokens=args.cache_tokens,
     )
-    server = Server(engine, options, Observer(timeline, recorder))
+    server = Server(engine, options, EventSink(timeline, recorder))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
         serve_metrics(server.dispatch.figures, args.metrics_port)

@@ -16,14 +16,14 @@ import pytest
 
 from specbranch.core.round import MAX_WINDOW
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.wire.messages import (
     MAX_REPLY,
     MAX_ROWS,
     VERSION,
+    DraftReply,
     Hello,
-    Proposals,
-    Step,
+    StepRequest,
     Welcome,
     decode_request,
     encode,
@@ -51,10 +51,10 @@ def test_no_token_outside_the_targets_vocabulary_leaves_the_client(
 ) -> None:
     """A draft ends before the first such token; the rest of it would continue another text."""
     with client_of_rogue(tmp_path, "foreign", deadline_s=PATIENCE_S, vocab_len=FOREIGN) as client:
-        drafts = [client.propose([Committed([1, 2, 3], 1), Committed([4, 5, 6], 1)]) for _ in range(3)]
+        drafts = [client.propose([SequenceUpdate([1, 2, 3], 1), SequenceUpdate([4, 5, 6], 1)]) for _ in range(3)]
 
     assert drafts == [[[5], [5]]] * 3
-    assert client.counts.foreign == 6
+    assert client.counts.unknown_token == 6
     assert caplog.text.count("which the target does not have") == 1
 
 
@@ -67,7 +67,7 @@ def test_two_samples_of_one_text_that_part_are_two_texts_at_once(tmp_path: Path)
     ):
         assert client.hello(PATIENCE_S)
         for texts in ([[1, 2, 3]] * 2, [[1, 2, 3, 4], [1, 2, 3, 5]], [[1, 2, 3, 4, 6], [1, 2, 3, 5, 6]]):
-            client.propose([Committed(text, 1) for text in texts])
+            client.propose([SequenceUpdate(text, 1) for text in texts])
             opened.append(client.counts.opened)
 
     assert opened == [1, 2, 2]
@@ -80,12 +80,12 @@ def test_a_draft_with_a_larger_vocabulary_is_noticed_by_the_way_and_its_other_to
     sample = bytes(range(8))  # the tokens are known to be the same; the rest is padding
     with scripted_service(tmp_path, "--vocab-sample", sample.hex()) as service, caplog.at_level(logging.WARNING):
         options = ClientOptions(
-            service.address, "pearl", {"gamma": 4}, deadline_s=0.2, vocab_len=TARGET_VOCAB, vocab_sample=sample
+            service.address, "pearl", {"gamma": 4}, deadline_s=0.2, vocab_len=TARGET_VOCAB, vocab_fingerprint=sample
         )
         with contextlib.closing(DraftClient(options)) as client:
             walk = Walk(client, [1, 2])
             end_s = time.monotonic() + PATIENCE_S
-            while client.counts.foreign < 3 or walk.num_accepted < 5:
+            while client.counts.unknown_token < 3 or walk.num_accepted < 5:
                 assert time.monotonic() < end_s, client.counts
                 walk.step()
                 assert all(token < TARGET_VOCAB for token in walk.proposal)
@@ -113,7 +113,7 @@ def test_rows_beyond_the_bounds_of_a_message_are_counted_and_the_first_one_is_lo
     monkeypatch.setattr("specbranch.service.client.client.MAX_SEQUENCE", 4)
     with contextlib.closing(DraftClient(ClientOptions(f"ipc://{tmp_path}/draft.sock"))) as client:
         for tokens in ([1] * 4, [1] * 5, [1] * 6, [1]):
-            client.propose([Committed(tokens, 1)])
+            client.propose([SequenceUpdate(tokens, 1)])
 
     assert client.counts.oversized == 2
     assert client.counts.faults == 0
@@ -128,7 +128,7 @@ def test_a_service_that_sends_without_end_holds_nobody_up(tmp_path: Path, deed: 
         end_s, num_calls = time.monotonic() + PATIENCE_S, 0
         while num_calls < 20 or client.counts.late + client.counts.refused <= 20:
             assert time.monotonic() < end_s, client.counts
-            client.propose([Committed([1, 2, 3], 1)])
+            client.propose([SequenceUpdate([1, 2, 3], 1)])
             num_calls += 1
             time.sleep(0.02)
 
@@ -139,7 +139,7 @@ def test_a_service_that_sends_without_end_holds_nobody_up(tmp_path: Path, deed: 
 def test_a_reply_beyond_the_bound_is_not_taken_and_the_service_is_found_again(tmp_path: Path) -> None:
     with client_of_rogue(tmp_path, "huge") as client:
         end_s = time.monotonic() + PATIENCE_S
-        while client.propose([Committed([1, 2, 3], 1)]) != [[5]]:
+        while client.propose([SequenceUpdate([1, 2, 3], 1)]) != [[5]]:
             assert time.monotonic() < end_s, client.counts
             time.sleep(0.02)
 
@@ -147,7 +147,7 @@ def test_a_reply_beyond_the_bound_is_not_taken_and_the_service_is_found_again(tm
 
 
 def test_the_largest_answer_there_can_be_fits_into_a_reply() -> None:
-    assert 3 * len(encode(Proposals(1 << 61, [[(1 << 31) - 1] * MAX_WINDOW] * MAX_ROWS))) < MAX_REPLY
+    assert 3 * len(encode(DraftReply(1 << 61, [[(1 << 31) - 1] * MAX_WINDOW] * MAX_ROWS))) < MAX_REPLY
 
 
 FORKED = """
@@ -196,8 +196,8 @@ class ForgetfulLink:
         request = decode_request(frame)
         if isinstance(request, Hello):
             self._replies.append(encode(Welcome(VERSION, request.round, "forgetful", VOCAB)))
-        elif isinstance(request, Step):
-            self._replies.append(encode(Proposals(request.round, [None] * len(request.rows))))
+        elif isinstance(request, StepRequest):
+            self._replies.append(encode(DraftReply(request.round, [None] * len(request.rows))))
         else:
             self._clock.leap(self._open_s)
         return True
@@ -211,7 +211,7 @@ class ForgetfulLink:
     def await_writable(self, timeout_s: float) -> None:
         pass
 
-    def renew(self) -> None:
+    def reconnect(self) -> None:
         pass
 
     def close(self) -> None:
@@ -220,23 +220,23 @@ class ForgetfulLink:
 
 def forgotten_client(clock: Clock, open_s: float) -> DraftClient:
     options = ClientOptions("ipc:///nowhere/draft.sock", deadline_s=DEADLINE_S)
-    return DraftClient(options, link=ForgetfulLink(clock, open_s), clock=clock)
+    return DraftClient(options, transport=ForgetfulLink(clock, open_s), clock=clock)
 
 
 def test_prompts_that_take_longer_to_send_than_there_is_time_are_left_for_later() -> None:
     """Each takes two fifths of the deadline: the third one is over it, and no fourth is begun."""
     client = forgotten_client(Clock(), open_s=0.4 * DEADLINE_S)
-    client.expect([np.zeros(8, dtype=np.int32)] * 64)
+    client.announce_prompts([np.zeros(8, dtype=np.int32)] * 64)
 
     assert client.counts.opened == 3
     assert client.counts.faults == 0
 
 
-def long_rows(num_steps: int) -> Iterator[list[Committed]]:
+def long_rows(num_steps: int) -> Iterator[list[SequenceUpdate]]:
     """Steps of 64 texts that grow by a token each, as vLLM hands them over."""
     table = np.random.default_rng(0).integers(0, 40, (64, 32 + num_steps), dtype=np.int32)
     for step in range(1, num_steps + 1):
-        yield [Committed(row[: 32 + step], 1) for row in table]
+        yield [SequenceUpdate(row[: 32 + step], 1) for row in table]
 
 
 def test_many_texts_are_sent_a_part_at_a_time_and_not_again_at_every_step() -> None:

@@ -19,9 +19,18 @@ from specbranch.engines.base import Row
 from specbranch.errors import EngineError
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.client.stats import Reach, Reporter
-from specbranch.service.server.session import DraftSession, State
-from specbranch.service.wire.messages import Open, Proposals, Refused, StatsReply, StatsRequest, Step, StepRow, pack
+from specbranch.service.client.stats import ServiceStatus, StatsClient
+from specbranch.service.server.draft_session import DraftSession, State
+from specbranch.service.wire.messages import (
+    DraftReply,
+    ErrorReply,
+    OpenSequences,
+    StatsReply,
+    StatsRequest,
+    StepRequest,
+    StepRow,
+    pack_tokens,
+)
 from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, free_port, scrape, scripted_service
@@ -43,9 +52,9 @@ class Faulty(Planner[Any]):
         self._fail("submit")
         return self._planner.submit(round)
 
-    def prepare(self, round: Round) -> Sequence[Node]:
-        self._fail("prepare")
-        return self._planner.prepare(round)
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
+        self._fail("rows_to_run")
+        return self._planner.rows_to_run(round)
 
     def learn(self, round: Round, verdict: Verdict) -> None:
         self._fail("learn")
@@ -72,7 +81,7 @@ def row_of(text: list[int], *new: int) -> StepRow:
 
 
 def num_faults(bench: Bench) -> int:
-    return bench.dispatch.faults.count + bench.compute.faults.count
+    return bench.dispatch.faults.count + bench.runner.faults.count
 
 
 def healthy_proposal() -> list[int] | None:
@@ -81,25 +90,25 @@ def healthy_proposal() -> list[int] | None:
     bench.open([1, 2, 3])
     bench.work()
     (reply,) = bench.step([1, 2, 3], likely([1, 2, 3]))
-    assert isinstance(reply, Proposals)
+    assert isinstance(reply, DraftReply)
     return reply.rows[0]
 
 
-@pytest.mark.parametrize("method", ["submit", "prepare", "learn"])
+@pytest.mark.parametrize("method", ["submit", "rows_to_run", "learn"])
 def test_a_planner_that_fails_costs_its_own_session_and_no_other_row_of_the_step(method: str) -> None:
     bench = Bench()
     bench.open([1, 2, 3], [4, 5])
     bench.work()
     broken = draft_of(bench, [4, 5])
     break_planner(broken, method)
-    bench.compute.tell(broken)
+    bench.runner.notify(broken)
     bench.work()
     token = likely([1, 2, 3])
-    (reply,) = bench.ask(Step(1, b"ours", 0.0, [row_of([4, 5], 6), row_of([1, 2, 3], token)]))
+    (reply,) = bench.ask(StepRequest(1, b"ours", 0.0, [row_of([4, 5], 6), row_of([1, 2, 3], token)]))
     bench.work()
 
-    assert reply == Proposals(1, [None, healthy_proposal()])
-    assert broken.is_forgotten and bench.store.snapshot() == [draft_of(bench, [1, 2, 3, token])]
+    assert reply == DraftReply(1, [None, healthy_proposal()])
+    assert broken.is_dropped and bench.store.snapshot() == [draft_of(bench, [1, 2, 3, token])]
     assert num_faults(bench) == 1
     assert bench.store.num_tokens == 4
     assert broken.binding.num_handles == 0
@@ -109,14 +118,14 @@ def test_a_fault_while_targets_wait_gives_both_their_answers_at_once() -> None:
     bench = Bench()
     bench.open([1, 2, 3], [4, 5], planner="sps")
     for client, row in ((b"bad", row_of([4, 5], 6)), (b"good", row_of([1, 2, 3], 7))):
-        assert bench.ask(Step(1, b"ours", 1000.0, [row]), client=client) == []
+        assert bench.ask(StepRequest(1, b"ours", 1000.0, [row]), client=client) == []
     break_planner(draft_of(bench, [4, 5, 6]), "submit")
     bench.work()
     answers = dict(bench.dispatch.answer_ready())
 
-    assert answers[b"bad"] == Proposals(1, [[]])
+    assert answers[b"bad"] == DraftReply(1, [[]])
     good = answers[b"good"]
-    assert isinstance(good, Proposals) and good.rows[0] is not None and len(good.rows[0]) == 3
+    assert isinstance(good, DraftReply) and good.rows[0] is not None and len(good.rows[0]) == 3
     assert bench.dispatch.next_deadline_s() is None
     assert num_faults(bench) == 1
 
@@ -124,15 +133,15 @@ def test_a_fault_while_targets_wait_gives_both_their_answers_at_once() -> None:
 def test_who_waits_for_a_session_that_fails_is_told_to_look() -> None:
     calls: list[int] = []
     bench = Bench()
-    bench.compute._notify = lambda: calls.append(1)
+    bench.runner._notify = lambda: calls.append(1)
     bench.open([4, 5], planner="sps")
     bench.work()
     bench.step([4, 5], 6, wait_ms=1000)
-    break_planner(draft_of(bench, [4, 5, 6]), "prepare")
+    break_planner(draft_of(bench, [4, 5, 6]), "rows_to_run")
     bench.work(2)
 
     assert calls
-    assert bench.dispatch.answer_ready() == [(b"me", Proposals(1, [[]]))]
+    assert bench.dispatch.answer_ready() == [(b"me", DraftReply(1, [[]]))]
 
 
 def test_a_message_that_meets_a_fault_is_refused_and_the_next_one_is_served(
@@ -144,7 +153,7 @@ def test_a_message_that_meets_a_fault_is_refused_and_the_next_one_is_served(
         patch.setattr(bench.store, "stats_of", lambda namespace: 1 / 0)
         for _ in range(3):
             (refusal,) = bench.ask(StatsRequest(1, b"ours"), client=b"other")
-            assert isinstance(refusal, Refused) and "failed on this message" in refusal.reason
+            assert isinstance(refusal, ErrorReply) and "failed on this message" in refusal.reason
     (figures,) = bench.ask(StatsRequest(1, b"ours"), client=b"other")
 
     assert isinstance(figures, StatsReply) and figures.sessions == 1
@@ -156,20 +165,20 @@ def test_a_fault_in_one_held_back_answer_leaves_the_others(monkeypatch: pytest.M
     bench = Bench()
     bench.open([1, 2, 3], [4, 5], planner="sps")
     for client, row in ((b"bad", row_of([4, 5], 6)), (b"good", row_of([1, 2, 3], 7))):
-        bench.ask(Step(1, client, 50.0, [row]), client=client)
+        bench.ask(StepRequest(1, client, 50.0, [row]), client=client)
         text = [4, 5, 6] if client == b"bad" else [1, 2, 3, 7]
-        bench.ask(Open(client, "sps", {"gamma": 3}, "confidence", [pack(text)]))
-        assert bench.ask(Step(2, client, 50.0, [row_of(text, 8)]), client=client) == []
+        bench.ask(OpenSequences(client, "sps", {"gamma": 3}, "confidence", [pack_tokens(text)]))
+        assert bench.ask(StepRequest(2, client, 50.0, [row_of(text, 8)]), client=client) == []
     tenants = bench.dispatch.lookup.tenants
-    answered = tenants.answered
+    answered = tenants.record_reply
     monkeypatch.setattr(
-        tenants, "answered", lambda namespace, at_s: 1 / 0 if namespace == b"bad" else answered(namespace, at_s)
+        tenants, "record_reply", lambda namespace, at_s: 1 / 0 if namespace == b"bad" else answered(namespace, at_s)
     )
     bench.now_s += 1
     answers = dict(bench.dispatch.answer_overdue())
 
-    assert isinstance(answers[b"bad"], Refused)
-    assert answers[b"good"] == Proposals(2, [[]])
+    assert isinstance(answers[b"bad"], ErrorReply)
+    assert answers[b"good"] == DraftReply(2, [[]])
     assert bench.dispatch.next_deadline_s() is None
 
 
@@ -206,7 +215,7 @@ def test_a_row_that_the_engine_cannot_run_costs_its_own_session_only() -> None:
     for text in innocents[:5]:  # they were in the step that failed, and go on from where they stood
         after = [*text, likely(text)]
         (reply,) = bench.step(after, likely(after), namespace=b"innocent")
-        assert isinstance(reply, Proposals) and reply.rows[0]
+        assert isinstance(reply, DraftReply) and reply.rows[0]
         expected = [*after, likely(after)]
         for token in reply.rows[0]:
             assert token == likely(expected)
@@ -247,7 +256,7 @@ def test_a_lender_that_fails_is_forgotten_and_the_borrower_reads_by_itself() -> 
     borrower = draft_of(bench, [*text, 8, 9])
     assert bench.store.snapshot() == [borrower]
     assert borrower.core.tree.root.distribution is not None
-    assert bench.compute.counts.borrowed_tokens == 0
+    assert bench.runner.counts.borrowed_tokens == 0
 
 
 def test_a_verdict_that_leaves_nothing_to_run_evicts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +266,7 @@ def test_a_verdict_that_leaves_nothing_to_run_evicts_nobody(monkeypatch: pytest.
     bench.work()
     bench.open([4, 5], planner="sps")
     bench.step([4, 5], 6, wait_ms=1000)
-    borrow = bench.compute._borrow
+    borrow = bench.runner._adopt_prefix
 
     def give_up_first(session: DraftSession) -> None:
         bench.now_s += 2
@@ -265,8 +274,8 @@ def test_a_verdict_that_leaves_nothing_to_run_evicts_nobody(monkeypatch: pytest.
         bench.step([4, 5, 6], 7)
         borrow(session)
 
-    monkeypatch.setattr(bench.compute, "_borrow", give_up_first)
-    bench.compute.work()
+    monkeypatch.setattr(bench.runner, "_adopt_prefix", give_up_first)
+    bench.runner.run_step()
 
     assert len(bench.store) == 2 and bench.store.num_evictions == 0
 
@@ -276,17 +285,17 @@ def test_a_token_that_the_draft_does_not_know_never_enters_the_session_that_draf
     bench.open([4, 5])
     bench.work()
     drafting = draft_of(bench, [4, 5])
-    assert bench.step([4, 5], 6, VOCAB) == [Proposals(1, [[]])]
+    assert bench.step([4, 5], 6, VOCAB) == [DraftReply(1, [[]])]
 
-    assert drafting.core.tokens == [4, 5] and drafting.is_forgotten
+    assert drafting.core.tokens == [4, 5] and drafting.is_dropped
     assert draft_of(bench, [4, 5, 6, VOCAB]).state is State.UNDRAFTABLE
     assert len(bench.store) == 1 and bench.store.num_tokens == 1, "a name and the last token are kept of it"
 
 
 def report(address: str, namespace: bytes) -> StatsReply:
-    with contextlib.closing(Reporter(address, namespace)) as reporter:
+    with contextlib.closing(StatsClient(address, namespace)) as reporter:
         end_s = time.monotonic() + PATIENCE_S
-        while reporter.ask(1.0) is not Reach.ANSWERS:
+        while reporter.poll(1.0) is not ServiceStatus.ANSWERS:
             assert time.monotonic() < end_s, "the service does not answer"
         assert reporter.stats is not None
         return reporter.stats

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.plugins.vllm.stats_file import RUN, Shown, open_stats_file, read_stats_files
+from specbranch.plugins.vllm.stats_file import RUN, PublishedStats, open_stats_file, read_stats_files
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.server.server import Server, ServiceOptions
-from specbranch.service.wire.addresses import EndpointError, default_address
+from specbranch.service.wire.addresses import AddressError, default_address
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, LeapingClock, scripted_service
 
@@ -60,7 +60,7 @@ def test_a_default_directory_that_others_can_reach_is_refused(
     own.mkdir()
     own.chmod(mode)
 
-    with pytest.raises(EndpointError, match=f"can be reached by others .mode {mode:o}.*chmod 700"):
+    with pytest.raises(AddressError, match=f"can be reached by others .mode {mode:o}.*chmod 700"):
         side(default_address())
 
 
@@ -70,7 +70,7 @@ def test_a_default_directory_of_somebody_else_is_refused(own: Path, side: Callab
     own.mkdir(mode=0o700)
     os.chown(own, STRANGER, STRANGER)
 
-    with pytest.raises(EndpointError, match=f"belongs to user {STRANGER}.*XDG_RUNTIME_DIR"):
+    with pytest.raises(AddressError, match=f"belongs to user {STRANGER}.*XDG_RUNTIME_DIR"):
         side(default_address())
 
 
@@ -81,7 +81,7 @@ def test_a_link_in_the_place_of_the_default_directory_is_refused(
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(tmp_path / "elsewhere")
 
-    with pytest.raises(EndpointError, match="is a symbolic link"):
+    with pytest.raises(AddressError, match="is a symbolic link"):
         side(default_address())
 
 
@@ -92,7 +92,7 @@ def test_a_default_directory_that_cannot_be_made_is_refused(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file" / "own"))
 
-    with pytest.raises(EndpointError, match="cannot be made"):
+    with pytest.raises(AddressError, match="cannot be made"):
         side(default_address())
 
 
@@ -103,7 +103,7 @@ def test_a_chosen_directory_may_be_read_by_others_but_not_written(tmp_path: Path
         side(f"ipc://{tmp_path}/draft.sock")
     tmp_path.chmod(0o777)
 
-    with pytest.raises(EndpointError, match=f"anybody can replace.*ipc://{tmp_path}/specbranch/draft.sock"):
+    with pytest.raises(AddressError, match=f"anybody can replace.*ipc://{tmp_path}/specbranch/draft.sock"):
         side(f"ipc://{tmp_path}/draft.sock")
     serve(f"ipc://{tmp_path}/specbranch/draft.sock")
 
@@ -114,7 +114,7 @@ def test_a_chosen_directory_of_somebody_else_is_refused(tmp_path: Path, side: Ca
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", STRANGER, STRANGER)
 
-    with pytest.raises(EndpointError, match=f"belongs to user {STRANGER}"):
+    with pytest.raises(AddressError, match=f"belongs to user {STRANGER}"):
         side(f"ipc://{tmp_path}/theirs/draft.sock")
 
 
@@ -126,7 +126,7 @@ def test_a_socket_of_somebody_else_in_a_directory_for_all_is_refused(
     tmp_path.chmod(0o1777)
     with scripted_service(tmp_path) as service:
         os.chown(tmp_path / "draft.sock", STRANGER, STRANGER)
-        with pytest.raises(EndpointError, match=f"draft.sock belongs to user {STRANGER}"):
+        with pytest.raises(AddressError, match=f"draft.sock belongs to user {STRANGER}"):
             side(service.address)
 
 
@@ -142,7 +142,7 @@ def test_a_directory_that_appears_later_is_looked_at_before_it_is_trusted(
             (tmp_path / "later").chmod(0o777)
             for _ in range(3):
                 clock.leap(7.0)  # longer than the client takes to look again
-                client.propose([Committed([1, 2, 3], 1)])
+                client.propose([SequenceUpdate([1, 2, 3], 1)])
             assert caplog.text.count("no connection to the draft service") == 3
             assert client.counts.answered == client.counts.faults == 0
             (tmp_path / "later").chmod(0o700)
@@ -157,7 +157,7 @@ def test_stats_files_are_neither_written_to_nor_read_from_a_directory_that_other
     monkeypatch.setenv(RUN, "r1")
     first = open_stats_file(lambda: ("target", 0))
     assert first is not None
-    first.show(Shown(model="target", engine=0, address="ipc:///nowhere", namespace=b"ours"))
+    first.publish(PublishedStats(model="target", engine=0, address="ipc:///nowhere", namespace=b"ours"))
     assert [shown.model for shown in read_stats_files("r1")] == ["target"]
     own.chmod(0o777)
 

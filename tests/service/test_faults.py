@@ -14,8 +14,8 @@ from pathlib import Path
 
 import zmq
 
-from specbranch.service.client.interface import ClientOptions, Committed
-from specbranch.service.wire.messages import VERSION, Hello, Proposals, Step, Welcome, decode_request, encode
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.wire.messages import VERSION, DraftReply, Hello, StepRequest, Welcome, decode_request, encode
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, scripted_service
 
 DEADLINE_S = 0.2
@@ -24,7 +24,9 @@ DEADLINE_S = 0.2
 def client_for(address: str, planner: str = "pearl", deadline_s: float = DEADLINE_S, **more: bytes) -> WatchedClient:
     settings: dict[str, int | bool] = {"gamma": 4}
     if planner == "specbranch":
-        settings["waits"] = True  # these targets take no time, so a draft that is not waited for always comes late
+        settings["wait_for_draft"] = (
+            True  # these targets take no time, so a draft that is not waited for always comes late
+        )
     return WatchedClient(
         ClientOptions(address, planner, settings, deadline_s=deadline_s, namespace=more.get("namespace"))
     )
@@ -158,8 +160,8 @@ def belated_service(address: str) -> Iterator[None]:
             if router.poll(20):
                 identity, frame = router.recv_multipart()
                 request = decode_request(frame)
-                if isinstance(request, Step):
-                    router.send_multipart((identity, encode(Proposals(round_before, [[round_before]]))))
+                if isinstance(request, StepRequest):
+                    router.send_multipart((identity, encode(DraftReply(round_before, [[round_before]]))))
                     round_before = request.round
                 elif isinstance(request, Hello):
                     router.send_multipart((identity, encode(Welcome(VERSION, request.round, "belated", VOCAB))))
@@ -182,7 +184,7 @@ def test_a_late_reply_is_never_taken_for_the_reply_of_another_round(tmp_path: Pa
         end_s = time.monotonic() + PATIENCE_S
         while client.counts.late < 5 or client.counts.timeouts < 5:
             assert time.monotonic() < end_s, client.counts
-            assert client.propose([Committed([1, 2, 3], 1)]) == [[]]
+            assert client.propose([SequenceUpdate([1, 2, 3], 1)]) == [[]]
 
         assert client.watched.overstays == []
 

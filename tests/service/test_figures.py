@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.client.stats import Reach, Reporter, read_page
+from specbranch.service.client.stats import ServiceStatus, StatsClient, parse_metrics_text
 from specbranch.service.wire.messages import VERSION, Overview, OverviewRequest, encode
 from specbranch.version import __version__
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, free_port, scripted_service
@@ -29,7 +29,7 @@ def overview_of(bench: Bench) -> Overview:
 def page_figures(port: int) -> dict[str, float]:
     """The samples of a service's endpoint, by the names of the wire."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
-        samples = list(read_page(page.read().decode()))
+        samples = list(parse_metrics_text(page.read().decode()))
     return {
         "/".join([sample.name.removeprefix("specbranch_draft_").removesuffix("_total"), *sample.labels.values()]): (
             sample.value
@@ -42,7 +42,7 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
     port, begin_s = free_port(), time.monotonic()
     with (
         scripted_service(tmp_path, "--metrics-port", str(port)) as service,
-        contextlib.closing(Reporter(service.address, None)) as reporter,
+        contextlib.closing(StatsClient(service.address, None)) as reporter,
     ):
         options = ClientOptions(service.address, "pearl", {"gamma": 4}, deadline_s=PATIENCE_S)
         with contextlib.closing(DraftClient(options)) as client:
@@ -53,7 +53,7 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
             client.hello(PATIENCE_S)  # answered in order, so the last step has come
         end_s = time.monotonic() + PATIENCE_S
         while True:  # until the draft has nothing left to prepare
-            ask_until(reporter, Reach.ANSWERS)
+            ask_until(reporter, ServiceStatus.ANSWERS)
             assert reporter.overview is not None
             told, scraped = reporter.overview.figures, page_figures(port)
             if {name: told[name] for name in told.keys() - CHANGING} == {
@@ -79,7 +79,7 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
         "row_limit": 64,
         "max_sessions": 256,
         "max_session_tokens": 4_000_000,
-        "piece_len": 512,
+        "prefill_chunk": 512,
     }
 
 
@@ -107,8 +107,8 @@ def test_the_sums_are_over_all_targets_and_those_that_were_forgotten() -> None:
 
 
 def test_a_service_of_an_older_release_is_known_by_its_refusal(tmp_path: Path) -> None:
-    with rogue(tmp_path, "old") as service, contextlib.closing(Reporter(service.address, None)) as reporter:
-        ask_until(reporter, Reach.ANSWERS)
+    with rogue(tmp_path, "old") as service, contextlib.closing(StatsClient(service.address, None)) as reporter:
+        ask_until(reporter, ServiceStatus.ANSWERS)
 
     assert reporter.refusal is not None and "get-overview" in reporter.refusal
     assert reporter.overview is None

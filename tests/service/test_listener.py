@@ -15,8 +15,8 @@ import zmq
 
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.server.listener import SocketFile, listening, lowest_free_file
-from specbranch.service.wire.addresses import EndpointError
+from specbranch.service.server.listener import SocketFile, listening, lowest_free_fd
+from specbranch.service.wire.addresses import AddressError
 from tests.service.harness import PATIENCE_S, Service, Walk, scripted_service
 from tests.service.test_faults import client_for, walk_until_accepted
 
@@ -69,7 +69,7 @@ def test_a_socket_that_was_replaced_ends_the_listener_and_stays(tmp_path: Path) 
     with listening(context, f"ipc://{path}") as listener:
         listener.check()
         path.rename(tmp_path / "kept")
-        with contextlib.closing(bound(path)), pytest.raises(EndpointError, match="another service listens there"):
+        with contextlib.closing(bound(path)), pytest.raises(AddressError, match="another service listens there"):
             listener.check()
     context.term()
 
@@ -91,10 +91,10 @@ def test_a_deleted_socket_is_made_again_and_nobody_loses_the_connection(tmp_path
 
 
 def test_the_lowest_free_descriptor_tells_how_many_are_in_use() -> None:
-    before = lowest_free_file()
+    before = lowest_free_fd()
     copy = os.dup(0)
     try:
-        assert copy == before < lowest_free_file()
+        assert copy == before < lowest_free_fd()
     finally:
         os.close(copy)
 

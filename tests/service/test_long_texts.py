@@ -97,7 +97,7 @@ def test_texts_that_are_not_drafted_for_are_counted_by_reason_and_said_once(tmp_
         contextlib.closing(client_for(service.address, "pearl", deadline_s=0.2)) as client,
     ):
         assert client.hello(PATIENCE_S) is not None
-        client.expect([TEXT, TEXT[1:], [*SENTENCE, VOCAB_LEN + 5], [VOCAB_LEN, *SENTENCE], TEXT[2:]])
+        client.announce_prompts([TEXT, TEXT[1:], [*SENTENCE, VOCAB_LEN + 5], [VOCAB_LEN, *SENTENCE], TEXT[2:]])
         end_s = time.monotonic() + PATIENCE_S
         while sum(undrafted(port).values()) < 5:
             assert time.monotonic() < end_s, undrafted(port)

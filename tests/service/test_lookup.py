@@ -1,4 +1,4 @@
-"""Lookups and the compute thread's turns, without sockets and threads: every step under control."""
+"""Lookups and the draft thread's turns, without sockets and threads: every step under control."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import replace
 
 import pytest
 
-from specbranch.core.round import Outlook, Signal
+from specbranch.core.round import AcceptanceHint, Signal
 from specbranch.engines.base import Row
 from specbranch.errors import EngineError, EngineFull
-from specbranch.service.server.draft_runner import Compute
-from specbranch.service.server.handler import Dispatch
-from specbranch.service.server.recorder import Observer
-from specbranch.service.server.session import State
+from specbranch.service.server.draft_runner import DraftRunner
+from specbranch.service.server.draft_session import State
+from specbranch.service.server.handler import RequestHandler
+from specbranch.service.server.recorder import EventSink
 from specbranch.service.server.store import SessionStore
-from specbranch.service.server.timeline import TimelineRecorder
+from specbranch.service.server.timeline_recorder import TimelineRecorder
 from specbranch.service.wire.messages import (
     VERSION,
+    DraftReply,
+    ErrorReply,
     Hello,
-    Open,
-    Proposals,
-    Refused,
+    OpenSequences,
     Reply,
     Request,
     StatsReply,
     StatsRequest,
-    Step,
+    StepRequest,
     StepRow,
     Welcome,
-    WireOutlook,
+    WireHint,
     encode,
-    pack,
+    pack_tokens,
 )
 from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
@@ -49,16 +49,19 @@ class Bench:
         self.client = b"me"  # who asks, unless somebody else is named
         self.engine = engine or ScriptedEngine(DRAFT)
         self.store = SessionStore(max_sessions, 10_000)
-        observer = Observer(timeline)
-        self.compute = Compute(self.engine, self.store, clock=lambda: self.now_s, observer=observer, piece_len=4)
-        self.dispatch = Dispatch(self.engine, self.store, self.compute, observer, clock=lambda: self.now_s)
+        observer = EventSink(timeline)
+        self.runner = DraftRunner(self.engine, self.store, clock=lambda: self.now_s, observer=observer, prefill_chunk=4)
+        self.dispatch = RequestHandler(self.engine, self.store, self.runner, observer, clock=lambda: self.now_s)
 
     def ask(self, request: Request, client: bytes | None = None) -> list[Reply]:
         return [reply for _, reply in self.dispatch.handle(client or self.client, [encode(request)])]
 
     def open(self, *texts: list[int], planner: str = "pearl", namespace: bytes = b"ours", **settings: int) -> None:
         chosen: dict[str, str | int | float | bool] = {"gamma": 3, **settings}
-        assert self.ask(Open(namespace, planner, chosen, "confidence", [pack(text) for text in texts])) == []
+        assert (
+            self.ask(OpenSequences(namespace, planner, chosen, "confidence", [pack_tokens(text) for text in texts]))
+            == []
+        )
 
     def step(
         self,
@@ -68,16 +71,16 @@ class Bench:
         wait_ms: float = 0.0,
         namespace: bytes = b"ours",
         sent: int = 0,
-        outlook: WireOutlook | None = None,
+        outlook: WireHint | None = None,
         taken: list[int] | None = None,
     ) -> list[Reply]:
         before = Digest(text)
         row = StepRow(before.name, list(new), before.extend(new).name, sent, outlook, taken)
-        return self.ask(Step(round, namespace, wait_ms, [row]))
+        return self.ask(StepRequest(round, namespace, wait_ms, [row]))
 
     def work(self, turns: int = 20) -> None:
         for _ in range(turns):
-            self.compute.work()
+            self.runner.run_step()
 
 
 def likely(text: list[int]) -> int:
@@ -86,13 +89,13 @@ def likely(text: list[int]) -> int:
 
 def test_an_unknown_text_is_asked_for_and_then_drafted() -> None:
     bench = Bench()
-    assert bench.step([1, 2], 3) == [Proposals(1, [None])]
+    assert bench.step([1, 2], 3) == [DraftReply(1, [None])]
     bench.open([1, 2, 3])
     bench.work()
     next_token = likely([1, 2, 3])
     (reply,) = bench.step([1, 2, 3], next_token, round=2)
 
-    assert isinstance(reply, Proposals)
+    assert isinstance(reply, DraftReply)
     assert reply.rows == [[likely([1, 2, 3, next_token]), likely([1, 2, 3, next_token, likely([1, 2, 3, next_token])])]]
     assert bench.dispatch.counts.unknown == 1
 
@@ -104,16 +107,16 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
     """At this bar the draft is never sure enough by itself; told that all will stand, it submits all it has."""
     bench = Bench()
     sure: dict[str, str | int | float | bool] = {"gamma": 3, "confidence": 1.0}
-    bench.ask(Open(b"ours", "specbranch", sure, "hrad", [pack([1, 2, 3])]))
+    bench.ask(OpenSequences(b"ours", "specbranch", sure, "hrad", [pack_tokens([1, 2, 3])]))
     bench.work()
-    outlook = None if signal is None else WireOutlook(int(signal))
+    outlook = None if signal is None else WireHint(int(signal))
     (reply,) = bench.step([1, 2, 3], likely([1, 2, 3]), outlook=outlook)
 
-    assert isinstance(reply, Proposals) and reply.rows[0] is not None
+    assert isinstance(reply, DraftReply) and reply.rows[0] is not None
     assert len(reply.rows[0]) == drafted
     assert bench.dispatch.counts.outlooks == (signal is not None)
     begun = bench.store.snapshot()[0].core.round
-    assert begun.outlook == (None if signal is None else Outlook(signal))
+    assert begun.hint == (None if signal is None else AcceptanceHint(signal))
 
 
 @pytest.mark.parametrize("has_recurring_noise", [False, True])
@@ -121,23 +124,23 @@ def test_an_answer_that_may_be_tested_by_its_own_noise_is_not_remembered(has_rec
     """The same request sent again would meet its own first answer, and test it with the numbers that made it."""
     bench = Bench()
     text, answer = [1, 2, 3], [7, 8, 9, 10, 11]
-    bench.open(text, planner="budget", uses_text=False, prices=False)
+    bench.open(text, planner="budget", uses_text=False, cost_aware=False)
     for token in answer:
         before = Digest(text)
         row = StepRow(before.name, [token], before.extend([token]).name, 0, has_recurring_noise=has_recurring_noise)
-        bench.ask(Step(1, b"ours", 0.0, [row]))
+        bench.ask(StepRequest(1, b"ours", 0.0, [row]))
         text = [*text, token]
     bench.work()
 
-    memory = bench.dispatch.lookup.tenants.costs(b"ours").memory
-    assert memory.after(answer[:3], 9) == (([], 0) if has_recurring_noise else (answer[3:], 3))
+    memory = bench.dispatch.lookup.tenants.costs(b"ours").history
+    assert memory.continuation(answer[:3], 9) == (([], 0) if has_recurring_noise else (answer[3:], 3))
 
 
 def test_another_namespace_cannot_reach_a_text() -> None:
     bench = Bench()
     bench.open([1, 2, 3], namespace=b"ours")
 
-    assert bench.step([1, 2, 3], 4, namespace=b"theirs") == [Proposals(1, [None])]
+    assert bench.step([1, 2, 3], 4, namespace=b"theirs") == [DraftReply(1, [None])]
 
 
 def test_equal_requests_share_one_draft() -> None:
@@ -173,7 +176,7 @@ def test_a_planner_may_hold_an_answer_back_until_the_draft_is_long_enough() -> N
     ((client, reply),) = bench.dispatch.answer_ready()
 
     assert client == b"me"
-    assert isinstance(reply, Proposals) and reply.rows[0] is not None and len(reply.rows[0]) == 3
+    assert isinstance(reply, DraftReply) and reply.rows[0] is not None and len(reply.rows[0]) == 3
     assert bench.dispatch.next_deadline_s() is None
 
 
@@ -182,7 +185,7 @@ def test_no_target_waits_for_a_draft_that_has_a_long_text_yet_to_read() -> None:
     text = [1, 2, 3, 4] * 12
     bench.open(text, planner="sps")
     bench.work(turns=1)
-    assert bench.step(text, 5, wait_ms=50) == [Proposals(1, [[]])]
+    assert bench.step(text, 5, wait_ms=50) == [DraftReply(1, [[]])]
     bench.work(turns=20)  # now it has read all
 
     assert bench.step([*text, 5], 6, round=2, wait_ms=50) == []
@@ -191,7 +194,7 @@ def test_no_target_waits_for_a_draft_that_has_a_long_text_yet_to_read() -> None:
 def test_a_planner_that_never_drafts_has_nothing_read() -> None:
     bench = Bench()
     text = [1, 2, 3, 4] * 12
-    bench.ask(Open(b"ours", "none", {}, "confidence", [pack(text)]))
+    bench.ask(OpenSequences(b"ours", "none", {}, "confidence", [pack_tokens(text)]))
     bench.work()
     bench.step(text, 5, wait_ms=50)
     bench.work()
@@ -206,7 +209,7 @@ def test_at_the_deadline_the_answer_goes_out_without_a_draft() -> None:
     assert bench.dispatch.answer_overdue() == []
     bench.now_s += 0.06
 
-    assert bench.dispatch.answer_overdue() == [(b"me", Proposals(1, [[]]))]
+    assert bench.dispatch.answer_overdue() == [(b"me", DraftReply(1, [[]]))]
     assert bench.dispatch.counts.overdue == 1
 
 
@@ -214,7 +217,7 @@ def test_a_client_in_a_hurry_is_answered_at_once() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
 
-    assert bench.step([1, 2, 3], 4, wait_ms=0) == [Proposals(1, [[]])]
+    assert bench.step([1, 2, 3], 4, wait_ms=0) == [DraftReply(1, [[]])]
 
 
 def test_a_newer_step_takes_the_place_of_one_that_still_waits() -> None:
@@ -226,8 +229,8 @@ def test_a_newer_step_takes_the_place_of_one_that_still_waits() -> None:
     bench.work()
     answers = bench.dispatch.answer_ready()
 
-    assert not session.is_awaited
-    assert [reply.round for _, reply in answers if isinstance(reply, Proposals)] == [2]
+    assert not session.is_target_waiting
+    assert [reply.round for _, reply in answers if isinstance(reply, DraftReply)] == [2]
 
 
 def test_the_oldest_session_is_forgotten_first_and_its_handles_are_closed() -> None:
@@ -238,7 +241,7 @@ def test_the_oldest_session_is_forgotten_first_and_its_handles_are_closed() -> N
     assert len(bench.store) == 2
     assert bench.store.num_evictions == 1
     assert bench.engine.num_handles == 2
-    assert bench.step([1], 5) == [Proposals(1, [None])]
+    assert bench.step([1], 5) == [DraftReply(1, [None])]
 
 
 def test_a_text_that_the_draft_model_cannot_read_is_remembered_and_left_alone() -> None:
@@ -246,10 +249,10 @@ def test_a_text_that_the_draft_model_cannot_read_is_remembered_and_left_alone() 
     bench = Bench()
     bench.open([1, VOCAB + 7])
     bench.work()
-    assert bench.step([1, VOCAB + 7], 3) == [Proposals(1, [[]])]
+    assert bench.step([1, VOCAB + 7], 3) == [DraftReply(1, [[]])]
     bench.open([4, 5])
     bench.work()
-    assert bench.step([4, 5], VOCAB) == [Proposals(1, [[]])]
+    assert bench.step([4, 5], VOCAB) == [DraftReply(1, [[]])]
     bench.work()
 
     assert bench.store.undrafted.counts() == {"too_long": 0, "foreign_token": 2, "no_room": 0}
@@ -262,7 +265,7 @@ def test_a_text_too_long_for_the_cache_is_counted_and_the_first_one_is_logged(
     bench = Bench(with_cache_of(100))
     bench.open([1] * 36)
     bench.work()
-    assert bench.step([1] * 36, 2) == [Proposals(1, [[]])], "it has grown too long"
+    assert bench.step([1] * 36, 2) == [DraftReply(1, [[]])], "it has grown too long"
     bench.open([3] * 40, namespace=b"theirs")
     bench.work()
 
@@ -298,7 +301,7 @@ def test_a_text_that_made_way_for_another_is_counted_when_its_target_goes_on(cap
     bench.open([5, 6], namespace=b"theirs")
     assert bench.store.num_evictions == 2
     assert undrafted_of(bench, b"ours") == (0, 0, 0), "it may have ended"
-    assert bench.step([1, 2], 3) == bench.step([1, 2], 3) == [Proposals(1, [None])]
+    assert bench.step([1, 2], 3) == bench.step([1, 2], 3) == [DraftReply(1, [None])]
 
     assert undrafted_of(bench, b"ours") == (0, 0, 1)
     assert undrafted_of(bench, b"theirs") == (0, 0, 0)
@@ -333,26 +336,26 @@ def test_hello_tells_model_and_version() -> None:
 
     assert bench.ask(Hello(VERSION, 5)) == [Welcome(VERSION, 5, "scripted", VOCAB)]
     (refusal,) = bench.ask(Hello(VERSION + 1, 6))
-    assert isinstance(refusal, Refused) and "update the older one" in refusal.reason
+    assert isinstance(refusal, ErrorReply) and "update the older one" in refusal.reason
 
 
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (Open(b"n", "perl", {}, "confidence", [pack([1])]), "did you mean 'pearl'"),
-        (Open(b"n", "pearl", {"gama": 1}, "confidence", [pack([1])]), "did you mean 'gamma'"),
+        (OpenSequences(b"n", "perl", {}, "confidence", [pack_tokens([1])]), "did you mean 'pearl'"),
+        (OpenSequences(b"n", "pearl", {"gama": 1}, "confidence", [pack_tokens([1])]), "did you mean 'gamma'"),
         (
-            Open(b"n", "specbranch", {"confidence": "high"}, "confidence", [pack([1])]),
+            OpenSequences(b"n", "specbranch", {"confidence": "high"}, "confidence", [pack_tokens([1])]),
             "SpecbranchSettings.confidence is 'high'; give a number",
         ),
-        (Open(b"n", "pearl", {}, "tarot", [pack([1])]), "no predictor is called"),
+        (OpenSequences(b"n", "pearl", {}, "tarot", [pack_tokens([1])]), "no predictor is called"),
     ],
 )
 def test_a_bad_setting_is_refused_with_its_advice(request_: Request, reason: str) -> None:
     bench = Bench()
     (refusal,) = bench.ask(request_)
 
-    assert isinstance(refusal, Refused) and reason in refusal.reason
+    assert isinstance(refusal, ErrorReply) and reason in refusal.reason
     assert bench.dispatch.counts.refused == 1
 
 
@@ -360,7 +363,7 @@ def test_messages_of_several_frames_and_nonsense_are_refused() -> None:
     bench = Bench()
     for frames in ([b""], [b"\xff\xff"], [encode(Hello(VERSION, 1)), b"more"], []):
         ((_, refusal),) = bench.dispatch.handle(b"me", frames)
-        assert isinstance(refusal, Refused)
+        assert isinstance(refusal, ErrorReply)
     assert bench.dispatch.counts.refused == 4
 
 
@@ -369,9 +372,9 @@ def test_the_row_limit_goes_first_to_awaited_and_then_to_likely_texts() -> None:
     bench.open([1], [2], [3])
     bench.open([4], planner="sps")
     bench.step([4], 5, wait_ms=1000)
-    bench.compute.work()
+    bench.runner.run_step()
 
-    assert bench.compute.counts.rows == 2
+    assert bench.runner.counts.rows == 2
     awaited = bench.store.find((b"ours", Digest([4, 5]).name))
     assert awaited is not None and awaited.core.tree.root.distribution is not None
 
@@ -382,7 +385,7 @@ def test_a_long_text_is_read_in_pieces_between_which_others_are_served() -> None
     turns = 0
     session = bench.store.snapshot()[0]
     while session.core.tree.root.distribution is None:
-        bench.compute.work()
+        bench.runner.run_step()
         turns += 1
 
     assert turns == 5
@@ -396,7 +399,7 @@ def test_texts_are_read_one_after_the_other_while_others_draft() -> None:
     sizes = []
     for _ in range(14):
         before = bench.engine.num_tokens
-        bench.compute.work()
+        bench.runner.run_step()
         sizes.append(bench.engine.num_tokens - before)
 
     # Beside the session that drafts only a quarter of a piece is read; once it rests, whole pieces.
@@ -410,11 +413,11 @@ def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
     bench.open([1, 2])
     bench.work(2)
     session = bench.store.snapshot()[0]
-    wish = bench.compute._wish(session, bench.now_s)
+    wish = bench.runner._row_request(session, bench.now_s)
     assert wish is not None
     wish.granted = list(wish.nodes)
     bench.step([1, 2], 49)
-    feeds = bench.compute._feeds(wish, 4)
+    feeds = bench.runner._engine_rows(wish, 4)
 
     assert [feed.row.tokens for feed in feeds] == [(49,)]
 
@@ -440,7 +443,7 @@ def test_a_full_engine_makes_room_by_forgetting_the_oldest_and_goes_on() -> None
     bench.open([2])
     bench.work()
 
-    assert bench.compute.counts.failed_steps == 1
+    assert bench.runner.counts.failed_steps == 1
     assert len(bench.store) == 1
     assert bench.store.snapshot()[0].core.tree.root.distribution is not None
 
@@ -448,9 +451,9 @@ def test_a_full_engine_makes_room_by_forgetting_the_oldest_and_goes_on() -> None
 def test_a_session_whose_step_fails_otherwise_is_forgotten_and_starts_anew() -> None:
     bench = Bench(FullEngine(1, EngineError))
     bench.open([1])
-    bench.compute.work()
+    bench.runner.run_step()
     assert len(bench.store) == 0
-    assert bench.compute.faults.count == 1
+    assert bench.runner.faults.count == 1
     bench.open([1])
     bench.work()
 
@@ -471,7 +474,7 @@ def test_the_targets_step_time_is_learned_from_the_pauses_between_steps() -> Non
 def crowded_bench() -> Bench:
     """An engine that has room for the texts of five tokens at rest."""
     engine = ScriptedEngine(DRAFT)
-    engine.info = replace(engine.info, rest_tokens=5)
+    engine.info = replace(engine.info, idle_cache_tokens=5)
     return Bench(engine)
 
 
@@ -493,16 +496,16 @@ def test_a_session_whose_target_has_gone_on_without_it_leaves_the_cache_and_come
         bench.step(text[:-1], text[-1])
         bench.work(2)
 
-    assert old.is_at_rest and bench.compute.counts.cleared == 1
+    assert old.is_idle and bench.runner.counts.cleared == 1
     assert num_handles() == 0
-    assert not old.is_forgotten, "its text is still known"
+    assert not old.is_dropped, "its text is still known"
     next_token = likely([1, 2, 3, 4, 5, 6])
     bench.step([1, 2, 3, 4, 5, 6], next_token)
     bench.work()
     assert num_handles()
     after = [1, 2, 3, 4, 5, 6, next_token, likely([1, 2, 3, 4, 5, 6, next_token])]
     (reply,) = bench.step(after[:-1], after[-1])
-    assert isinstance(reply, Proposals) and reply.rows[0] and reply.rows[0][0] == likely(after)
+    assert isinstance(reply, DraftReply) and reply.rows[0] and reply.rows[0][0] == likely(after)
 
 
 def test_a_session_that_its_target_leaves_out_gets_no_rows_until_it_is_back() -> None:
@@ -519,8 +522,8 @@ def test_a_session_that_its_target_leaves_out_gets_no_rows_until_it_is_back() ->
         bench.step(texts[1][:-1], texts[1][-1])
     bench.work(1)
 
-    assert left.is_paused and not prompt.is_paused and not left.is_at_rest
-    bench.compute.tell(left)
+    assert left.is_paused and not prompt.is_paused and not left.is_idle
+    bench.runner.notify(left)
     rows = left.core.stats.rows
     bench.work()
     assert left.core.stats.rows == rows
@@ -537,41 +540,41 @@ def test_a_session_stays_while_another_target_works() -> None:
     bench.work()
     old = bench.store.find((b"ours", Digest([1, 2, 3, 4, 5, 6]).name))
     text = [9, 8, 7]
-    bench.ask(Open(b"ours", "pearl", {"gamma": 3}, "confidence", [pack(text)]), client=b"other")
+    bench.ask(OpenSequences(b"ours", "pearl", {"gamma": 3}, "confidence", [pack_tokens(text)]), client=b"other")
     for _ in range(40):
         text.append(likely(text))
         before = Digest(text[:-1])
         row = StepRow(before.name, text[-1:], before.extend(text[-1:]).name, 0)
-        bench.ask(Step(1, b"ours", 0.0, [row]), client=b"other")
+        bench.ask(StepRequest(1, b"ours", 0.0, [row]), client=b"other")
         bench.work(2)
 
-    assert old is not None and old.binding.num_handles and not old.is_at_rest
+    assert old is not None and old.binding.num_handles and not old.is_idle
 
 
 def test_an_answer_to_one_client_does_not_stop_the_wait_of_another_for_the_same_session() -> None:
     """Two engines share a namespace. Both wait for one session, and the second for another one as well."""
     notified: list[bool] = []
     bench = Bench()
-    bench.compute._notify = lambda: notified.append(True)
+    bench.runner._notify = lambda: notified.append(True)
     bench.open([1, 2, 3], planner="sps")
     bench.open([4, 5, 6], planner="sps", gamma=4)
     shared, other = row_of([1, 2, 3], 7), row_of([4, 5, 6], 8)
-    assert bench.ask(Step(1, b"ours", 100.0, [shared]), client=b"a") == []
-    assert bench.ask(Step(1, b"ours", 100.0, [shared, other]), client=b"b") == []
+    assert bench.ask(StepRequest(1, b"ours", 100.0, [shared]), client=b"a") == []
+    assert bench.ask(StepRequest(1, b"ours", 100.0, [shared, other]), client=b"b") == []
     answered: list[bytes] = []
     while b"b" not in answered:
         bench.work(1)
         answered += [client for client, _ in bench.dispatch.answer_ready()]
         if answered == [b"a"]:
             unlikely = DRAFT.distribution((1, 2, 3, 7)).ids[-1]
-            assert bench.ask(Step(2, b"ours", 100.0, [row_of([1, 2, 3, 7], unlikely)]), client=b"a") == []
+            assert bench.ask(StepRequest(2, b"ours", 100.0, [row_of([1, 2, 3, 7], unlikely)]), client=b"a") == []
     notified.clear()
     while not (answers := bench.dispatch.answer_ready()):
         bench.work(1)
 
     ((client, reply),) = answers
     assert client == b"a" and notified
-    assert isinstance(reply, Proposals) and reply.rows[0] is not None and len(reply.rows[0]) == 3
+    assert isinstance(reply, DraftReply) and reply.rows[0] is not None and len(reply.rows[0]) == 3
 
 
 def test_a_session_that_falls_far_behind_while_it_is_awaited_goes_on_with_its_prefill() -> None:
@@ -585,11 +588,11 @@ def test_a_session_that_falls_far_behind_while_it_is_awaited_goes_on_with_its_pr
     (session,) = bench.store.snapshot()
     session.binding.close()
     ((_, reply),) = bench.dispatch.answer_ready()
-    assert reply == Proposals(2, [[]]) and session.state is State.BEHIND
-    before = session.num_unread
+    assert reply == DraftReply(2, [[]]) and session.state is State.PREFILLING
+    before = session.num_unprefilled
     bench.work(3)
 
-    assert session.num_unread < before
+    assert session.num_unprefilled < before
 
 
 def row_of(sequence: list[int], *new: int) -> StepRow:
@@ -598,16 +601,16 @@ def row_of(sequence: list[int], *new: int) -> StepRow:
 
 
 def test_the_compute_thread_ends_when_its_last_turn_took_the_news_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = Bench().compute
-    work = compute.work
-    stopper = threading.Thread(target=compute.stop, daemon=True)
+    runner = Bench().runner
+    work = runner.run_step
+    stopper = threading.Thread(target=runner.stop, daemon=True)
 
     def work_after_the_end() -> bool:
         stopper.start()
-        while compute._news.empty():  # until `stop` has woken this thread, which did not wait yet
+        while runner._news.empty():  # until `stop` has woken this thread, which did not wait yet
             time.sleep(0.001)
         return work()
 
-    monkeypatch.setattr(compute, "work", work_after_the_end)
-    compute.start()
-    wait_for(lambda: not compute.is_alive)
+    monkeypatch.setattr(runner, "run_step", work_after_the_end)
+    runner.start()
+    wait_for(lambda: not runner.is_alive)

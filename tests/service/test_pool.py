@@ -17,28 +17,28 @@ import zmq
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.core.costs import StepEstimate
-from specbranch.service.client.client import DraftClient, Question
-from specbranch.service.client.interface import ClientOptions, Committed, client_keys
-from specbranch.service.client.pool import DraftPool, Homes, _besides, draft_client
-from specbranch.service.client.stats import Reach, Reporter
-from specbranch.service.client.transport import SocketLink, await_any
+from specbranch.core.costs import StepTimeModel
+from specbranch.service.client.client import DraftClient, PreparedStep
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate, client_keys
+from specbranch.service.client.pool import DraftPool, RendezvousRouter, _besides, draft_client
+from specbranch.service.client.stats import ServiceStatus, StatsClient
+from specbranch.service.client.transport import ZmqTransport, poll_any
 from specbranch.service.server.server import Server, ServiceOptions
 from specbranch.service.server.tenants import Tenants
-from specbranch.service.wire.addresses import EndpointError, ServiceKeys, each_address, make_keys
+from specbranch.service.wire.addresses import AddressError, ServiceKeys, make_keys, normalize_addresses
 from specbranch.service.wire.messages import (
     VERSION,
-    Beside,
     Drain,
     Draining,
     Hello,
-    Open,
-    Step,
+    OpenSequences,
+    OtherRows,
+    StepRequest,
     StepRow,
     Welcome,
     decode_request,
     encode,
-    pack,
+    pack_tokens,
 )
 from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
@@ -84,9 +84,9 @@ def sockets(directory: Path, *names: str) -> list[str]:
 
 def prompts_for(addresses: Sequence[str], service: int, count: int = 1) -> list[list[int]]:
     """Prompts whose first choice is this service."""
-    homes, everyone = Homes(addresses, NAMESPACE), range(len(addresses))
+    homes, everyone = RendezvousRouter(addresses, NAMESPACE), range(len(addresses))
     found = ([one, two, 5] for one in range(VOCAB) for two in range(VOCAB))
-    return [text for text in found if homes.choose(text, everyone) == service][:count]
+    return [text for text in found if homes.assign(text, everyone) == service][:count]
 
 
 def texts_at(server: Server) -> set[tuple[int, ...]]:
@@ -108,7 +108,7 @@ def test_equal_prompts_of_several_targets_meet_at_one_service_and_all_services_a
         held = [texts_at(server) for server in servers]
 
     assert held == [set(map(tuple, prompts[start : start + 2])) for start in (0, 2, 4)]
-    assert ours.counts.moved == theirs.counts.moved == ours.counts.faults == theirs.counts.faults == 0
+    assert ours.counts.rerouted == theirs.counts.rerouted == ours.counts.faults == theirs.counts.faults == 0
     for walk in walks:
         walk.assert_text_is_the_targets()
 
@@ -117,11 +117,11 @@ def test_a_batch_is_drafted_for_by_all_services_in_one_call(tmp_path: Path) -> N
     addresses = sockets(tmp_path, "one", "two", "three")
     prompts = [prompts_for(addresses, service)[0] for service in range(3)]
     with serving(addresses) as servers, pool_of(addresses, deadline_s=PATIENCE_S) as pool:
-        pool.expect(prompts)
+        pool.announce_prompts(prompts)
         wait_for(lambda: all(len(server.store) for server in servers))
         # The draft's own first token is committed, so that what it has prepared fits.
         texts = [[*prompt, DRAFT.distribution(tuple(prompt)).ids[0]] for prompt in prompts]
-        drafts = pool.propose([Committed(text, 1) for text in texts])
+        drafts = pool.propose([SequenceUpdate(text, 1) for text in texts])
 
         assert [draft[0] for draft in drafts] == [DRAFT.distribution(tuple(text)).ids[0] for text in texts]
         assert pool.counts.answered == 3 and pool.counts.opened == 3 and pool.counts.calls == 1
@@ -139,27 +139,27 @@ def test_a_text_goes_on_elsewhere_when_its_service_is_killed_and_new_ones_come_b
     ):
         addresses = [one.address, two.address]
         first, second = prompts_for(addresses, 0, 2)
-        with pool_of(addresses, deadline_s=5.0) as pool, contextlib.closing(Reporter(two.address, None)) as reporter:
+        with pool_of(addresses, deadline_s=5.0) as pool, contextlib.closing(StatsClient(two.address, None)) as reporter:
             walk = Walk(pool, first)
             walk_until_accepted(walk)
-            assert pool.counts.moved == 0
+            assert pool.counts.rerouted == 0
             one.kill()
             walk_until_accepted(walk)
-            ask_until(reporter, Reach.ANSWERS)
-            assert pool.counts.moved >= 1
+            ask_until(reporter, ServiceStatus.ANSWERS)
+            assert pool.counts.rerouted >= 1
             assert reporter.overview is not None and reporter.overview.figures["opened"] >= 1
             one.start()
             one.wait_until_up()
             wait_for(lambda: pool.propose([]) == [] and pool._flaws == [None, None], pool._flaws)
-            num_moved = pool.counts.moved
+            num_moved = pool.counts.rerouted
             new = Walk(pool, second)
             walk_until_accepted(new)
             walk_until_accepted(walk)  # it stays where it went
-            with contextlib.closing(Reporter(one.address, None)) as again:
-                ask_until(again, Reach.ANSWERS)
+            with contextlib.closing(StatsClient(one.address, None)) as again:
+                ask_until(again, ServiceStatus.ANSWERS)
 
             assert again.overview is not None and again.overview.figures["sessions"] == 1
-            assert pool.counts.moved == num_moved and pool.counts.faults == 0
+            assert pool.counts.rerouted == num_moved and pool.counts.faults == 0
             walk.assert_text_is_the_targets()
             new.assert_text_is_the_targets()
     assert f"{one.address} cannot be reached" in caplog.text or f"{one.address} does not answer" in caplog.text
@@ -176,7 +176,7 @@ def test_a_text_leaves_a_service_that_hangs(tmp_path: Path) -> None:
             walk_until_accepted(walk)
             one.signal(signal.SIGSTOP)
             end_s = time.monotonic() + PATIENCE_S
-            while not pool.counts.moved:
+            while not pool.counts.rerouted:
                 assert time.monotonic() < end_s, pool.counts
                 walk.step()
             walk_until_accepted(walk)
@@ -193,7 +193,7 @@ def test_a_text_leaves_a_service_that_refuses(tmp_path: Path) -> None:
             walk = Walk(pool, prompts_for(addresses, 0)[0])
             walk_until_accepted(walk)
 
-            assert pool.counts.refused >= 1 and pool.counts.moved >= 1
+            assert pool.counts.refused >= 1 and pool.counts.rerouted >= 1
             walk.assert_text_is_the_targets()
 
 
@@ -205,7 +205,7 @@ def test_a_service_with_another_vocabulary_gets_no_texts(tmp_path: Path) -> None
             walk = Walk(pool, prompts_for(addresses, 0)[0])
             walk_until_accepted(walk)
 
-            assert not pool.has_other_vocab
+            assert not pool.vocab_mismatch
             walk.assert_text_is_the_targets()
 
 
@@ -213,11 +213,11 @@ def watch_waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
     """What pools wait for from now on: for how many services, and how long at most."""
     waits: list[tuple[int, float]] = []
 
-    def noted(links: Sequence[SocketLink], timeout_s: float) -> list[SocketLink]:
+    def noted(links: Sequence[ZmqTransport], timeout_s: float) -> list[ZmqTransport]:
         waits.append((len(links), timeout_s))
-        return await_any(links, timeout_s)
+        return poll_any(links, timeout_s)
 
-    monkeypatch.setattr("specbranch.service.client.pool.await_any", noted)
+    monkeypatch.setattr("specbranch.service.client.pool.poll_any", noted)
     return waits
 
 
@@ -242,7 +242,7 @@ class Mute:
     """A service that greets and then says nothing more, on a thread. It keeps what it was told."""
 
     address: str
-    heard: list[Step | Open] = field(default_factory=list)
+    heard: list[StepRequest | OpenSequences] = field(default_factory=list)
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def serve(self) -> None:
@@ -255,7 +255,7 @@ class Mute:
                 request = decode_request(frame)
                 if isinstance(request, Hello):
                     router.send_multipart((client, encode(Welcome(VERSION, request.round, "mute", VOCAB))))
-                elif isinstance(request, Step | Open):
+                elif isinstance(request, StepRequest | OpenSequences):
                     self.heard.append(request)
         router.close(linger=0)
         context.term()
@@ -282,7 +282,7 @@ def test_services_that_do_not_answer_cost_one_deadline_together(
 ) -> None:
     """Four of them: every wait of a call is for all, and none is longer than what the one before has left."""
     addresses = sockets(tmp_path, "one", "two", "three", "four")
-    rows = [Committed([*prompts_for(addresses, service)[0], 1], 1) for service in range(4)]
+    rows = [SequenceUpdate([*prompts_for(addresses, service)[0], 1], 1) for service in range(4)]
     with mutes(addresses) as services, pool_of(addresses) as pool:
         waits = watch_waits(monkeypatch)
         assert pool.propose(rows) == [[]] * 4
@@ -292,7 +292,7 @@ def test_services_that_do_not_answer_cost_one_deadline_together(
     timeouts_s = [timeout_s for _, timeout_s in waits]
     assert {num_services for num_services, _ in waits} == {4}
     assert timeouts_s == sorted(timeouts_s, reverse=True) and timeouts_s[0] <= DEADLINE_S
-    assert all(sum(isinstance(message, Step) for message in service.heard) == 1 for service in services)
+    assert all(sum(isinstance(message, StepRequest) for message in service.heard) == 1 for service in services)
 
 
 def test_who_answers_is_not_blamed_for_who_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,10 +305,10 @@ def test_who_answers_is_not_blamed_for_who_does_not(tmp_path: Path, monkeypatch:
         num_answered = pool.counts.answered
         mute = pool._links[pool._services[0]]
         monkeypatch.setattr(
-            "specbranch.service.client.pool.await_any",
-            lambda links, timeout_s: await_any(links, timeout_s) if links != [mute] else [],
+            "specbranch.service.client.pool.poll_any",
+            lambda links, timeout_s: poll_any(links, timeout_s) if links != [mute] else [],
         )
-        pool.propose([Committed([*silent, 1], 1), Committed(walk.tokens, walk._num_new, len(walk.proposal))])
+        pool.propose([SequenceUpdate([*silent, 1], 1), SequenceUpdate(walk.tokens, walk._num_new, len(walk.proposal))])
 
         assert [service.is_lagging for service in pool._services] == [True, False]
         assert pool.counts.answered == num_answered + 1 and pool.counts.timeouts == 1
@@ -329,12 +329,12 @@ def test_a_drained_service_finishes_its_texts_and_gets_no_new_ones(tmp_path: Pat
         walk_until_accepted(walk)
         assert drain(addresses[0]) == (0, f"{addresses[0]} takes no new texts; 1 text in use\n")
         wait_for(lambda: pool.propose([]) == [] and pool._services[0].is_draining)
-        pool.expect([new])
+        pool.announce_prompts([new])
         other = Walk(pool, new)
         walk_until_accepted(other)
         walk_until_accepted(walk)
         assert texts_at(one) == {tuple(old)} and texts_at(two) == {tuple(new)}
-        assert pool.counts.moved == 0
+        assert pool.counts.rerouted == 0
 
         assert drain(addresses[0], "--undo")[0] == 0
         wait_for(lambda: pool.propose([]) == [] and not pool._services[0].is_draining)
@@ -351,7 +351,7 @@ def test_a_text_that_a_draining_service_has_forgotten_goes_on_elsewhere(tmp_path
         walk_until_accepted(walk)
         assert drain(addresses[0])[0] == 0
         for session in one.store.snapshot():
-            one.store.forget(session)
+            one.store.drop(session)
         walk_until_accepted(walk)
 
         assert len(one.store) == 0 and len(two.store) == 1
@@ -396,10 +396,10 @@ def test_draining_is_told_to_everyone_and_counted() -> None:
 
     assert told == [(b"other", Draining(7, True, 1)), (b"me", Draining(0, True, 1))]
     assert bench.ask(Drain(8)) == [Draining(8, True, 1)], "it is no news any more"
-    figures = bench.dispatch.figures.by_name()
+    figures = bench.dispatch.figures.as_dict()
     assert (figures["draining"], figures["active_sessions"], figures["sessions"]) == (1, 1, 1)
     bench.now_s += 11
-    assert bench.dispatch.figures.by_name()["active_sessions"] == 0
+    assert bench.dispatch.figures.as_dict()["active_sessions"] == 0
 
 
 def test_a_draining_service_declines_new_texts_only() -> None:
@@ -407,7 +407,7 @@ def test_a_draining_service_declines_new_texts_only() -> None:
     bench.open([1, 2])
     bench.ask(Drain(1))
     bench.open([1, 2])
-    request = Open(b"ours", "pearl", {"gamma": 3}, "confidence", [pack([1, 2]), pack([3, 4])])
+    request = OpenSequences(b"ours", "pearl", {"gamma": 3}, "confidence", [pack_tokens([1, 2]), pack_tokens([3, 4])])
 
     assert bench.ask(request) == [Draining(0, True, 1)]
     assert len(bench.store) == 1
@@ -423,11 +423,11 @@ def test_rows_that_find_no_room_in_a_draft_step_are_counted() -> None:
     engine.info = replace(engine.info, row_limit=2)
     bench = Bench(engine)
     bench.open([1, 2], [3, 4], [5, 6], [7, 8])
-    bench.compute.work()
-    assert bench.dispatch.figures.by_name()["waiting_rows"] == 2
+    bench.runner.run_step()
+    assert bench.dispatch.figures.as_dict()["waiting_rows"] == 2
     bench.work(100)
     bench.now_s += 2  # figures are read anew
-    assert bench.dispatch.figures.by_name()["waiting_rows"] == 0
+    assert bench.dispatch.figures.as_dict()["waiting_rows"] == 0
 
 
 def test_keys_open_all_services_of_a_pool(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_keys_open_all_services_of_a_pool(tmp_path: Path) -> None:
         assert [texts_at(server) for server in servers] == [{tuple(prompt)} for prompt in prompts]
         assert drain(addresses[0], "--keys", str(tmp_path / "keys"))[0] == 0
         assert drain(addresses[0])[0] == 2, "TCP needs keys"
-    with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
+    with pytest.raises(AddressError, match="TCP needs CURVE keys"):
         DraftPool(ClientOptions(addresses))
 
 
@@ -468,9 +468,9 @@ def test_one_address_needs_no_pool(tmp_path: Path) -> None:
         with contextlib.closing(draft_client(ClientOptions(address))) as client:
             assert type(client) is kind
     for wrong in ([], [1], None):
-        with pytest.raises(EndpointError, match="is no address of a draft service"):
-            each_address(wrong)  # type: ignore[arg-type]
-    with pytest.raises(EndpointError, match="is no address"):
+        with pytest.raises(AddressError, match="is no address of a draft service"):
+            normalize_addresses(wrong)  # type: ignore[arg-type]
+    with pytest.raises(AddressError, match="is no address"):
         DraftPool(ClientOptions([one, "somewhere"]))
 
 
@@ -484,16 +484,16 @@ def test_each_service_learns_the_time_of_the_whole_step(tmp_path: Path) -> None:
     ]
     with pool_of(sockets(tmp_path, "one", "two"), is_up=False) as pool:
         one, two = pool._services
-        besides = _besides({one: Question([], [], rows[:2]), two: Question([], [], rows[2:])})
-        assert besides == {one: Beside(1, 0, 1), two: Beside(2, 7, 3)}
-        assert _besides({one: Question([], [], rows)}) == {one: None}
-    whole, parts = Tenants(StepEstimate()), Tenants(StepEstimate())
-    whole.step_ended(Step(1, b"ours", 1.0, rows, 50_000), 0.0)
-    parts.step_ended(Step(1, b"ours", 1.0, rows[2:], 50_000, besides[two]), 0.0)
+        besides = _besides({one: PreparedStep([], [], rows[:2]), two: PreparedStep([], [], rows[2:])})
+        assert besides == {one: OtherRows(1, 0, 1), two: OtherRows(2, 7, 3)}
+        assert _besides({one: PreparedStep([], [], rows)}) == {one: None}
+    whole, parts = Tenants(StepTimeModel()), Tenants(StepTimeModel())
+    whole.record_step(StepRequest(1, b"ours", 1.0, rows, 50_000), 0.0)
+    parts.record_step(StepRequest(1, b"ours", 1.0, rows[2:], 50_000, besides[two]), 0.0)
 
     costs = [tenants.costs(b"ours") for tenants in (whole, parts)]
     assert costs[0].target.cost == costs[1].target.cost
-    assert costs[0].pace.submitted == costs[1].pace.submitted
+    assert costs[0].tokens_per_step.submitted == costs[1].tokens_per_step.submitted
 
 
 def test_the_time_of_a_step_goes_to_all_services_with_what_is_beside_their_rows(
@@ -504,10 +504,10 @@ def test_the_time_of_a_step_goes_to_all_services_with_what_is_beside_their_rows(
     monkeypatch.setattr("specbranch.service.client.pool._SILENCE_S", math.inf)  # no text leaves the mute ones
     with mutes(addresses) as services, pool_of(addresses, deadline_s=0.01) as pool:
         for length in (1, 2):
-            rows = [Committed([*prompt, *[1] * length], 1, length) for prompt in prompts]
-            pool.propose(rows, is_whole=True)
+            rows = [SequenceUpdate([*prompt, *[1] * length], 1, length) for prompt in prompts]
+            pool.propose(rows, is_pure_decode_step=True)
         wait_for(lambda: all(len(service.heard) == 2 for service in services))
 
     last = [service.heard[1] for service in services]
-    assert all(isinstance(step, Step) and step.step_us > 0 for step in last)
-    assert [step.beside for step in last if isinstance(step, Step)] == [Beside(2, 4, 2), Beside(1, 2, 1)]
+    assert all(isinstance(step, StepRequest) and step.step_us > 0 for step in last)
+    assert [step.beside for step in last if isinstance(step, StepRequest)] == [OtherRows(2, 4, 2), OtherRows(1, 2, 1)]

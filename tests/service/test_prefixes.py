@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbranch.service.server.store import MARK_LEN, Prefixes
+from specbranch.service.server.store import MARK_LEN, PrefixIndex
 from specbranch.service.wire.payloads import Digest
 from tests.service.harness import DRAFT
 from tests.service.test_lookup import Bench
@@ -11,7 +11,7 @@ LONG = list(range(40))
 
 
 def test_the_longest_known_beginning_is_found() -> None:
-    prefixes: Prefixes[str] = Prefixes()
+    prefixes: PrefixIndex[str] = PrefixIndex()
     prefixes.add("short", b"n", LONG[:20])
     prefixes.add("long", b"n", LONG)
 
@@ -23,7 +23,7 @@ def test_the_longest_known_beginning_is_found() -> None:
 
 
 def test_a_text_is_found_by_what_it_became_and_not_after_it_was_forgotten() -> None:
-    prefixes: Prefixes[str] = Prefixes()
+    prefixes: PrefixIndex[str] = PrefixIndex()
     prefixes.add("one", b"n", LONG[:10])
     assert prefixes.find(b"n", LONG) is None
     prefixes.add("one", b"n", LONG)
@@ -42,7 +42,7 @@ def read_in(bench: Bench, text: list[int]) -> int:
     session = bench.store.find((b"ours", Digest(text).name))
     assert session is not None
     while session.core.tree.root.distribution is None:
-        assert bench.compute.work()
+        assert bench.runner.run_step()
     return bench.engine.num_tokens - before
 
 
@@ -56,7 +56,7 @@ def test_another_text_with_the_same_beginning_borrows_it() -> None:
     session = bench.store.find((b"ours", Digest(other).name))
     assert session is not None
 
-    assert bench.compute.counts.borrowed_tokens == 35
+    assert bench.runner.counts.borrowed_tokens == 35
     distribution = session.core.tree.root.distribution
     assert distribution is not None and distribution.ids == DRAFT.distribution(tuple(other)).ids
 
@@ -68,7 +68,7 @@ def test_texts_opened_together_wait_for_the_first_to_be_read() -> None:
     for text in texts:
         read_in(bench, text)
 
-    assert bench.compute.counts.borrowed_tokens == 2 * 33
+    assert bench.runner.counts.borrowed_tokens == 2 * 33
 
 
 def test_what_was_forgotten_cannot_be_borrowed() -> None:
@@ -77,7 +77,7 @@ def test_what_was_forgotten_cannot_be_borrowed() -> None:
     read_in(bench, LONG)
     other = [*LONG, 3]
     bench.open(other)
-    bench.store.forget(bench.store.snapshot()[0])
+    bench.store.drop(bench.store.snapshot()[0])
     read_in(bench, other)
 
-    assert bench.compute.counts.borrowed_tokens == 0
+    assert bench.runner.counts.borrowed_tokens == 0

@@ -16,24 +16,24 @@ from specbranch.core.distribution import Distribution
 from specbranch.core.round import Stats
 from specbranch.engines.base import Row
 from specbranch.errors import EngineFull
-from specbranch.logs import Seldom
-from specbranch.service.server.batch import Heard
+from specbranch.logs import RateLimitedWarning
+from specbranch.service.server.batch import TenantActivity
 from specbranch.service.server.draft_runner import _MOST_FAILURES
-from specbranch.service.server.fair_queue import Message, Turns, Usage
-from specbranch.service.server.session import DraftSession
+from specbranch.service.server.draft_session import DraftSession
+from specbranch.service.server.fair_queue import DecayedUsage, FairQueue, Message
 from specbranch.service.wire.messages import (
     MAX_FRAME,
     MAX_ROWS,
     MAX_SEQUENCE,
-    Open,
-    Proposals,
-    Refused,
+    DraftReply,
+    ErrorReply,
+    OpenSequences,
     StatsReply,
     StatsRequest,
-    Step,
+    StepRequest,
     StepRow,
     encode,
-    pack,
+    pack_tokens,
 )
 from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
@@ -45,7 +45,7 @@ def message(client: bytes, size: int = 10) -> Message:
     return Message(client, b"", [b"x" * size])
 
 
-def served(turns: Turns) -> list[bytes]:
+def served(turns: FairQueue) -> list[bytes]:
     clients = []
     while (one := turns.pop()) is not None:
         clients.append(one.client)
@@ -58,7 +58,7 @@ def row_of(text: list[int], *new: int) -> StepRow:
 
 
 def in_turn(bench: Bench) -> list[DraftSession]:
-    return list(chain(*bench.compute._in_turn()))
+    return list(chain(*bench.runner._select_sessions()))
 
 
 def namespaces(bench: Bench) -> list[bytes]:
@@ -66,27 +66,27 @@ def namespaces(bench: Bench) -> list[bytes]:
 
 
 def test_what_was_used_counts_half_after_its_half_life_and_strangers_count_as_told() -> None:
-    usage = Usage(2.0, newcomer=8.0)
-    assert usage.of(b"a", 0.0) == 8.0
+    usage = DecayedUsage(2.0, newcomer=8.0)
+    assert usage.get(b"a", 0.0) == 8.0
     usage.add(b"a", 4.0, 0.0)
 
-    assert usage.of(b"a", 0.0) == 12.0
-    assert usage.of(b"a", 2.0) == 6.0
-    assert usage.of(b"b", 2.0) == 8.0
+    assert usage.get(b"a", 0.0) == 12.0
+    assert usage.get(b"a", 2.0) == 6.0
+    assert usage.get(b"b", 2.0) == 8.0
 
 
 def test_only_those_who_used_something_of_late_are_remembered() -> None:
-    usage = Usage(1.0)
+    usage = DecayedUsage(1.0)
     for number in range(2000):
         usage.add(b"%d" % number, 1.0, 0.0)
 
-    assert usage.of(b"0", 0.0) == 0.0
-    assert usage.of(b"1999", 0.0) == 1.0
+    assert usage.get(b"0", 0.0) == 0.0
+    assert usage.get(b"1999", 0.0) == 1.0
     assert len(usage._used) == 1024
 
 
 def test_clients_take_turns_and_who_took_least_time_goes_first() -> None:
-    turns = Turns(clock=lambda: 0.0)
+    turns = FairQueue(clock=lambda: 0.0)
     for client in (b"many", b"many", b"many", b"few"):
         turns.push(message(client))
     first = turns.pop()
@@ -98,7 +98,7 @@ def test_clients_take_turns_and_who_took_least_time_goes_first() -> None:
 
 def test_a_client_that_takes_little_goes_before_strangers_and_they_before_one_that_takes_much() -> None:
     now_s = 0.0
-    turns = Turns(clock=lambda: now_s)
+    turns = FairQueue(clock=lambda: now_s)
     turns.charge(b"good", 0.0003)
     turns.charge(b"bad", 10.0)
     now_s = 3.0
@@ -109,7 +109,7 @@ def test_a_client_that_takes_little_goes_before_strangers_and_they_before_one_th
 
 
 def test_messages_beyond_the_room_are_those_of_who_takes_most() -> None:
-    turns = Turns(clock=lambda: 0.0, max_bytes=10_000)
+    turns = FairQueue(clock=lambda: 0.0, max_bytes=10_000)
     turns.push(message(b"good", 100))
     for _ in range(50):
         turns.push(message(b"bad", 1000))
@@ -122,7 +122,7 @@ def test_messages_beyond_the_room_are_those_of_who_takes_most() -> None:
 
 def test_a_message_that_others_kept_waiting_for_long_is_dropped_and_one_that_only_lay_there_is_not() -> None:
     now_s = 0.0
-    turns = Turns(clock=lambda: now_s)
+    turns = FairQueue(clock=lambda: now_s)
     turns.push(message(b"one"))
     now_s = 3600.0
     assert served(turns) == [b"one"]
@@ -135,7 +135,7 @@ def test_a_message_that_others_kept_waiting_for_long_is_dropped_and_one_that_onl
 
 
 def test_small_messages_are_bounded_by_number() -> None:
-    turns = Turns(clock=lambda: 0.0, max_messages=8)
+    turns = FairQueue(clock=lambda: 0.0, max_messages=8)
     for client in [b"bad"] * 20 + [b"good"] * 2:
         turns.push(message(client))
 
@@ -159,7 +159,7 @@ def test_a_text_that_a_thousand_rows_wait_for_is_asked_once_and_all_get_its_answ
     bench.open([1, 2, 3], planner="sps")
     bench.work()
     bench.dispatch.answer_ready()
-    assert bench.ask(Step(1, b"ours", 1000.0, [row_of([1, 2, 3], 4)] * MAX_ROWS)) == []
+    assert bench.ask(StepRequest(1, b"ours", 1000.0, [row_of([1, 2, 3], 4)] * MAX_ROWS)) == []
     (session,) = bench.store.snapshot()
     calls: list[None] = []
     propose = session.propose
@@ -175,17 +175,17 @@ def test_a_text_that_a_thousand_rows_wait_for_is_asked_once_and_all_get_its_answ
     ((_, reply),) = bench.dispatch.answer_ready()
 
     assert len(calls) == 1
-    assert isinstance(reply, Proposals) and len(reply.rows) == MAX_ROWS
+    assert isinstance(reply, DraftReply) and len(reply.rows) == MAX_ROWS
     assert reply.rows[0] and reply.rows == [reply.rows[0]] * MAX_ROWS
     assert bench.dispatch.counts.lookups == 1
-    assert not session.is_awaited
+    assert not session.is_target_waiting
 
 
 def test_a_step_whose_client_has_gone_on_is_waited_for_no_more() -> None:
     bench = Bench()
     bench.open([1, 2, 3], [4, 5, 6], planner="sps")
-    bench.ask(Step(1, b"ours", 1000.0, [row_of([1, 2, 3], 4)]))
-    bench.ask(Step(2, b"ours", 0.0, [row_of([4, 5, 6], 7)]))
+    bench.ask(StepRequest(1, b"ours", 1000.0, [row_of([1, 2, 3], 4)]))
+    bench.ask(StepRequest(2, b"ours", 0.0, [row_of([4, 5, 6], 7)]))
 
     assert not bench.dispatch._waiting._rows and bench.dispatch.next_deadline_s() is None
 
@@ -215,7 +215,7 @@ def test_of_equal_tenants_the_least_recently_used_forgets() -> None:
     for namespace in (b"one", b"two"):
         bench.open([1, 2], namespace=namespace)
     bench.step([1, 2], 3, namespace=b"one")
-    bench.ask(Open(b"three", "pearl", {}, "confidence", [pack([1, 2])]))
+    bench.ask(OpenSequences(b"three", "pearl", {}, "confidence", [pack_tokens([1, 2])]))
 
     assert namespaces(bench) == [b"one", b"three"]
 
@@ -245,7 +245,7 @@ def test_where_the_cache_is_full_the_tenant_that_fills_it_loses_its_own() -> Non
     assert namespaces(bench).count(b"good") == 1
     token = likely([1, 2, 3])
     (reply,) = bench.step([1, 2, 3], token, namespace=b"good")
-    assert isinstance(reply, Proposals) and reply.rows[0], "its draft was there all the time"
+    assert isinstance(reply, DraftReply) and reply.rows[0], "its draft was there all the time"
 
 
 def test_a_text_that_is_not_drafted_for_is_kept_by_its_name_only() -> None:
@@ -254,8 +254,8 @@ def test_a_text_that_is_not_drafted_for_is_kept_by_its_name_only() -> None:
     bench = Bench(engine)
     text = [number % VOCAB for number in range(5000)]
     bench.open(text)
-    assert bench.step(text, 1) == [Proposals(1, [[]])]
-    assert bench.step([*text, 1], 2, 3) == [Proposals(1, [[]])]
+    assert bench.step(text, 1) == [DraftReply(1, [[]])]
+    assert bench.step([*text, 1], 2, 3) == [DraftReply(1, [[]])]
     (session,) = bench.store.snapshot()
 
     assert bench.store.num_tokens == len(session.core.tokens) == 4
@@ -271,17 +271,17 @@ def test_texts_that_never_go_on_leave_nothing_behind() -> None:
     bench.work()
 
     costs = bench.dispatch.lookup.tenants.costs(b"ours")
-    assert not costs.memory._answers
+    assert not costs.history._answers
 
 
 def test_a_client_cannot_make_up_tenants() -> None:
     bench = Bench(max_sessions=16)
     for number in range(4):
         bench.open([1, 2], namespace=b"%d" % number)
-    (refusal,) = bench.ask(Open(b"4", "pearl", {}, "confidence", [pack([1, 2])]))
+    (refusal,) = bench.ask(OpenSequences(b"4", "pearl", {}, "confidence", [pack_tokens([1, 2])]))
 
-    assert isinstance(refusal, Refused) and "at most 4 namespaces" in refusal.reason
-    assert bench.ask(Open(b"4", "pearl", {}, "confidence", [pack([1, 2])]), client=b"another") == []
+    assert isinstance(refusal, ErrorReply) and "at most 4 namespaces" in refusal.reason
+    assert bench.ask(OpenSequences(b"4", "pearl", {}, "confidence", [pack_tokens([1, 2])]), client=b"another") == []
     assert len(bench.store) == 5
 
 
@@ -293,18 +293,18 @@ def test_a_namespace_belongs_to_the_key_that_its_client_has_and_a_key_is_one_ten
 
     for user, texts in ((b"good", [[1, 2]]), (b"bad", [[1, 2], [3, 4], [5, 6]])):
         for number, text in enumerate(texts):
-            assert ask(Open(b"prod%d" % number, "pearl", {}, "confidence", [pack(text)]), user) == []
+            assert ask(OpenSequences(b"prod%d" % number, "pearl", {}, "confidence", [pack_tokens(text)]), user) == []
     (figures,) = ask(StatsRequest(1, b"prod0"), b"bad")
 
     assert isinstance(figures, StatsReply) and figures.sessions == 0, "its own first, which made way; not the other's"
     assert [session.core.tokens for session in bench.store.snapshot()] == [[1, 2], [3, 4], [5, 6]]
-    assert ask(Step(1, b"prod0", 0.0, [row_of([1, 2], 3)]), b"bad") == [Proposals(1, [None])]
-    assert ask(Step(1, b"prod0", 0.0, [row_of([1, 2], 3)]), b"good") != [Proposals(1, [None])]
+    assert ask(StepRequest(1, b"prod0", 0.0, [row_of([1, 2], 3)]), b"bad") == [DraftReply(1, [None])]
+    assert ask(StepRequest(1, b"prod0", 0.0, [row_of([1, 2], 3)]), b"good") != [DraftReply(1, [None])]
 
 
 def test_the_longest_text_fits_into_a_frame() -> None:
     settings: Any = {"s" * 50 + str(number): "v" * 64 for number in range(16)}
-    frame = encode(Open(b"n" * 64, "p" * 64, settings, "q" * 64, [pack([1] * MAX_SEQUENCE)]))
+    frame = encode(OpenSequences(b"n" * 64, "p" * 64, settings, "q" * 64, [pack_tokens([1] * MAX_SEQUENCE)]))
 
     assert len(frame) <= MAX_FRAME
 
@@ -315,10 +315,10 @@ def test_where_planning_takes_long_each_tenant_has_a_turn_and_what_is_decoded_go
     bench.step([1, 2, 3], likely([1, 2, 3]), namespace=b"good")
     for number in range(40):
         bench.open([4, number], namespace=b"bad")
-    bench.compute._take_news()
+    bench.runner._take_news()
     assert len(in_turn(bench)) == 41, "how long it takes is not known"
-    bench.compute.cost.observe(1, 0.002)
-    bench.compute._plan_s = 0.0002
+    bench.runner.cost.observe(1, 0.002)
+    bench.runner._plan_s = 0.0002
     turns = [in_turn(bench) for _ in range(20)]
 
     assert [len(turn) for turn in turns] == [3] * 20, "one, and a quarter of the ten that there is time for"
@@ -334,9 +334,9 @@ def test_texts_that_were_only_announced_have_their_turn_beside_many_that_are_dec
         bench.step([1, 2, 3], likely([1, 2, 3]), namespace=namespace)
     bench.client = b"new"
     bench.open([4, 5], namespace=b"new")
-    bench.compute._take_news()
-    bench.compute.cost.observe(1, 0.002)
-    bench.compute._plan_s = 0.001
+    bench.runner._take_news()
+    bench.runner.cost.observe(1, 0.002)
+    bench.runner._plan_s = 0.001
     turns = [{session.namespace for session in in_turn(bench)} for _ in range(12)]
 
     assert {len(turn) for turn in turns} == {5}
@@ -346,17 +346,17 @@ def test_texts_that_were_only_announced_have_their_turn_beside_many_that_are_dec
 
 def test_planning_is_timed_without_the_engine() -> None:
     bench = Bench()
-    plan = bench.compute._plan
+    plan = bench.runner._plan
 
     def slow_plan(*sessions: Any) -> Any:
         bench.now_s += 0.5
         return plan(*sessions)
 
-    bench.compute._plan = slow_plan  # type: ignore[method-assign, assignment]
+    bench.runner._plan = slow_plan  # type: ignore[method-assign, assignment]
     bench.open([1, 2], [3, 4])
-    bench.compute.work()
+    bench.runner.run_step()
 
-    assert bench.compute._plan_s == pytest.approx(0.1 * 0.5 / 4), "two sessions and two rows"
+    assert bench.runner._plan_s == pytest.approx(0.1 * 0.5 / 4), "two sessions and two rows"
 
 
 class Lost(ScriptedEngine):
@@ -375,11 +375,11 @@ def test_an_engine_that_fails_turn_after_turn_is_lost_and_one_that_works_again_i
     bench = Bench(engine)
     for number in range(2 * _MOST_FAILURES):
         engine.is_lost = number != _MOST_FAILURES - 1
-        assert not bench.compute.has_lost_engine
+        assert not bench.runner.engine_failed
         bench.open([1, number % VOCAB])
-        bench.compute.work()
+        bench.runner.run_step()
 
-    assert bench.compute.has_lost_engine
+    assert bench.runner.engine_failed
 
 
 def test_want_of_room_is_no_loss_of_the_engine() -> None:
@@ -390,15 +390,15 @@ def test_want_of_room_is_no_loss_of_the_engine() -> None:
     bench = Bench(Full(DRAFT))
     for number in range(2 * _MOST_FAILURES):
         bench.open([1, number % VOCAB])
-        bench.compute.work()
+        bench.runner.run_step()
 
-    assert bench.compute.counts.failed_steps >= _MOST_FAILURES
-    assert not bench.compute.has_lost_engine
+    assert bench.runner.counts.failed_steps >= _MOST_FAILURES
+    assert not bench.runner.engine_failed
 
 
 def test_refusals_are_logged_once_a_second_cut_and_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    frame = encode(Open(b"n", "pearl", {}, "x\n" * 32, [pack([1])]))
+    frame = encode(OpenSequences(b"n", "pearl", {}, "x\n" * 32, [pack_tokens([1])]))
     for _ in range(1000):
         list(bench.dispatch.handle(b"me", [frame]))
     bench.now_s += 1.0
@@ -412,7 +412,7 @@ def test_refusals_are_logged_once_a_second_cut_and_on_one_line(caplog: pytest.Lo
 
 def test_what_is_seldom_logged_says_how_much_was_left_out(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 10.0
-    warn = Seldom(logging.getLogger("specbranch"), lambda: now_s)
+    warn = RateLimitedWarning(logging.getLogger("specbranch"), lambda: now_s)
     for number in range(5):
         now_s += 0.3
         warn("number %d", number)
@@ -433,7 +433,7 @@ def test_figures_are_collected_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(10):
         bench.dispatch.figures.families()
     bench.now_s += 1.0
-    bench.dispatch.figures.by_name()
+    bench.dispatch.figures.as_dict()
 
     assert len(calls) == 2
 
@@ -444,17 +444,17 @@ def test_texts_of_a_tenant_that_is_gone_have_few_turns_while_others_are_there() 
     for number in range(40):
         bench.open([4, number], namespace=b"gone")
         bench.step([4, number], likely([4, number]), namespace=b"gone")
-    bench.compute._take_news()
-    bench.compute.cost.observe(1, 0.002)
-    bench.compute._plan_s = 0.0002
+    bench.runner._take_news()
+    bench.runner.cost.observe(1, 0.002)
+    bench.runner._plan_s = 0.0002
     assert len(in_turn(bench)) == 40, "nobody else is there"
     bench.now_s += 2
     bench.client = b"other"
     bench.open([1, 2, 3], namespace=b"here")
-    bench.compute._take_news()
+    bench.runner._take_news()
     assert [len(in_turn(bench)) for _ in range(5)] == [2] * 5, "an announced one, and one that is waited for"
-    (session,) = [one for one in bench.compute._busy if one.namespace == b"here"]
-    bench.compute._busy.discard(session)
+    (session,) = [one for one in bench.runner._busy if one.namespace == b"here"]
+    bench.runner._busy.discard(session)
     assert [len(in_turn(bench)) for _ in range(5)] == [2] * 5, "the other one will be back soon"
     bench.now_s += 2
     assert len(in_turn(bench)) == 40, "it is gone as well"
@@ -482,22 +482,22 @@ def slow_to_plan(plan_s: float, num_gone: int, *, is_decoded: bool) -> Bench:
         bench.open([4, number], namespace=b"gone")
         if is_decoded:
             bench.step([4, number], likely([4, number]), wait_ms=0, namespace=b"gone")
-    bench.compute._take_news()
+    bench.runner._take_news()
     bench.now_s += 2
     bench.client = b"good"
     bench.open([1, 2, 3], namespace=b"good")
     bench.step([1, 2, 3], likely([1, 2, 3]), namespace=b"good")
-    bench.compute._take_news()
-    bench.compute._news = NoNews()  # type: ignore[assignment]
-    bench.compute.cost.observe(1, 0.002)
-    bench.compute._plan_s = 0.0005
-    wish = bench.compute._wish
+    bench.runner._take_news()
+    bench.runner._news = NoNews()  # type: ignore[assignment]
+    bench.runner.cost.observe(1, 0.002)
+    bench.runner._plan_s = 0.0005
+    wish = bench.runner._row_request
 
     def slow_wish(session: Any, now_s: float) -> Any:
         bench.now_s += plan_s if session.namespace == b"gone" else 0
         return wish(session, now_s)
 
-    bench.compute._wish = slow_wish  # type: ignore[method-assign]
+    bench.runner._row_request = slow_wish  # type: ignore[method-assign]
     return bench
 
 
@@ -507,17 +507,17 @@ def test_texts_that_take_long_to_plan_for_and_that_nobody_decodes_have_little_ti
     plan_s: float, pause_s: float, is_decoded: bool
 ) -> None:
     bench = slow_to_plan(plan_s, 40, is_decoded=is_decoded)
-    bench.compute._plan(*bench.compute._in_turn())
+    bench.runner._plan(*bench.runner._select_sessions())
     assert {session.namespace for session in in_turn(bench)} == {b"good"}
     bench.now_s += 0.9 * pause_s
     assert {session.namespace for session in in_turn(bench)} == {b"good"}
-    bench.compute._wait_for_news()
-    assert bench.compute._news.waited_s == [], "the good one has something to do"  # type: ignore[attr-defined]
-    (good,) = [session for session in bench.compute._busy if session.namespace == b"good"]
-    bench.compute._busy.discard(good)
+    bench.runner._wait_for_news()
+    assert bench.runner._news.waited_s == [], "the good one has something to do"  # type: ignore[attr-defined]
+    (good,) = [session for session in bench.runner._busy if session.namespace == b"good"]
+    bench.runner._busy.discard(good)
     assert in_turn(bench) == []
-    bench.compute._wait_for_news()
-    assert bench.compute._news.waited_s == [pytest.approx(0.1 * pause_s)]  # type: ignore[attr-defined]
+    bench.runner._wait_for_news()
+    assert bench.runner._news.waited_s == [pytest.approx(0.1 * pause_s)]  # type: ignore[attr-defined]
     bench.now_s += 0.2 * pause_s
     assert {session.namespace for session in in_turn(bench)} == {b"gone"}
 
@@ -525,20 +525,20 @@ def test_texts_that_take_long_to_plan_for_and_that_nobody_decodes_have_little_ti
 def test_planning_for_texts_that_nobody_decodes_ends_after_a_few_milliseconds() -> None:
     bench = slow_to_plan(0.003, 3, is_decoded=False)
     before_s = bench.now_s
-    bench.compute._plan(*bench.compute._in_turn())
+    bench.runner._plan(*bench.runner._select_sessions())
 
     assert bench.now_s - before_s == pytest.approx(0.006), "two of the three"
 
 
 def test_a_tenant_with_slow_steps_counts_as_present_for_two_of_them() -> None:
-    heard = Heard()
+    heard = TenantActivity()
     for now_s in (0.0, 5.0, 5.001, 10.0, 10.001):
-        heard.note(now_s)
+        heard.record(now_s)
 
     assert heard.is_present(19.9) and not heard.is_present(20.1)
-    quick = Heard()
+    quick = TenantActivity()
     for number in range(100):
-        quick.note(0.01 * number)
+        quick.record(0.01 * number)
     assert quick.is_present(1.9) and not quick.is_present(2.1)
 
 
@@ -548,16 +548,16 @@ def test_what_was_only_announced_and_what_is_of_the_gone_take_turns() -> None:
         bench.client = b"gone"
         bench.open([4, number], namespace=b"gone")
         bench.step([4, number], likely([4, number]), namespace=b"gone")
-    bench.compute._take_news()
+    bench.runner._take_news()
     bench.now_s += 30
     bench.client = b"new"
     for number in range(20):
         bench.open([5, number], namespace=b"new")
-    bench.compute._take_news()
+    bench.runner._take_news()
     turns = []
     for _ in range(10):
-        bench.compute._busy.take(4, 0, {b"new"})  # there is no time for them
-        turns.append(bench.compute._busy.take(4, 1, {b"new"})[1][0].namespace)
+        bench.runner._busy.select(4, 0, {b"new"})  # there is no time for them
+        turns.append(bench.runner._busy.select(4, 1, {b"new"})[1][0].namespace)
 
     assert turns.count(b"gone") == turns.count(b"new") == 5
 
@@ -572,10 +572,10 @@ def test_prompts_of_one_tenant_are_read_in_the_order_in_which_they_came() -> Non
 
     bench = Bench(Engine(DRAFT), max_sessions=64)
     ticks = itertools.count()
-    bench.compute._clock = lambda: 100.0 + 0.001 * next(ticks)
+    bench.runner._clock = lambda: 100.0 + 0.001 * next(ticks)
     for number in range(6):
         bench.open([number + 1] * 9)
-    while bench.compute.work():
+    while bench.runner.run_step():
         pass
 
     assert len(read) > 6 and read == sorted(read)
@@ -587,4 +587,4 @@ def test_texts_that_cannot_be_drafted_for_leave_nothing_behind() -> None:
         bench.open([1, VOCAB + number])
 
     assert len(bench.store) == 2
-    assert not bench.store.take_forgotten(), "nobody would come for them"
+    assert not bench.store.pop_dropped(), "nobody would come for them"

@@ -13,7 +13,7 @@ import pytest
 from specbranch.core.distribution import Distribution
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.server.recorder import Note, Recorder
+from specbranch.service.server.recorder import TraceRecorder, VerdictRecord
 from specbranch.trace import read_trace
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 
@@ -53,13 +53,13 @@ def test_a_service_that_starts_again_goes_on_with_the_file(tmp_path: Path) -> No
     path = tmp_path / "trace.jsonl"
     distribution = Distribution((3, 4), (0.5, 0.25), 1.0)
     for _ in range(2):
-        recorder = Recorder(path, "small")
-        recorder.note(Note(1, 0.0, [7], [3], [distribution], 0, False))
-        recorder.note(Note(1, 1.0, [], [5], [None], 1, False))
+        recorder = TraceRecorder(path, "small")
+        recorder.note(VerdictRecord(1, 0.0, [7], [3], [distribution], 0, False))
+        recorder.note(VerdictRecord(1, 1.0, [], [5], [None], 1, False))
         recorder.close()
         with path.open("ab") as file:
             file.write(b'{"tokens": [1')
-    recorder = Recorder(path, "small")
+    recorder = TraceRecorder(path, "small")
     recorder.close()
 
     answers = read_trace(path).answers
@@ -68,11 +68,13 @@ def test_a_service_that_starts_again_goes_on_with_the_file(tmp_path: Path) -> No
 
 def test_a_full_file_says_so_once_and_stays_readable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder(path, "small", max_bytes=400)
+    recorder = TraceRecorder(path, "small", max_bytes=400)
     with caplog.at_level(logging.WARNING):
         for at_s in range(20):
             recorder.note(
-                Note(1, float(at_s), [7] if at_s == 0 else [], [3], [Distribution((3, 4), (0.5, 0.25), 1.0)], 1, True)
+                VerdictRecord(
+                    1, float(at_s), [7] if at_s == 0 else [], [3], [Distribution((3, 4), (0.5, 0.25), 1.0)], 1, True
+                )
             )
             recorder.flush()
     recorder.close()
@@ -87,8 +89,8 @@ def test_a_disk_that_is_full_to_the_end_costs_the_trace_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A real file that may not grow. What was not written is written again when the file is closed, again in vain."""
-    recorder = Recorder(tmp_path / "trace.jsonl", "small")
-    recorder.note(Note(1, 0.0, [7], [3], [None], 0, False))
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", "small")
+    recorder.note(VerdictRecord(1, 0.0, [7], [3], [None], 0, False))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
@@ -111,8 +113,8 @@ def test_a_trace_can_be_read_by_its_owner_only_and_one_that_was_there_stays_as_i
     before = os.umask(umask)
     try:
         for name in ("new.jsonl", "shared.jsonl"):
-            recorder = Recorder(tmp_path / name, "small")
-            recorder.note(Note(1, 0.0, [7], [3], [None], 0, False))
+            recorder = TraceRecorder(tmp_path / name, "small")
+            recorder.note(VerdictRecord(1, 0.0, [7], [3], [None], 0, False))
             recorder.close()
     finally:
         os.umask(before)

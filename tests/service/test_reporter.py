@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.client.stats import ServiceStatus, StatsClient
 from specbranch.service.wire.messages import StatsReply, StatsRequest
 from tests.service.harness import (
     PATIENCE_S,
@@ -30,14 +30,14 @@ TIMEOUT_S = 0.03
 
 
 @contextlib.contextmanager
-def reporter_for(address: str, namespace: bytes = b"ours") -> Iterator[Reporter]:
-    with contextlib.closing(Reporter(address, namespace)) as reporter:
+def reporter_for(address: str, namespace: bytes = b"ours") -> Iterator[StatsClient]:
+    with contextlib.closing(StatsClient(address, namespace)) as reporter:
         yield reporter
 
 
-def ask_until(reporter: Reporter, reach: Reach, timeout_s: float = PATIENCE_S) -> None:
+def ask_until(reporter: StatsClient, reach: ServiceStatus, timeout_s: float = PATIENCE_S) -> None:
     end_s = time.monotonic() + timeout_s
-    while (found := reporter.ask(TIMEOUT_S)) is not reach:
+    while (found := reporter.poll(TIMEOUT_S)) is not reach:
         assert time.monotonic() < end_s, f"the service is still {found}"
         time.sleep(0.02)
 
@@ -54,7 +54,7 @@ def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
                 walk.step()
                 time.sleep(0.01)
             client.hello(PATIENCE_S)  # answered in order, so the last step has come
-        wait_for(lambda: reporter.ask(TIMEOUT_S) is Reach.ANSWERS and is_timed(reporter))
+        wait_for(lambda: reporter.poll(TIMEOUT_S) is ServiceStatus.ANSWERS and is_timed(reporter))
         figures = reporter.stats
 
         assert figures is not None and figures.sessions == 1
@@ -64,11 +64,11 @@ def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
         assert 0 < figures.hits <= figures.rounds
         assert figures.accepted <= figures.submitted <= figures.accepted + figures.rejected + 4
         with reporter_for(service.address, b"another") as stranger:
-            ask_until(stranger, Reach.ANSWERS)
+            ask_until(stranger, ServiceStatus.ANSWERS)
             assert stranger.stats is not None and stranger.stats.rounds == 0 == stranger.stats.sessions
 
 
-def is_timed(reporter: Reporter) -> bool:
+def is_timed(reporter: StatsClient) -> bool:
     """Whether the service has told what a row of a draft step takes; a step that reads a text does not say it."""
     return reporter.stats is not None and reporter.stats.first_row_us > 0
 
@@ -78,28 +78,28 @@ def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tm
     clock = Clock()
     with scripted_service(tmp_path) as service:
         link = WatchedLink(service.address, clock)
-        with contextlib.closing(Reporter(service.address, b"ours", link=link, clock=link.now)) as reporter:
-            ask_until(reporter, Reach.ANSWERS)
+        with contextlib.closing(StatsClient(service.address, b"ours", transport=link, clock=link.now)) as reporter:
+            ask_until(reporter, ServiceStatus.ANSWERS)
             service.signal(signal.SIGSTOP)
-            assert [waits(reporter, link, Reach.LATE) for _ in range(5)] == [True, *[False] * 4]
+            assert [waits(reporter, link, ServiceStatus.LATE) for _ in range(5)] == [True, *[False] * 4]
             clock.leap(1.1)
-            assert not waits(reporter, link, Reach.SILENT)
+            assert not waits(reporter, link, ServiceStatus.SILENT)
 
             service.signal(signal.SIGCONT)
-            ask_until(reporter, Reach.ANSWERS)
+            ask_until(reporter, ServiceStatus.ANSWERS)
             service.kill()
-            ask_until(reporter, Reach.ABSENT)
-            assert not waits(reporter, link, Reach.ABSENT)
+            ask_until(reporter, ServiceStatus.ABSENT)
+            assert not waits(reporter, link, ServiceStatus.ABSENT)
             assert reporter.stats is not None
 
             service.start()
-            ask_until(reporter, Reach.ANSWERS, START_S)
+            ask_until(reporter, ServiceStatus.ANSWERS, START_S)
 
 
-def waits(reporter: Reporter, link: WatchedLink, reach: Reach) -> bool:
+def waits(reporter: StatsClient, link: WatchedLink, reach: ServiceStatus) -> bool:
     """Whether a question that finds the service like this waits for the answer."""
     num_waits = len(link.waits_s)
-    assert reporter.ask(TIMEOUT_S) is reach
+    assert reporter.poll(TIMEOUT_S) is reach
     return len(link.waits_s) > num_waits
 
 
@@ -107,11 +107,11 @@ def test_a_service_that_sends_without_end_holds_nobody_up(tmp_path: Path) -> Non
     """No question goes on past its time."""
     with rogue(tmp_path, "garbage") as service:
         link = WatchedLink(service.address)
-        with contextlib.closing(Reporter(service.address, b"ours", link=link, clock=link.now)) as reporter:
-            reporter.ask(PATIENCE_S)  # this one connects
+        with contextlib.closing(StatsClient(service.address, b"ours", transport=link, clock=link.now)) as reporter:
+            reporter.poll(PATIENCE_S)  # this one connects
             for _ in range(20):
                 with link.call(TIMEOUT_S):
-                    reporter.ask(TIMEOUT_S)
+                    reporter.poll(TIMEOUT_S)
                 time.sleep(0.02)
 
     assert link.overstays == []

@@ -15,19 +15,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.costs import Costs
-from specbranch.core.distribution import Distribution, RandomChance, Sampling
-from specbranch.core.node import TopDraw
+from specbranch.core.costs import PairModel
+from specbranch.core.distribution import Distribution, RequestSampling, SeededRandom
+from specbranch.core.node import GreedyPicker
 from specbranch.core.session import Session
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.filters import redraw
-from specbranch.service.client.interface import ClientOptions, Committed, Drafts
+from specbranch.service.client.filters import resample_draft
+from specbranch.service.client.interface import ClientOptions, DraftSource, SequenceUpdate
 from specbranch.service.client.pool import DraftPool
-from specbranch.service.client.sequences import Told
+from specbranch.service.client.sequences import SyncedSequences
 from specbranch.service.server.server import Server, ServiceOptions
-from specbranch.service.wire.messages import Ahead, AheadRow, Outcome, Proposals, Step, StepRow, WireSampling
+from specbranch.service.wire.messages import (
+    DraftReply,
+    PrefetchPush,
+    PrefetchRow,
+    StepRequest,
+    StepRow,
+    VerdictDraft,
+    WireSampling,
+)
 from specbranch.service.wire.payloads import Digest, pack_probs, unpack_probs
-from specbranch.simulation.scripted import Offer, ScriptedEngine, TextScript, reject
+from specbranch.simulation.scripted import Candidates, ScriptedEngine, TextScript, reject
 from tests.service.harness import PATIENCE_S
 from tests.service.test_lookup import Bench
 from tests.toys import planner_of, random_script
@@ -46,14 +54,14 @@ class SampledBench(Bench):
     def __init__(self, seed: int = 5, temperature: float = 1.0) -> None:
         super().__init__(ScriptedEngine(DRAFT), max_sessions=200)
         self.sampling = WireSampling(temperature, 1.0, 0, seed)
-        self.open(TEXT, planner="budget", prices=False, uses_text=False, uses_memory=False)
+        self.open(TEXT, planner="budget", cost_aware=False, uses_text=False, uses_memory=False)
         self.work()
 
     def say(self, text: list[int], *new: int, taken: list[int] | None = None) -> tuple[list[int], bytes]:
         before = Digest(text)
         row = StepRow(before.name, list(new), before.extend(new).name, 0, None, taken, self.sampling)
-        (reply,) = self.ask(Step(1, b"ours", 0.0, [row])) or [Proposals(1, [[]], [b""])]
-        assert isinstance(reply, Proposals) and reply.rows[0] is not None
+        (reply,) = self.ask(StepRequest(1, b"ours", 0.0, [row])) or [DraftReply(1, [[]], [b""])]
+        assert isinstance(reply, DraftReply) and reply.rows[0] is not None
         return reply.rows[0], reply.probs[0] if reply.probs else b""
 
 
@@ -71,7 +79,7 @@ def test_what_is_proposed_is_what_the_client_draws_from_what_it_is_told() -> Non
         bench = SampledBench(seed)
         text, tokens, packed = drafted(bench)
         drawn_from = unpack_probs(packed, len(tokens))
-        again, used = redraw(text, len(text), tokens, drawn_from, seed, None)
+        again, used = resample_draft(text, len(text), tokens, drawn_from, seed, None)
 
         assert again == tokens and used == drawn_from
         num_drawn += sum(one is not None for one in drawn_from)
@@ -98,7 +106,7 @@ def test_what_is_told_ahead_is_what_would_be_answered_with_its_distributions() -
     bench = SampledBench()
     bench.say(TEXT, 4)
     bench.work()
-    messages = [message for _, message in bench.dispatch.tell_ahead() if isinstance(message, Ahead)]
+    messages = [message for _, message in bench.dispatch.push_prefetched() if isinstance(message, PrefetchPush)]
     outcomes = messages[-1].rows[-1].outcomes
 
     assert 0 < len(outcomes) <= 4
@@ -116,13 +124,13 @@ def test_a_sequence_that_is_not_sampled_any_more_is_told_nothing_of_it() -> None
     bench.work()
     before = Digest([*TEXT, 4, 2])
     row = StepRow(before.name, [1], before.extend([1]).name, 0)
-    (reply,) = bench.ask(Step(1, b"ours", 0.0, [row]))
+    (reply,) = bench.ask(StepRequest(1, b"ours", 0.0, [row]))
 
-    assert isinstance(reply, Proposals) and reply.probs == []
+    assert isinstance(reply, DraftReply) and reply.probs == []
 
 
 def test_probabilities_survive_the_wire_to_the_last_bit() -> None:
-    one = Sampling(0.7).shape(Distribution((5, 70_000, 3), (0.6, 0.3, 0.05), 1.0))
+    one = RequestSampling(0.7).apply(Distribution((5, 70_000, 3), (0.6, 0.3, 0.05), 1.0))
     packed = pack_probs([one, None, one])
 
     found = unpack_probs(packed, 3)
@@ -160,7 +168,7 @@ def test_what_is_no_distribution_is_refused(packed: bytes) -> None:
 
 def test_a_draft_ends_behind_a_token_that_falls_out_otherwise_here() -> None:
     q = Distribution((1, 2), (0.5, 0.5), 0.0)
-    tokens, used = redraw([9], 1, [7, 1, 1, 1, 1, 1, 1], [None, *[q] * 6], seed=3, vocab_len=None)
+    tokens, used = resample_draft([9], 1, [7, 1, 1, 1, 1, 1, 1], [None, *[q] * 6], seed=3, vocab_len=None)
 
     assert tokens[0] == 7 and used[0] is None  # nobody drew it
     assert tokens[1:-1] == [1] * (len(tokens) - 2) and tokens[-1] == 2
@@ -169,53 +177,53 @@ def test_a_draft_ends_behind_a_token_that_falls_out_otherwise_here() -> None:
 
 def test_tokens_that_the_target_does_not_have_are_never_drawn() -> None:
     q = Distribution((1, 50, 2), (0.3, 0.4, 0.3), 0.0)
-    drawn = Counter(redraw([9], 1, [50], [q], seed, vocab_len=50)[0][0] for seed in range(500))
+    drawn = Counter(resample_draft([9], 1, [50], [q], seed, vocab_len=50)[0][0] for seed in range(500))
 
     assert set(drawn) == {1, 2} and min(drawn.values()) > 200
-    assert redraw([9], 1, [50], [Distribution((50, 51), (0.5, 0.5), 0.0)], 0, vocab_len=50) == ([50], [None])
+    assert resample_draft([9], 1, [50], [Distribution((50, 51), (0.5, 0.5), 0.0)], 0, vocab_len=50) == ([50], [None])
 
 
 def test_a_seed_belongs_to_a_request_and_not_to_its_name() -> None:
-    told = Told()
+    told = SyncedSequences()
 
     def note(name: str, *tokens: int) -> int:
-        told.note(name, np.array(tokens, "<i4"), Digest(tokens))
-        return told.seed(name)
+        told.mark_synced(name, np.array(tokens, "<i4"), Digest(tokens))
+        return told.seed_of(name)
 
     first = note("a", 1, 2)
     assert note("a", 1, 2, 3) == first != note("b", 1, 2, 3)
     assert note("a", 1, 2) != first  # the name was used again
-    assert told.seed(None) == told.seed("unknown") == 0
+    assert told.seed_of(None) == told.seed_of("unknown") == 0
 
 
 def test_a_step_that_goes_without_drafts_has_no_distributions() -> None:
     """The service has told ahead and is gone: what was drawn is not submitted, and must not be handed over."""
     client = DraftClient(ClientOptions("ipc:///nowhere/draft.sock"))
-    q = pack_probs([Sampling(1.0).shape(Distribution((5, 6), (0.5, 0.5), 1.0))])
-    row = Committed([1, 2, 3, 4], 1, name="a", sampling=Sampling(1.0))
-    client._outcomes.hear(Ahead([AheadRow(Digest([1, 2, 3]).name, [Outcome([4], [5], q)])]))
+    q = pack_probs([RequestSampling(1.0).apply(Distribution((5, 6), (0.5, 0.5), 1.0))])
+    row = SequenceUpdate([1, 2, 3, 4], 1, name="a", sampling=RequestSampling(1.0))
+    client._outcomes.store(PrefetchPush([PrefetchRow(Digest([1, 2, 3]).name, [VerdictDraft([4], [5], q)])]))
 
     assert client.propose([row]) == [[]]
-    assert client.counts.foreseen == 1 and client.counts.unreachable == 1
+    assert client.counts.prefetched == 1 and client.counts.unreachable == 1
     assert client.drawn_from == [[]]
     client.close()
 
 
 def test_at_a_deadline_what_was_drafted_in_time_is_tested() -> None:
     """A planner waits for more or less behind a drawn token, by what follows it; all the same the token is tested."""
-    session = Session([1, 2], planner_of("sps", {"gamma": 4}), TopDraw(), Costs())
-    session.sample(Sampling(1.0, seed=3))
+    session = Session([1, 2], planner_of("sps", {"gamma": 4}), GreedyPicker(), PairModel())
+    session.set_sampling(RequestSampling(1.0, seed=3))
     q = DRAFT.distribution((1, 2))
     for _ in range(2):
         assert session.propose() is None
         (node,) = session.rows()
-        session.grow(node, q)
-    session.give_up()
+        session.add_distribution(node, q)
+    session.submit_ready()
 
-    assert len(session.submitted) == 2 and all(session.drawn_from)
-    certain = Session([1, 2], planner_of("sps", {"gamma": 4}), TopDraw(), Costs())
-    certain.grow(certain.rows()[0], q)
-    certain.give_up()
+    assert len(session.submitted) == 2 and all(session.sampled_from)
+    certain = Session([1, 2], planner_of("sps", {"gamma": 4}), GreedyPicker(), PairModel())
+    certain.add_distribution(certain.rows()[0], q)
+    certain.submit_ready()
     assert certain.submitted == []
 
 
@@ -227,9 +235,9 @@ def test_each_row_gets_the_distributions_of_its_own_tokens() -> None:
     before, after = Digest(text[:-1]), Digest(text)
     behind = StepRow(before.name, text[-1:], after.name, 0, None, None, bench.sampling)
     ahead = StepRow(after.name, [1], after.extend([1]).name, 0, None, None, bench.sampling)
-    (reply,) = bench.ask(Step(1, b"ours", 0.0, [behind, ahead]))
+    (reply,) = bench.ask(StepRequest(1, b"ours", 0.0, [behind, ahead]))
 
-    assert isinstance(reply, Proposals)
+    assert isinstance(reply, DraftReply)
     for tokens, packed in zip(reply.rows, reply.probs, strict=True):
         assert tokens is not None
         drawn_from = unpack_probs(packed, len(tokens))
@@ -269,7 +277,7 @@ def test_sampled_texts_that_move_between_services_follow_the_target(tmp_path: Pa
 
             texts, num_kept, num_drawn = sample_texts(pool, 1.0, move)
 
-    assert pool.counts.moved > len(texts) / 2
+    assert pool.counts.rerouted > len(texts) / 2
     assert pool.counts.faults == 0
     assert num_drawn > len(texts) / 4
     assert num_kept > len(texts) / 8
@@ -281,14 +289,14 @@ def test_a_text_that_moves_keeps_its_seed(tmp_path: Path) -> None:
     seeds = []
     with contextlib.closing(pool):
         for number, service in enumerate(pool._services):
-            row = Committed([1, 2, 3, *range(number + 1)], 1, name="a", sampling=Sampling(1.0))
-            question = service.prepare([row], [0], [pool._follow(row)])
+            row = SequenceUpdate([1, 2, 3, *range(number + 1)], 1, name="a", sampling=RequestSampling(1.0))
+            question = service.prepare_step([row], [0], [pool._follow(row)])
             seeds += [step_row.sampling.seed for step_row in question.step_rows if step_row.sampling]
 
     assert len(seeds) == 2 and seeds[0] == seeds[1] > 0
 
 
-BUDGET = {"gamma": 2, "waits": True, "prices": False, "uses_text": False, "uses_memory": False}
+BUDGET = {"gamma": 2, "wait_for_draft": True, "cost_aware": False, "uses_text": False, "uses_memory": False}
 
 
 @contextlib.contextmanager
@@ -305,13 +313,13 @@ def serving(address: str) -> Iterator[str]:
 
 
 def sample_texts(
-    client: Drafts, temperature: float, before: Callable[[int, int], None] = lambda number, length: None
+    client: DraftSource, temperature: float, before: Callable[[int, int], None] = lambda number, length: None
 ) -> tuple[list[list[int]], int, int]:
     """Texts of eight tokens, how many draft tokens were kept, and how many of those tested were drawn by chance.
 
     `before` is called before every question, with the number of the text and its length.
     """
-    chance = RandomChance(random.Random(7))
+    chance = SeededRandom(random.Random(7))
     texts: list[list[int]] = []
     num_kept = num_drawn = 0
     for number in range(500):
@@ -321,10 +329,10 @@ def sample_texts(
         drawn_from: list[Distribution | None] = []
         while len(tokens) < 8:
             offers = [
-                Offer((q or Distribution((token,), (1.0,), 0.0)).dense(VOCAB), (token,))
+                Candidates((q or Distribution((token,), (1.0,), 0.0)).dense(VOCAB), (token,))
                 for token, q in zip(draft, drawn_from or [None] * len(draft), strict=True)
             ]
-            offers.append(Offer(Distribution((), (), 0.0).dense(VOCAB), ()))
+            offers.append(Candidates(Distribution((), (), 0.0).dense(VOCAB), ()))
             ps = [target_at(temperature, [*tokens, *draft[:length]]) for length in range(len(draft) + 1)]
             verdict = reject(offers, ps, chance)
             new = verdict.committed(draft)
@@ -333,7 +341,7 @@ def sample_texts(
             tokens += new
             if len(tokens) < 8:
                 before(number, len(tokens))
-                row = Committed(tokens, len(new), name=name, sampling=Sampling(temperature))
+                row = SequenceUpdate(tokens, len(new), name=name, sampling=RequestSampling(temperature))
                 (draft,) = client.propose([row])
                 drawn_from = client.drawn_from[0][: len(draft)]
         texts.append(tokens)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from tests.service.harness import PATIENCE_S, START_S, TARGET, scripted_service
 
 TARGETS, SEQUENCES, STEPS = 8, 32, 12
@@ -20,7 +20,7 @@ class Replica(threading.Thread):
 
     def __init__(self, address: str, number: int) -> None:
         super().__init__(daemon=True)
-        options = ClientOptions(address, "specbranch", {"gamma": 4, "waits": True}, deadline_s=PATIENCE_S)
+        options = ClientOptions(address, "specbranch", {"gamma": 4, "wait_for_draft": True}, deadline_s=PATIENCE_S)
         self.client = DraftClient(options)
         self.texts = [[number, sequence, 1] for sequence in range(SEQUENCES)]
         self.num_accepted = 0
@@ -29,7 +29,7 @@ class Replica(threading.Thread):
         self.client.hello(PATIENCE_S)
         num_new, sent = [1] * SEQUENCES, [0] * SEQUENCES
         for _ in range(STEPS):
-            rows = [Committed(text, new, old) for text, new, old in zip(self.texts, num_new, sent, strict=True)]
+            rows = [SequenceUpdate(text, new, old) for text, new, old in zip(self.texts, num_new, sent, strict=True)]
             for index, proposal in enumerate(self.client.propose(rows)):
                 num_new[index], sent[index] = self._verify(self.texts[index], proposal), len(proposal)
 

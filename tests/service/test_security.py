@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.client.stats import Reach, Reporter
-from specbranch.service.client.transport import connected
+from specbranch.service.client.stats import ServiceStatus, StatsClient
+from specbranch.service.client.transport import dealer_socket
 from specbranch.service.server.server import Server, ServiceOptions
-from specbranch.service.wire.addresses import ClientKeys, EndpointError, ServiceKeys, default_address, make_keys
-from specbranch.service.wire.messages import VERSION, Hello, Refused, Welcome, decode_reply, encode
+from specbranch.service.wire.addresses import AddressError, ClientKeys, ServiceKeys, default_address, make_keys
+from specbranch.service.wire.messages import VERSION, ErrorReply, Hello, Welcome, decode_reply, encode
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, free_port, scrape, scripted_service, tcp_service, wait_for
 from tests.service.test_faults import client_for, walk_until_accepted
@@ -69,7 +69,7 @@ def num_refused(frames: list[bytes]) -> int:
 def flood(address: str, frames: list[bytes]) -> int:
     """Send frames as fast as they are taken; return how many refusals were heard."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = connected(context, address)
+    dealer = dealer_socket(context, address)
     dealer.setsockopt(zmq.RCVHWM, 0)
     refusals = 0
     try:
@@ -97,20 +97,20 @@ def _last_refusals(dealer: zmq.Socket[bytes]) -> int:
             reply = decode_reply(dealer.recv())
             if isinstance(reply, Welcome) and reply.round == _LAST:
                 return refusals
-            refusals += isinstance(reply, Refused)
+            refusals += isinstance(reply, ErrorReply)
 
 
 def _refusals(dealer: zmq.Socket[bytes]) -> int:
     found = 0
     while dealer.poll(0):
-        found += isinstance(decode_reply(dealer.recv()), Refused)
+        found += isinstance(decode_reply(dealer.recv()), ErrorReply)
     return found
 
 
 def test_a_frame_beyond_the_bound_costs_its_sender_the_connection_and_nobody_else(tmp_path: Path) -> None:
     with scripted_service(tmp_path) as service, contextlib.closing(client_for(service.address)) as client:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = connected(context, service.address)
+        dealer = dealer_socket(context, service.address)
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         dealer.send(b"x" * (9 << 20))
         assert monitor.poll(int(1000 * PATIENCE_S))
@@ -140,9 +140,9 @@ def test_over_tcp_the_right_key_is_served_and_a_wrong_one_gets_nothing(tmp_path:
 
 def test_tcp_without_keys_is_refused_on_both_sides(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
+    with pytest.raises(AddressError, match="TCP needs CURVE keys"):
         Server(ScriptedEngine(DRAFT), ServiceOptions(address)).serve()
-    with pytest.raises(EndpointError, match="TCP needs CURVE keys"):
+    with pytest.raises(AddressError, match="TCP needs CURVE keys"):
         DraftClient(ClientOptions(address))
 
 
@@ -157,7 +157,7 @@ def test_keys_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path) ->
         "holds no client's public key": ServiceKeys(tmp_path / "service.key_secret", empty),
     }
     for message, keys in cases.items():
-        with pytest.raises(EndpointError, match=message):
+        with pytest.raises(AddressError, match=message):
             Server(ScriptedEngine(DRAFT), ServiceOptions(address, keys)).serve()
 
 
@@ -165,13 +165,13 @@ def test_an_address_in_use_or_of_no_kind_is_refused(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
     with scripted_service(tmp_path) as service:
-        with pytest.raises(EndpointError, match=r"listens at .* already"):
+        with pytest.raises(AddressError, match=r"listens at .* already"):
             Server(ScriptedEngine(DRAFT), ServiceOptions(service.address)).serve()
         service.wait_until_up()  # for new clients as well: its socket is still there
-    with pytest.raises(EndpointError, match="is no socket"):
+    with pytest.raises(AddressError, match="is no socket"):
         Server(ScriptedEngine(DRAFT), ServiceOptions(f"ipc://{taken}")).serve()
     assert taken.exists()
-    with pytest.raises(EndpointError, match="is no address"):
+    with pytest.raises(AddressError, match="is no address"):
         DraftClient(ClientOptions("carrier pigeon"))
 
 
@@ -211,7 +211,7 @@ def test_one_key_that_exists_is_enough_to_write_none(tmp_path: Path, name: str) 
     (tmp_path / "clients").mkdir()
     (tmp_path / name).write_text("mine")
 
-    with pytest.raises(EndpointError, match=rf"{name} exists already"):
+    with pytest.raises(AddressError, match=rf"{name} exists already"):
         make_keys(tmp_path)
     assert files_of(tmp_path) == {name: b"mine"}
 
@@ -230,7 +230,7 @@ def test_a_key_that_appears_meanwhile_is_left_alone_and_no_half_set_stays(
 
     monkeypatch.setattr(zmq.auth, "create_certificates", create_late)
 
-    with pytest.raises(EndpointError, match=rf"{name} exists already"):
+    with pytest.raises(AddressError, match=rf"{name} exists already"):
         make_keys(tmp_path)
     assert files_of(tmp_path) == {name: b"theirs"}
 
@@ -266,11 +266,11 @@ def test_over_tcp_a_namespace_belongs_to_the_key_of_its_client(tmp_path: Path) -
             options = ClientOptions(address, "pearl", {"gamma": 4}, keys=keys, namespace=b"prod", deadline_s=0.2)
             with (
                 contextlib.closing(DraftClient(options)) as client,
-                contextlib.closing(Reporter(address, b"prod", keys)) as reporter,
+                contextlib.closing(StatsClient(address, b"prod", keys)) as reporter,
             ):
                 if owner == "ours":
                     walk_until_accepted(Walk(client, [1, 2]))
-                ask_until(reporter, Reach.ANSWERS)
+                ask_until(reporter, ServiceStatus.ANSWERS)
                 assert reporter.stats is not None
                 sessions[owner] = reporter.stats.sessions
 

@@ -7,69 +7,69 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.core.costs import StepEstimate
+from specbranch.core.costs import StepTimeModel
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.server.tenants import Tenants
-from specbranch.service.wire.messages import MAX_STEP_US, Step, StepRow, decode_request
+from specbranch.service.wire.messages import MAX_STEP_US, StepRequest, StepRow, decode_request
 from tests.world.clock import Clock
 
 NAME = bytes(16)
 
 
-def step(num_rows: int, num_submitted: int, num_new: int, step_us: int) -> Step:
+def step(num_rows: int, num_submitted: int, num_new: int, step_us: int) -> StepRequest:
     rows = [StepRow(NAME, list(range(num_new)), NAME, num_submitted) for _ in range(num_rows)]
-    return Step(1, b"ours", 10.0, rows, step_us)
+    return StepRequest(1, b"ours", 10.0, rows, step_us)
 
 
 def test_a_target_that_tells_its_step_times_teaches_what_verifying_costs() -> None:
-    tenants = Tenants(StepEstimate())
+    tenants = Tenants(StepTimeModel())
     for _ in range(20):
         for num_submitted in (0, 4, 8):
             tokens = 2 * (1 + num_submitted)
-            tenants.step_ended(step(2, num_submitted, 1, 100_000 + 10_000 * (tokens - 1)), 0.0)
+            tenants.record_step(step(2, num_submitted, 1, 100_000 + 10_000 * (tokens - 1)), 0.0)
     costs = tenants.costs(b"ours")
 
     assert costs.target.cost is not None
     assert costs.target.cost.at(1) == pytest.approx(0.1)
-    assert costs.target.cost.more_s == pytest.approx(0.01)
+    assert costs.target.cost.per_row_s == pytest.approx(0.01)
     # Two tokens a step of 0.11 s without drafts, 18 a second: so much must a token of 0.01 s bring.
-    assert costs.price == pytest.approx(0.18, abs=0.01)
+    assert costs.min_accept_prob == pytest.approx(0.18, abs=0.01)
 
 
 def test_where_verifying_is_free_every_token_is_worth_it() -> None:
-    tenants = Tenants(StepEstimate())
+    tenants = Tenants(StepTimeModel())
     for num_submitted in (0, 4, 8, 0, 4, 8):
-        tenants.step_ended(step(1, num_submitted, 3, 100_000), 0.0)
+        tenants.record_step(step(1, num_submitted, 3, 100_000), 0.0)
 
-    assert tenants.costs(b"ours").price == pytest.approx(0.0, abs=1e-9)
-    assert tenants.costs(b"others").price == 0.5, "of a target that nobody has seen verify, much is feared"
+    assert tenants.costs(b"ours").min_accept_prob == pytest.approx(0.0, abs=1e-9)
+    assert tenants.costs(b"others").min_accept_prob == 0.5, "of a target that nobody has seen verify, much is feared"
 
 
 def test_pauses_between_steps_count_only_while_the_target_tells_nothing() -> None:
-    tenants = Tenants(StepEstimate())
+    tenants = Tenants(StepTimeModel())
     for now_s in (1.0, 2.0, 3.0):
-        tenants.step_ended(step(1, 0, 1, 0), now_s)
-        tenants.answered(b"ours", now_s + 0.5)
+        tenants.record_step(step(1, 0, 1, 0), now_s)
+        tenants.record_reply(b"ours", now_s + 0.5)
     cost = tenants.costs(b"ours").target.cost
     assert cost is not None and cost.at(1) == pytest.approx(0.5)
-    tenants.step_ended(step(1, 0, 1, 200_000), 10.0)
+    tenants.record_step(step(1, 0, 1, 200_000), 10.0)
     before = tenants.costs(b"ours").target.cost
-    tenants.answered(b"ours", 11.0)
-    tenants.step_ended(step(1, 0, 1, 0), 15.0)
+    tenants.record_reply(b"ours", 11.0)
+    tenants.record_step(step(1, 0, 1, 0), 15.0)
 
     assert tenants.costs(b"ours").target.cost == before
 
 
 def test_a_machine_that_stood_still_once_teaches_nothing_and_a_target_that_has_become_slow_does() -> None:
-    tenants = Tenants(StepEstimate())
+    tenants = Tenants(StepTimeModel())
     for num_submitted in (0, 4, 8, 0, 4, 8):
-        tenants.step_ended(step(1, num_submitted, 3, 100_000), 0.0)
-    tenants.step_ended(step(1, 8, 3, 30_000_000), 0.0)
-    assert tenants.costs(b"ours").price == pytest.approx(0.0, abs=1e-9)
+        tenants.record_step(step(1, num_submitted, 3, 100_000), 0.0)
+    tenants.record_step(step(1, 8, 3, 30_000_000), 0.0)
+    assert tenants.costs(b"ours").min_accept_prob == pytest.approx(0.0, abs=1e-9)
     for _ in range(2):
-        tenants.step_ended(step(1, 0, 1, 30_000_000), 0.0)
-        tenants.step_ended(step(1, 0, 1, 30_000_000), 0.0)
+        tenants.record_step(step(1, 0, 1, 30_000_000), 0.0)
+        tenants.record_step(step(1, 0, 1, 30_000_000), 0.0)
     cost = tenants.costs(b"ours").target.cost
 
     assert cost is not None and cost.at(1) > 1.0
@@ -77,12 +77,12 @@ def test_a_machine_that_stood_still_once_teaches_nothing_and_a_target_that_has_b
 
 def test_a_step_too_long_to_be_told_is_not_told() -> None:
     clock = Clock()
-    sent: list[Step] = []
+    sent: list[StepRequest] = []
 
     class Nobody:
         def send(self, frame: bytes) -> bool:
             request = decode_request(frame)
-            if isinstance(request, Step):
+            if isinstance(request, StepRequest):
                 sent.append(request)
             return True
 
@@ -95,29 +95,29 @@ def test_a_step_too_long_to_be_told_is_not_told() -> None:
         def await_writable(self, timeout_s: float) -> None:
             pass
 
-        def renew(self) -> None:
+        def reconnect(self) -> None:
             pass
 
         def close(self) -> None:
             pass
 
-    client = DraftClient(ClientOptions("nobody"), link=Nobody(), clock=clock)
+    client = DraftClient(ClientOptions("nobody"), transport=Nobody(), clock=clock)
     for pause_s in (0.0, 1.0, 1e-6 * MAX_STEP_US + 1.0):
         clock.leap(pause_s)
-        client.propose([Committed([1, 2, 3], 1)], is_whole=True)
+        client.propose([SequenceUpdate([1, 2, 3], 1)], is_pure_decode_step=True)
 
     assert [one.step_us for one in sent] == [0, 1_000_000, 0]
 
 
 def test_the_client_tells_the_time_of_whole_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Step] = []
+    sent: list[StepRequest] = []
     clock = Clock()
     with contextlib.closing(DraftClient(ClientOptions(f"ipc://{tmp_path}/nobody.sock"), clock=clock)) as client:
         monkeypatch.setattr(client, "_send", sent.append)
-        for is_whole in (True, True, False):
+        for is_pure_decode_step in (True, True, False):
             clock.leap(0.25)
-            client.propose([Committed([1, 2, 3], 1)], is_whole)
-    times = [one.step_us for one in sent if isinstance(one, Step)]
+            client.propose([SequenceUpdate([1, 2, 3], 1)], is_pure_decode_step)
+    times = [one.step_us for one in sent if isinstance(one, StepRequest)]
 
     assert times[0] == times[2] == 0, "before the first call nothing is known, and the last step was not whole"
     assert times[1] == 250_000

@@ -17,8 +17,8 @@ from specbranch.core.distribution import Distribution
 from specbranch.engines.base import Row
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.server.timeline import SUBMITTED, RowVerdict, TimelineRecorder
-from specbranch.service.wire.messages import Proposals
+from specbranch.service.server.timeline_recorder import SUBMITTED, RowVerdict, TimelineRecorder
+from specbranch.service.wire.messages import DraftReply
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, scripted_service
 from tests.service.test_lookup import Bench, likely
@@ -82,7 +82,7 @@ def test_with_a_verdict_goes_the_tree_that_it_met() -> None:
     bench.work()
     token = likely([1, 2, 3])
     (reply,) = bench.step([1, 2, 3], token)
-    assert isinstance(reply, Proposals) and reply.rows[0]
+    assert isinstance(reply, DraftReply) and reply.rows[0]
     sent = reply.rows[0]
     bench.work()
     bench.step([1, 2, 3, token], sent[0], 5, sent=1)
@@ -118,8 +118,8 @@ def test_an_answer_that_was_held_back_is_a_wait() -> None:
     bench.dispatch.answer_ready()
 
     (wait,) = spans(timeline, "wait")
-    assert wait["dur"] == pytest.approx(10_000 * bench.compute.counts.steps)
-    assert len(spans(timeline, "draft")) == bench.compute.counts.steps
+    assert wait["dur"] == pytest.approx(10_000 * bench.runner.counts.steps)
+    assert len(spans(timeline, "draft")) == bench.runner.counts.steps
 
 
 def test_a_client_that_went_on_without_its_answer_waited_until_its_deadline() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specbranch.service.client import sequences
-from specbranch.service.client.sequences import TokenArray, Told
+from specbranch.service.client.sequences import SyncedSequences, TokenArray
 from specbranch.service.wire.messages import MAX_NEW
 from specbranch.service.wire.payloads import Digest
 
@@ -15,34 +15,36 @@ def array(*tokens: int) -> TokenArray:
     return np.array(tokens, dtype="<i4")
 
 
-def tell(told: Told, name: str | None, tokens: TokenArray, num_new: int = 1) -> tuple[bytes, list[int], bytes]:
+def on_progress(
+    told: SyncedSequences, name: str | None, tokens: TokenArray, num_new: int = 1
+) -> tuple[bytes, list[int], bytes]:
     """What a client does with a row: the name before, the new tokens, the name after."""
-    before, new = told.since(name, tokens, num_new)
+    before, new = told.unsent(name, tokens, num_new)
     after = before.extend(new)
-    told.note(name, tokens, after)
+    told.mark_synced(name, tokens, after)
     return before.name, new, after.name
 
 
 @pytest.mark.parametrize("name", ["a", None])
 def test_names_are_those_of_the_whole_sequence(name: str | None) -> None:
-    told = Told()
+    told = SyncedSequences()
     text = list(range(20))
-    tell(told, name, array(*text))
+    on_progress(told, name, array(*text))
     for _ in range(5):
         text += [len(text), len(text) + 1]
-        before, new, after = tell(told, name, array(*text), num_new=2)
+        before, new, after = on_progress(told, name, array(*text), num_new=2)
 
         assert (before, new, after) == (Digest(text[:-2]).name, text[-2:], Digest(text).name)
 
 
 def test_steps_that_were_not_told_are_made_up_for() -> None:
-    told = Told()
-    tell(told, "a", array(1, 2, 3))
-    before, new, after = tell(told, "a", array(1, 2, 3, 4, 5, 6, 7), num_new=1)
+    told = SyncedSequences()
+    on_progress(told, "a", array(1, 2, 3))
+    before, new, after = on_progress(told, "a", array(1, 2, 3, 4, 5, 6, 7), num_new=1)
 
     assert (before, new) == (Digest([1, 2, 3]).name, [4, 5, 6, 7])
     assert after == Digest([1, 2, 3, 4, 5, 6, 7]).name
-    assert tell(told, None, array(1, 2, 3, 4, 5, 6, 7, 8)) == (after, [8], Digest([1, 2, 3, 4, 5, 6, 7, 8]).name)
+    assert on_progress(told, None, array(1, 2, 3, 4, 5, 6, 7, 8)) == (after, [8], Digest([1, 2, 3, 4, 5, 6, 7, 8]).name)
 
 
 @pytest.mark.parametrize(
@@ -51,28 +53,28 @@ def test_steps_that_were_not_told_are_made_up_for() -> None:
     ids=["same", "shorter", "other", "changed"],
 )
 def test_a_name_that_stands_for_another_sequence_now_is_not_believed(later: TokenArray) -> None:
-    told = Told()
-    tell(told, "a", array(1, 2, 3))
-    before, new, after = tell(told, "a", later)
+    told = SyncedSequences()
+    on_progress(told, "a", array(1, 2, 3))
+    before, new, after = on_progress(told, "a", later)
 
     assert (before, new, after) == (Digest(later[:-1]).name, later[-1:].tolist(), Digest(later).name)
 
 
 def test_no_more_new_tokens_than_a_message_may_have() -> None:
-    told = Told()
-    tell(told, "a", array(1, 2, 3))
+    told = SyncedSequences()
+    on_progress(told, "a", array(1, 2, 3))
     text = [1, 2, 3, *range(MAX_NEW + 1)]
 
-    assert tell(told, "a", array(*text))[1] == text[-1:]
-    assert tell(told, "a", array(*text, *range(MAX_NEW)))[1] == list(range(MAX_NEW))
+    assert on_progress(told, "a", array(*text))[1] == text[-1:]
+    assert on_progress(told, "a", array(*text, *range(MAX_NEW)))[1] == list(range(MAX_NEW))
 
 
 def test_only_the_sequences_of_late_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "_MOST", 2)
-    told = Told()
+    told = SyncedSequences()
     for name in ("a", "b", "a", "c"):
-        tell(told, name, array(1, 2, 3))
+        on_progress(told, name, array(1, 2, 3))
 
     grown = array(1, 2, 3, 4, 5)
-    assert [tell(told, name, grown)[1] for name in ("a", "c")] == [[4, 5], [4, 5]]
-    assert tell(told, "b", grown)[1] == [5]
+    assert [on_progress(told, name, grown)[1] for name in ("a", "c")] == [[4, 5], [4, 5]]
+    assert on_progress(told, "b", grown)[1] == [5]

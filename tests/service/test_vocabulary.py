@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from specbranch.engines.vocabulary import HASH_LEN, read_sample, read_vocabulary
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.engines.vocabulary import HASH_LEN, read_fingerprint, read_vocabulary
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.wire.messages import (
     VERSION,
+    DraftReply,
     Hello,
-    Open,
-    Proposals,
+    OpenSequences,
     Request,
-    Step,
+    StepRequest,
     Welcome,
     decode_request,
     encode,
@@ -32,7 +32,7 @@ from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, script
 
 RIGHT, WRONG = (bytes([byte]) * HASH_LEN * 50 for byte in (1, 2))
 SIZE = 12_000
-ROW = Committed([1, 2, 3], 1)
+ROW = SequenceUpdate([1, 2, 3], 1)
 DEADLINE_S = PATIENCE_S
 
 
@@ -58,8 +58,8 @@ class Draft(threading.Thread):
                 self.heard.append(request)
                 if isinstance(request, Hello) and self.says_hello:
                     router.send_multipart((client, encode(Welcome(VERSION, request.round, "draft", SIZE, self.sample))))
-                if isinstance(request, Step):
-                    router.send_multipart((client, encode(Proposals(request.round, [[5]] * len(request.rows)))))
+                if isinstance(request, StepRequest):
+                    router.send_multipart((client, encode(DraftReply(request.round, [[5]] * len(request.rows)))))
         router.close(linger=0)
         context.term()
 
@@ -83,7 +83,9 @@ def draft(tmp_path: Path) -> Iterator[Draft]:
 
 @pytest.fixture
 def client(tmp_path: Path, draft: Draft) -> Iterator[WatchedClient]:
-    options = ClientOptions(f"ipc://{tmp_path}/draft.sock", deadline_s=DEADLINE_S, vocab_len=SIZE, vocab_sample=RIGHT)
+    options = ClientOptions(
+        f"ipc://{tmp_path}/draft.sock", deadline_s=DEADLINE_S, vocab_len=SIZE, vocab_fingerprint=RIGHT
+    )
     with contextlib.closing(WatchedClient(options)) as client:
         client._connection.await_writable(PATIENCE_S)
         yield client
@@ -101,17 +103,17 @@ def test_the_first_call_has_a_draft_already(client: DraftClient, draft: Draft) -
     drafts = [client.propose([ROW]) for _ in range(3)]
 
     assert drafts == [[[5]]] * 3
-    assert draft.kinds() == [Hello, Step, Step, Step]
+    assert draft.kinds() == [Hello, StepRequest, StepRequest, StepRequest]
 
 
 def test_a_prompt_is_told_of_at_once_and_the_draft_is_known_before_the_first_step(
     client: WatchedClient, draft: Draft
 ) -> None:
-    client.expect([[1, 2]])
+    client.announce_prompts([[1, 2]])
     assert client.watched.await_readable(PATIENCE_S)
 
     assert client.propose([ROW]) == [[5]]
-    assert draft.kinds() == [Open, Hello, Step]
+    assert draft.kinds() == [OpenSequences, Hello, StepRequest]
 
 
 def test_no_draft_is_taken_from_a_service_that_does_not_say_what_it_is(client: DraftClient, draft: Draft) -> None:
@@ -132,15 +134,18 @@ def test_a_draft_with_other_tokens_is_left_alone_and_told_of_once(
     assert client.propose([ROW]) == [[]]
     num_waits = len(client.watched.waits_s)
     for _ in range(49):
-        client.expect([[1, 2, 3, 4]])
+        client.announce_prompts([[1, 2, 3, 4]])
         assert client.propose([ROW]) == [[]]
     seconds = time.monotonic() - begin_s
     wait_for(lambda: len(draft.heard) >= 2)
 
-    assert client.has_other_vocab
+    assert client.vocab_mismatch
     assert client.counts.other_vocab == client.counts.calls == 50
     assert client.counts.answered == client.counts.timeouts == client.counts.opened == client.counts.faults == 0
-    assert set(draft.kinds()[2:]) <= {Hello} and draft.kinds()[:2] == [Hello, Step]  # nothing but a question at times
+    assert set(draft.kinds()[2:]) <= {Hello} and draft.kinds()[:2] == [
+        Hello,
+        StepRequest,
+    ]  # nothing but a question at times
     assert len(draft.heard) <= 3 + seconds  # it is asked again once a second at most
     assert len(client.watched.waits_s) == num_waits
     (line,) = [line for line in caplog.messages if "vocabulary" in line]
@@ -155,11 +160,11 @@ def test_a_draft_that_is_replaced_by_the_right_one_is_used_and_by_a_wrong_one_no
     propose_until(client, [])
     draft.sample = RIGHT
     propose_until(client, [5])
-    states = [client.has_other_vocab]
+    states = [client.vocab_mismatch]
     draft.sample = WRONG
-    client.expect([[1, 2]])  # a new text: it is asked again
+    client.announce_prompts([[1, 2]])  # a new text: it is asked again
     propose_until(client, [])
-    states.append(client.has_other_vocab)
+    states.append(client.vocab_mismatch)
 
     assert states == [False, True]
     assert caplog.text.count("nothing is drafted") == 2
@@ -181,14 +186,14 @@ def test_a_service_that_comes_back_with_the_right_draft_is_used_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A real service, killed and started; the first one has other tokens."""
-    target = {"vocab_len": VOCAB, "vocab_sample": RIGHT}
+    target = {"vocab_len": VOCAB, "vocab_fingerprint": RIGHT}
     options = ClientOptions(f"ipc://{tmp_path}/draft.sock", "pearl", {"gamma": 4}, deadline_s=0.2, **target)  # type: ignore[arg-type]
     with contextlib.closing(DraftClient(options)) as client, caplog.at_level(logging.INFO):
         walk = Walk(client, [1, 2])
         for sample in (WRONG, RIGHT, WRONG, RIGHT):
             with scripted_service(tmp_path, "--vocab-sample", sample.hex()) as service:
                 before, end_s = walk.num_accepted, time.monotonic() + PATIENCE_S
-                while (walk.num_accepted < before + 5) if sample == RIGHT else not client.has_other_vocab:
+                while (walk.num_accepted < before + 5) if sample == RIGHT else not client.vocab_mismatch:
                     assert time.monotonic() < end_s, client.counts
                     walk.step()
                     time.sleep(0.01)
@@ -214,18 +219,18 @@ def test_a_real_draft_works_for_its_own_family_and_for_no_other(
     }
     with contextlib.closing(DraftClient(options["qwen-coder-0.5b-dense"])) as qwen:
         with (
-            DraftProcess(DraftOptions(paths["smollm2-short"], threads=1, address=address)),
+            DraftProcess(DraftServiceOptions(paths["smollm2-short"], threads=1, address=address)),
             contextlib.closing(DraftClient(options["smollm2-short"])) as smollm,
         ):
             walk_until_drafted(smollm)
             wrong = [qwen.propose([ROW]) for _ in range(10)]
-        states = [smollm.has_other_vocab, qwen.has_other_vocab]
+        states = [smollm.vocab_mismatch, qwen.vocab_mismatch]
         assert not any(draft for drafts in wrong for draft in drafts)
         assert qwen.counts.other_vocab > 5
         assert caplog.text.count("nothing is drafted: the draft 'smollm2-short.gguf' has another vocabulary") == 1
-        with DraftProcess(DraftOptions(paths["qwen-coder-0.5b"], threads=1, address=address)):
+        with DraftProcess(DraftServiceOptions(paths["qwen-coder-0.5b"], threads=1, address=address)):
             walk_until_drafted(qwen)
-    states.append(qwen.has_other_vocab)
+    states.append(qwen.vocab_mismatch)
 
     assert states == [False, True, False]
     assert caplog.text.count("nothing is drafted") == 1
@@ -235,7 +240,7 @@ def target_of(path: str) -> dict[str, int | bytes | None]:
     """What a proposer would say of a target."""
     found = read_vocabulary(path)
     assert found is not None
-    return {"vocab_len": found.size, "vocab_sample": read_sample(path)}
+    return {"vocab_len": found.size, "vocab_fingerprint": read_fingerprint(path)}
 
 
 def walk_until_drafted(client: DraftClient) -> None:
@@ -243,7 +248,7 @@ def walk_until_drafted(client: DraftClient) -> None:
     tokens, end_s = [504, 2365, 6354], time.monotonic() + PATIENCE_S
     while True:
         tokens.append(260)
-        if client.propose([Committed(tokens, 1)])[0]:
+        if client.propose([SequenceUpdate(tokens, 1)])[0]:
             return
         assert time.monotonic() < end_s, client.counts
         time.sleep(0.05)

@@ -18,33 +18,33 @@ from specbranch.service.wire.messages import (
     MAX_ROWS,
     MAX_SEQUENCE,
     VERSION,
-    Ahead,
-    AheadRow,
-    Beside,
+    DraftReply,
     Drain,
     Draining,
+    ErrorReply,
     FrameError,
     Hello,
-    Open,
-    Outcome,
+    OpenSequences,
+    OtherRows,
     Overview,
     OverviewRequest,
-    Proposals,
-    Refused,
+    PrefetchPush,
+    PrefetchRow,
     Reply,
     Request,
     StatsReply,
     StatsRequest,
-    Step,
+    StepRequest,
     StepRow,
+    VerdictDraft,
     Welcome,
-    WireOutlook,
+    WireHint,
     WireSampling,
     decode_reply,
     decode_request,
     encode,
-    pack,
-    unpack,
+    pack_tokens,
+    unpack_tokens,
 )
 from specbranch.service.wire.payloads import Digest
 
@@ -58,21 +58,21 @@ def stats_reply(*values: int) -> StatsReply:
 
 REQUESTS: list[Request] = [
     Hello(VERSION, 7),
-    Step(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
-    Step(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
-    Step(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(2)), StepRow(NAME, [4], NAME, 0)]),
-    Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(0.7, 0.9, 20, 5))]),
-    Step(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, [5, 6]), StepRow(NAME, [4], NAME, 0, None, [])]),
-    Step(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, None, 3)]),
-    Step(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, has_recurring_noise=True)]),
-    Open(
+    StepRequest(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
+    StepRequest(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
+    StepRequest(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireHint(2)), StepRow(NAME, [4], NAME, 0)]),
+    StepRequest(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(0.7, 0.9, 20, 5))]),
+    StepRequest(11, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, [5, 6]), StepRow(NAME, [4], NAME, 0, None, [])]),
+    StepRequest(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, None, None, None, 3)]),
+    StepRequest(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0, has_recurring_noise=True)]),
+    OpenSequences(
         b"ours",
         "specbranch",
         {"gamma": 4, "confidence": 0.3, "fallback": "jit", "x": True},
         "confidence",
-        [pack([1, 2, 3])],
+        [pack_tokens([1, 2, 3])],
     ),
-    Step(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0)], 9000, Beside(3, 12, 5)),
+    StepRequest(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0)], 9000, OtherRows(3, 12, 5)),
     Drain(13),
     Drain(14, False),
     StatsRequest(10, b"ours"),
@@ -84,10 +84,12 @@ REPLIES: list[Reply] = [
     Welcome(VERSION, 7, "model", 49152, b"\xff" * MAX_SAMPLE),
     Welcome(VERSION, 7, "model", 49152, b"", True),
     Draining(0, True, 5),
-    Proposals(8, [[1, 2, 3], None, []]),
-    Proposals(8, [[1, 2], []], [b"\x01\x00" + bytes(8), b""]),
-    Ahead([AheadRow(NAME, [Outcome([4, 5], [6]), Outcome([7], []), Outcome([8], [9], bytes(9))])]),
-    Refused("because"),
+    DraftReply(8, [[1, 2, 3], None, []]),
+    DraftReply(8, [[1, 2], []], [b"\x01\x00" + bytes(8), b""]),
+    PrefetchPush(
+        [PrefetchRow(NAME, [VerdictDraft([4, 5], [6]), VerdictDraft([7], []), VerdictDraft([8], [9], bytes(9))])]
+    ),
+    ErrorReply("because"),
     stats_reply(10, 3, 900, 800, 4000, 3500, 9000, 500, 1 << 61, 0, 70_000, 15_000, 3, 2, 1),
     Overview(11, {"model": "m" * 256, "wire": VERSION}, {"hits": 5.0, "rolled_back_tokens/cut": 0.5}),
 ]
@@ -111,20 +113,20 @@ def test_a_reply_is_no_request() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Step(-1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)]),
-        Step(1, b"", 1.0, [StepRow(NAME, [4], NAME, 0)]),
-        Step(1, b"ours", -1.0, [StepRow(NAME, [4], NAME, 0)]),
-        Step(1, b"ours", float("nan"), [StepRow(NAME, [4], NAME, 0)]),
-        Step(1, b"ours", 1.0, []),
-        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)] * 1025),
-        Step(1, b"ours", 1.0, [StepRow(b"short", [4], NAME, 0)]),
-        Step(1, b"ours", 1.0, [StepRow(NAME, [], NAME, 0)]),
-        Step(1, b"ours", 1.0, [StepRow(NAME, [-4], NAME, 0)]),
-        Step(1, b"ours", 1.0, [StepRow(NAME, [1 << 31], NAME, 0)]),
-        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(-1))]),
-        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireOutlook(3))]),
+        StepRequest(-1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)]),
+        StepRequest(1, b"", 1.0, [StepRow(NAME, [4], NAME, 0)]),
+        StepRequest(1, b"ours", -1.0, [StepRow(NAME, [4], NAME, 0)]),
+        StepRequest(1, b"ours", float("nan"), [StepRow(NAME, [4], NAME, 0)]),
+        StepRequest(1, b"ours", 1.0, []),
+        StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)] * 1025),
+        StepRequest(1, b"ours", 1.0, [StepRow(b"short", [4], NAME, 0)]),
+        StepRequest(1, b"ours", 1.0, [StepRow(NAME, [], NAME, 0)]),
+        StepRequest(1, b"ours", 1.0, [StepRow(NAME, [-4], NAME, 0)]),
+        StepRequest(1, b"ours", 1.0, [StepRow(NAME, [1 << 31], NAME, 0)]),
+        StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireHint(-1))]),
+        StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireHint(3))]),
         *(
-            Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(*wrong))])
+            StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, None, None, WireSampling(*wrong))])
             for wrong in (
                 (0.0, 1.0, 0, 1),
                 (float("nan"), 1.0, 0, 1),
@@ -135,11 +137,11 @@ def test_a_reply_is_no_request() -> None:
                 (1.0, 1.0, 0, 1 << 62),
             )
         ),
-        Open(b"ours", "p" * 65, {}, "confidence", [pack([1])]),
-        Open(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [pack([1])]),
-        Open(b"ours", "pearl", {}, "confidence", [b""]),
-        Open(b"ours", "pearl", {}, "confidence", [pack([1] * (MAX_SEQUENCE + 1))]),
-        Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)], 0, Beside(-1, 0, 0)),
+        OpenSequences(b"ours", "p" * 65, {}, "confidence", [pack_tokens([1])]),
+        OpenSequences(b"ours", "pearl", {str(i): i for i in range(17)}, "confidence", [pack_tokens([1])]),
+        OpenSequences(b"ours", "pearl", {}, "confidence", [b""]),
+        OpenSequences(b"ours", "pearl", {}, "confidence", [pack_tokens([1] * (MAX_SEQUENCE + 1))]),
+        StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)], 0, OtherRows(-1, 0, 0)),
         Drain(-1),
         StatsRequest(-1, b"ours"),
         StatsRequest(1, b""),
@@ -155,10 +157,10 @@ def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Proposals(1, [[-1]]),
-        Proposals(1, [[1 << 31]]),
-        Proposals(1, [[1] * (MAX_NEW + 1)]),
-        Proposals(1, [None] * (MAX_ROWS + 1)),
+        DraftReply(1, [[-1]]),
+        DraftReply(1, [[1 << 31]]),
+        DraftReply(1, [[1] * (MAX_NEW + 1)]),
+        DraftReply(1, [None] * (MAX_ROWS + 1)),
         Welcome(VERSION, 7, "model", 0),
         Welcome(VERSION, 7, "model", 5, bytes(MAX_SAMPLE + 4)),
         Overview(1, {"model": "m" * 257}, {}),
@@ -175,9 +177,11 @@ def test_a_reply_out_of_bounds_is_refused(message: Reply) -> None:
         decode_reply(encode(message))
 
 
-@pytest.mark.parametrize("text", [pack([1, 2])[:-1], pack([1, -1, 2])], ids=["part of a token", "negative"])
+@pytest.mark.parametrize(
+    "text", [pack_tokens([1, 2])[:-1], pack_tokens([1, -1, 2])], ids=["part of a token", "negative"]
+)
 def test_a_text_that_is_no_sequence_of_tokens_is_refused(text: bytes) -> None:
-    frame = msgspec.msgpack.encode(["open", b"ours", "pearl", {}, "confidence", [pack([1]), text]])
+    frame = msgspec.msgpack.encode(["open", b"ours", "pearl", {}, "confidence", [pack_tokens([1]), text]])
 
     with pytest.raises(FrameError, match="not a sequence of tokens"):
         decode_request(frame)
@@ -193,13 +197,13 @@ def test_a_sample_that_is_no_sequence_of_hashes_is_refused() -> None:
 def test_a_text_survives_the_wire_also_from_an_array_of_another_kind() -> None:
     tokens = [0, 7, 70_000, (1 << 31) - 1]
 
-    assert pack(np.array(tokens, dtype=">i8")) == pack(tokens)
-    assert unpack(pack(tokens)).tolist() == tokens
+    assert pack_tokens(np.array(tokens, dtype=">i8")) == pack_tokens(tokens)
+    assert unpack_tokens(pack_tokens(tokens)).tolist() == tokens
 
 
 def test_a_row_without_an_outlook_costs_one_byte() -> None:
-    told, untold = StepRow(NAME, [4], NAME, 0, WireOutlook(1)), StepRow(NAME, [4], NAME, 0)
-    frames = [encode(Step(1, b"ours", 1.0, [row])) for row in (told, untold)]
+    told, untold = StepRow(NAME, [4], NAME, 0, WireHint(1)), StepRow(NAME, [4], NAME, 0)
+    frames = [encode(StepRequest(1, b"ours", 1.0, [row])) for row in (told, untold)]
 
     # No outlook, nothing taken, not sampled, of any length, new noise, and of the step no time and nothing beside it.
     assert frames[1].endswith(b"\xc0\xc0\xc0\xc0\xc2\x00\xc0")
@@ -208,12 +212,12 @@ def test_a_row_without_an_outlook_costs_one_byte() -> None:
 
 def test_a_row_of_the_first_version_is_still_understood() -> None:
     """It ended with the submission. Its sender is told to update by `Hello`, and is not misread meanwhile."""
-    frame = encode(Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
+    frame = encode(StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)]))
     place = frame.index(b"\x99\xc4")  # an array of nine, a name of bytes
 
     old = decode_request(frame[:place] + b"\x94" + frame[place + 1 : -7] + frame[-2:])
 
-    assert old == Step(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
+    assert old == StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 3)])
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 62, 0.5, "many", None])

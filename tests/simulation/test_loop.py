@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from specbranch.core.costs import Costs, StepCost
+from specbranch.core.costs import PairModel, StepCost
 from specbranch.core.distribution import Distribution
-from specbranch.core.node import TopDraw
+from specbranch.core.node import GreedyPicker
 from specbranch.core.planner import Planner, Settings
 from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.round import Round, Signal
-from specbranch.core.session import Ending, Session
+from specbranch.core.session import Session, StopCondition
 from specbranch.simulation.loop import DraftStep, Loop, Step, TargetStep
-from specbranch.simulation.scripted import EngineLane, ScriptedEngine, ScriptedTarget, TextScript
+from specbranch.simulation.scripted import ScriptedEngine, ScriptedTarget, SimulatedDraft, TextScript
 from tests.toys import planner_of, stream
 
 ALWAYS_ONE = TextScript(3, lambda text: Distribution((1, 2), (0.9, 0.1), 0.3))
@@ -34,12 +34,12 @@ def play(
     draft: TextScript = ALWAYS_ONE,
     **settings: int,
 ) -> tuple[list[Session], list[Step], float]:
-    costs, steps = Costs(), list[Step]()
+    costs, steps = PairModel(), list[Step]()
     group = [
-        Session([0], planner_of(name, settings), TopDraw(), costs, Ending(max_new_tokens=limit))
+        Session([0], planner_of(name, settings), GreedyPicker(), costs, StopCondition(max_new_tokens=limit))
         for _ in range(sessions)
     ]
-    lane = EngineLane(ScriptedEngine(draft, row_limit), StepCost(1.0))
+    lane = SimulatedDraft(ScriptedEngine(draft, row_limit), StepCost(1.0))
     loop = Loop(group, ScriptedTarget(target, StepCost(c), stream(0)), lane, costs, deadline_s, steps.append)
     return group, steps, loop.run()
 
@@ -107,16 +107,16 @@ class Stuck(Planner[Settings]):
     def submit(self, round: Round) -> None:
         return None
 
-    def prepare(self, round: Round) -> tuple[()]:
+    def rows_to_run(self, round: Round) -> tuple[()]:
         return ()
 
 
 def test_a_planner_that_waits_for_nothing_is_passed_over() -> None:
-    costs = Costs()
+    costs = PairModel()
     session = Session(
-        [0], Stuck(Settings(), ConstantPredictor(Signal.SOME)), TopDraw(), costs, Ending(max_new_tokens=2)
+        [0], Stuck(Settings(), ConstantPredictor(Signal.SOME)), GreedyPicker(), costs, StopCondition(max_new_tokens=2)
     )
-    lane = EngineLane(ScriptedEngine(ALWAYS_ONE), StepCost(1.0))
+    lane = SimulatedDraft(ScriptedEngine(ALWAYS_ONE), StepCost(1.0))
 
     Loop([session], ScriptedTarget(AGREES, StepCost(2.0), stream(0)), lane, costs).run()
 
@@ -132,13 +132,13 @@ def test_sessions_share_steps_and_rows_are_shared_fairly() -> None:
 
 
 def test_a_finished_session_leaves_the_batch() -> None:
-    costs = Costs()
-    group = [Session([0], planner_of("pearl"), TopDraw(), costs, Ending(max_new_tokens=n)) for n in (1, 4)]
+    costs = PairModel()
+    group = [Session([0], planner_of("pearl"), GreedyPicker(), costs, StopCondition(max_new_tokens=n)) for n in (1, 4)]
     engine = ScriptedEngine(ALWAYS_ONE)
     steps: list[Step] = []
     target = ScriptedTarget(DISAGREES, StepCost(2.0), stream(0))
 
-    Loop(group, target, EngineLane(engine, StepCost(1.0)), costs, observe=steps.append).run()
+    Loop(group, target, SimulatedDraft(engine, StepCost(1.0)), costs, observe=steps.append).run()
 
     assert [len(step.submitted) for step in steps if isinstance(step, TargetStep)] == [2, 1, 1, 1]
     assert [session.output for session in group] == [[0], [0] * 4]

@@ -9,7 +9,7 @@ import pytest
 
 from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.core.round import Signal
-from specbranch.simulation.presets import PAIRS, Pair, make_trace
+from specbranch.simulation.presets import PAIRS, ModelPair, make_trace
 from specbranch.simulation.scripted import ReplayDraft, ReplayTarget
 from specbranch.simulation.simulate import PREDICTORS, Layout, Method, best_gamma, method_for, simulate
 from specbranch.trace import Trace, TraceError
@@ -86,7 +86,7 @@ def test_specbranch_in_the_papers_form_is_no_slower_than_pearl_on_any_preset(nam
 @pytest.mark.parametrize("acceptance", [0.01, 0.7, 0.95])
 def test_whoever_looks_tokens_up_learns_nothing_from_a_made_trace(acceptance: float) -> None:
     """Token ids must not tell the draft's ranks: a lookup over such ids reads the answer off them."""
-    pair = Pair("x", 8.0, 8, acceptance, "test")
+    pair = ModelPair("x", 8.0, 8, acceptance, "test")
     trace = make_trace(pair, 8, 250, random.Random(0))
     with_text, without = (
         simulate(trace, Method("budget", {"gamma": 8, "uses_text": uses}), Layout(pair.c, pair.row_cost)).speedup
@@ -164,14 +164,14 @@ def test_a_text_that_has_left_the_answer_never_comes_back(weak_trace: Trace) -> 
 
 
 def test_methods_take_what_their_planner_knows() -> None:
-    pair = Pair("x", 6.0, 6, 0.7, "test")
+    pair = ModelPair("x", 6.0, 6, 0.7, "test")
 
     assert method_for("none", pair).settings == {}
     assert method_for("pearl", pair).settings == {"gamma": 6}
     assert method_for("ssd", pair).settings == {"gamma": 6, "acceptance": 0.7}
     assert method_for("specbranch", pair, as_in_paper=False).settings == {"gamma": 6}
     assert method_for("specbranch", pair).settings == {
-        "gamma": 6, "waits": True, "is_thrifty": False, "confidence": 0.5,
+        "gamma": 6, "wait_for_draft": True, "cost_aware": False, "confidence": 0.5,
     }  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_expensive_verification_and_a_shared_draft_make_slower() -> None:
 def test_where_steps_with_drafts_are_another_kind_prices_keep_from_a_loss() -> None:
     trace = make_iid_trace(0.6, 8, 200, random.Random(0))
     layout = Layout(4.0, 0.1, token_cost=1.0, entry_cost=8.0)
-    priced, unpriced = (simulate(trace, Method("budget", {"prices": prices}), layout) for prices in (True, False))
+    priced, unpriced = (simulate(trace, Method("budget", {"cost_aware": prices}), layout) for prices in (True, False))
 
     assert priced.speedup > 0.97 > 0.8 > unpriced.speedup
     assert 0 < priced.stats.submitted < unpriced.stats.submitted / 10

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from specbranch.simulation.presets import pearl_emitted, pearl_speed, solve_acceptance
-from specbranch.simulation.simulate import Layout, Method, Outcome, simulate
+from specbranch.simulation.simulate import Layout, Method, SimulationResult, simulate
 from tests.toys import make_iid_trace
 
 RUNS = 24
@@ -34,7 +34,7 @@ def theorem_1_speed(acceptance: float, gamma: int, c: float) -> float:
     return (1 + acceptance**gamma) * accepted_len(acceptance, gamma) * c / (2 * max(gamma, c))
 
 
-def runs(planner: str, acceptance: float, gamma: int, c: float) -> list[Outcome]:
+def runs(planner: str, acceptance: float, gamma: int, c: float) -> list[SimulationResult]:
     """Independent runs of 600 tokens on the papers' assumption."""
     return [
         simulate(make_iid_trace(acceptance, 1, 600, random.Random(seed)), Method(planner, {"gamma": gamma}), Layout(c))

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from specbranch.core.costs import Costs
+from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
-from specbranch.core.node import TopDraw
+from specbranch.core.node import GreedyPicker
 from specbranch.core.planners import PLANNERS, make_planner, setting_names
 from specbranch.core.round import Verdict
 from specbranch.core.session import Session
@@ -28,15 +28,15 @@ def grown_session(name: str, num_branches: int = BRANCHES) -> Session:
         settings |= {"num_guesses": num_branches}
     if name == "specbranch":
         settings |= {"max_branches": num_branches + 1}
-    session = Session([0], make_planner(name, settings, SOME), TopDraw(), Costs())
-    session.grow(session.tree.root, FLAT)
+    session = Session([0], make_planner(name, settings, SOME), GreedyPicker(), PairModel())
+    session.add_distribution(session.tree.root, FLAT)
     session.propose()
-    session.stand_aside()
+    session.skip_round()
     for branch in session.tree.children(session.tree.root, num_branches):
         node = branch
         for _ in range(LENGTH - 1):
             node.distribution = FLAT
-            (node,) = session.tree.walk(node, 1)
+            (node,) = session.tree.chain(node, 1)
     return session
 
 

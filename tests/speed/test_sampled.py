@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from specbranch.core.distribution import Distribution, Sampling, number, pick
-from specbranch.service.client.filters import redraw
+from specbranch.core.distribution import Distribution, RequestSampling, inverse_cdf, seeded_uniform
+from specbranch.service.client.filters import resample_draft
 from specbranch.service.wire.payloads import pack_probs, unpack_probs
 from tests.counting import num_calls
 
@@ -24,8 +24,8 @@ def draft_of(seed: int) -> tuple[list[int], bytes]:
     for place in range(WINDOW):
         weights = np.sort(rng.random(TOP) ** 8)[::-1]
         ids = tuple(rng.choice(VOCAB, TOP, replace=False).tolist())
-        q = Sampling(1.0).shape(Distribution(ids, tuple((weights / weights.sum()).tolist()), 1.0))
-        tokens.append(q.ids[pick(q.probs, number(seed, 40 + place, [*range(40), *tokens]))])
+        q = RequestSampling(1.0).apply(Distribution(ids, tuple((weights / weights.sum()).tolist()), 1.0))
+        tokens.append(q.ids[inverse_cdf(q.probs, seeded_uniform(seed, 40 + place, [*range(40), *tokens]))])
         drawn_from.append(q)
     return tokens, pack_probs(drawn_from)
 
@@ -39,7 +39,7 @@ class Target:
 
     def draw(self) -> None:
         self.drawn = [
-            redraw(list(range(40)), 40, tokens, unpack_probs(packed, len(tokens)), seed, VOCAB)
+            resample_draft(list(range(40)), 40, tokens, unpack_probs(packed, len(tokens)), seed, VOCAB)
             for seed, (tokens, packed) in enumerate(self.told, start=1)
         ]
 

@@ -10,20 +10,20 @@ import pytest
 from specbranch.core.distribution import Distribution
 from specbranch.hrad.examples import (
     SPLITS,
-    Card,
     Examples,
+    ExamplesCard,
     ExamplesError,
     name_of,
     positions,
-    read_card,
     read_examples,
+    read_examples_card,
     split_of,
-    write_card,
+    write_examples_card,
     write_part,
 )
 from specbranch.trace import Answer
 
-CARD = Card("big", "small", 2, 4, 0.0, ("code", "chat"))
+CARD = ExamplesCard("big", "small", 2, 4, 0.0, ("code", "chat"))
 
 
 def distribution(first: int, confidence: float = 0.5) -> Distribution:
@@ -77,7 +77,7 @@ def test_a_prompt_is_in_one_split_and_every_split_gets_some() -> None:
 
 def test_parts_are_read_back_together(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    write_card(tmp_path, CARD)
+    write_examples_card(tmp_path, CARD)
     write_part(tmp_path, 0, arrays([1, 2], [3, 3], [7, 7]))
     write_part(tmp_path, 1, arrays([4], [5], [8]))
 
@@ -88,17 +88,17 @@ def test_parts_are_read_back_together(tmp_path: Path) -> None:
 
 def test_what_is_no_collection_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExamplesError, match="train collect"):
-        read_card(tmp_path)
+        read_examples_card(tmp_path)
     (tmp_path / "card.json").write_text('{"format": "other", "version": 1}')
     with pytest.raises(ExamplesError, match="anew"):
-        read_card(tmp_path)
+        read_examples_card(tmp_path)
 
 
 def test_collections_of_different_pairs_do_not_mix(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    for name, card in (("a", CARD), ("b", Card("other", "small", 2, 4, 1.0, CARD.tasks))):
+    for name, card in (("a", CARD), ("b", ExamplesCard("other", "small", 2, 4, 1.0, CARD.tasks))):
         (tmp_path / name).mkdir()
-        write_card(tmp_path / name, card)
+        write_examples_card(tmp_path / name, card)
     with pytest.raises(ExamplesError, match="another pair"):
         read_examples([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(ExamplesError, match="no finished part"):

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specbranch.hrad.examples import Card, Examples
+from specbranch.hrad.examples import Examples, ExamplesCard
 from specbranch.hrad.network import read_hrad, write_hrad
 from specbranch.hrad.training import FitOptions, Network, fit, majority, score
 
 pytest.importorskip("torch")
 
-CARD = Card("big", "small", 2, 8, 0.0, ("code",))
+CARD = ExamplesCard("big", "small", 2, 8, 0.0, ("code",))
 OPTIONS = FitOptions(window=3, hidden=(32, 16), epochs=12, batch=64)
 
 

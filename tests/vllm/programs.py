@@ -58,6 +58,6 @@ def judge_sampled(result: Any, least_kept: float) -> None:
     assert len(tests) <= MOST_TESTS
     for name, one in result["found"].items():
         assert least_kept * one["submitted"] < one["accepted"] < 0.95 * one["submitted"], name
-        assert one["drawn"] > 100, name
+        assert one["sampled"] > 100, name
         assert min(one["p_values"]) > FALSE_ALARM / len(tests), name
     assert min(result["wrong"]["p_values"]) < FALSE_ALARM / len(tests)

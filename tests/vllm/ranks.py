@@ -12,7 +12,7 @@ import pytest
 from specbranch.core.distribution import Distribution
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.runner_v2 import Speculator
-from specbranch.service.client.interface import ClientOptions, Committed
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 
 torch = pytest.importorskip("torch")
 
@@ -31,7 +31,7 @@ class Client:
         self.drawn_from: list[list[Distribution | None]] = []
         self.has_failed = False
 
-    def propose(self, rows: Sequence[Committed], is_whole: bool = False) -> list[list[int]]:
+    def propose(self, rows: Sequence[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
         if self.has_failed:
             raise RuntimeError("out of order")
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
@@ -109,7 +109,9 @@ class Rank:
         thinking = SimpleNamespace(use_thinking_budget=np.array(budgets)) if budgets else SimpleNamespace()
         sampler = SimpleNamespace(sampling_states=states, thinking_budget_state=thinking)
         lora = SimpleNamespace(lora_ids=np.zeros(SLOTS, np.int32))
-        self.speculator.meet(SimpleNamespace(sampler=sampler, lora_state=lora, encoder_cache=None), compat.News())
+        self.speculator.on_step_scheduled(
+            SimpleNamespace(sampler=sampler, lora_state=lora, encoder_cache=None), compat.StepInfo()
+        )
 
     def propose(self, *rows: tuple[str, int, int], **kwargs: Any) -> list[list[int]]:
         """Drafts of rows, each given by name, slot and number of new tokens."""

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from specbranch.launch.vllm_engine import Request, Target, TargetOptions
+from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, Request
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
     }
-    target = Target(TargetOptions(args.target, arguments=arguments))
+    target = LocalEngine(LocalEngineOptions(args.target, arguments=arguments))
     greedy = {"temperature": 0.0, "max_tokens": args.tokens}
     texts = []
     for prompt in json.load(sys.stdin):

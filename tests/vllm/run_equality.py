@@ -77,7 +77,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, rogue(Path(directory), "foreign") as service:
         proposer.use(read_settings(drafting(service.address)["additional_config"]["specbranch"]))
         few = tokens_of(llm.generate(prompts[:FEW], greedy, use_tqdm=False))
-    wrong = {"equal": num_equal(texts["bare"][:FEW], few), "foreign": proposer.counts()["foreign"]}
+    wrong = {"equal": num_equal(texts["bare"][:FEW], few), "foreign": proposer.counts()["unknown_token"]}
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
     result = {"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": accepted, "wrong": wrong}
     print(json.dumps({**result, "versions": describe(llm).versions}))

@@ -58,7 +58,7 @@ def _compare(target: str, address: str, directory: Path, port: int, num_tokens: 
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     predictors = {name: _write(directory / name, target, name, NUM_LAYERS) for name in ("all", "none", "random")}
     # It waits after a miss, so that there are drafts however slow this machine is.
-    section = {"planner": "specbranch", "settings": {"waits": True}, "predictor": predictors["all"]}
+    section = {"planner": "specbranch", "settings": {"wait_for_draft": True}, "predictor": predictors["all"]}
     result: dict[str, Any] = {"refusal": _refusal(common, drafting(address, **section))}
 
     bare = LLM(**common, enforce_eager=True)

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from specbranch.launch.vllm_engine import Target, TargetOptions
+from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions
 
 
 def main() -> None:
@@ -19,7 +19,9 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     args = parser.parse_args()
     arguments = {"max_model_len": 512, "enforce_eager": True, "enable_prefix_caching": False}
-    target = Target(TargetOptions(args.target, arguments={**arguments, "distributed_executor_backend": "uni"}))
+    target = LocalEngine(
+        LocalEngineOptions(args.target, arguments={**arguments, "distributed_executor_backend": "uni"})
+    )
     from vllm import SamplingParams
 
     texts = json.load(sys.stdin)

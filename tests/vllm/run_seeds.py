@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "deadline_ms": 30000,
     "rule": "match",
     # With prices this target, which takes no time, would be sent next to nothing.
-    "settings": {"prices": False, "uses_text": False},
+    "settings": {"cost_aware": False, "uses_text": False},
 }
 
 

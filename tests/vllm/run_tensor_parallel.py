@@ -17,7 +17,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 
 PROMPTS = (
@@ -36,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
 
     bare, _ = _decode(args.target, args.tokens)
-    with DraftProcess(DraftOptions(args.draft, cores=[1], threads=1)) as draft:
+    with DraftProcess(DraftServiceOptions(args.draft, cores=[1], threads=1)) as draft:
         settings = ProposerSettings(address=draft.address, planner="sps", deadline_ms=60000, is_gated=False)
         ours, accepted = _decode(args.target, args.tokens, **proposer_arguments(settings, 4))
     equal = sum(one == other for one, other in zip(bare, ours, strict=True))

@@ -22,8 +22,8 @@ import numpy as np
 
 from specbranch.core.planners import PLANNERS
 from specbranch.exactness.statistics import compare_counts, count_pairs
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
-from specbranch.launch.vllm_engine import Request, Target, TargetOptions
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
+from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, Request
 from specbranch.plugins.vllm import runner_v2, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from tests.vllm.levels import FALSE_ALARM, MOST_TESTS
@@ -91,12 +91,12 @@ def two_ranks(target: str, draft: str) -> dict[str, Any]:
     """Two tensor-parallel workers, each in a process of its own."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     arguments = {**ARGUMENTS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    bare = Target(TargetOptions(target, arguments=arguments))
+    bare = LocalEngine(LocalEngineOptions(target, arguments=arguments))
     known = _answers(bare)
     bare.llm.llm_engine.engine_core.shutdown()
     with _service(draft) as service:
         settings = _settings(service.address, "sps")
-        ours = Target(TargetOptions(target, arguments={**arguments, **proposer_arguments(settings, GAMMA)}))
+        ours = LocalEngine(LocalEngineOptions(target, arguments={**arguments, **proposer_arguments(settings, GAMMA)}))
         equal = num_equal(known, _answers(ours))
         drafted = ours.draft_tokens()
         ours.llm.llm_engine.engine_core.shutdown()
@@ -108,12 +108,12 @@ def sampled(target: str, draft: str) -> dict[str, Any]:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.HAS_TRITON = False  # vLLM's own torch form: the interpreter cannot run the other one
-    bare = Target(TargetOptions(target, arguments=ARGUMENTS))
+    bare = LocalEngine(LocalEngineOptions(target, arguments=ARGUMENTS))
     expected = {name: _samples(bare, one, seed=1) for name, one in SAMPLINGS.items()}
     del bare
     with _service(draft) as service:
         settings = _settings(service.address, "sps")
-        ours = Target(TargetOptions(target, arguments={**ARGUMENTS, **proposer_arguments(settings, GAMMA)}))
+        ours = LocalEngine(LocalEngineOptions(target, arguments={**ARGUMENTS, **proposer_arguments(settings, GAMMA)}))
         pair = Pair(target, draft)
         found = {name: _compared(ours, one, expected[name], pair) for name, one in SAMPLINGS.items()}
 
@@ -139,14 +139,14 @@ PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
 
 
 def _decode(target: str, draft: str, planners: Sequence[str], **speculative: Any) -> dict[str, Any]:
-    bare = Target(TargetOptions(target, arguments=ARGUMENTS))
+    bare = LocalEngine(LocalEngineOptions(target, arguments=ARGUMENTS))
     known = _answers(bare)
     result: dict[str, Any] = {"runner": _runner(bare), "chunks": _has_chunks(), "equal": {}, "drafted": {}}
     del bare
     with _service(draft) as service:
         arguments = proposer_arguments(_settings(service.address), GAMMA)
         arguments["speculative_config"] |= speculative
-        ours = Target(TargetOptions(target, arguments={**ARGUMENTS, **arguments}))
+        ours = LocalEngine(LocalEngineOptions(target, arguments={**ARGUMENTS, **arguments}))
         result["drafting_runner"] = _runner(ours)
         result["is_async"] = ours.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         proposer = proposer_of(ours.llm)
@@ -164,12 +164,12 @@ def _decode(target: str, draft: str, planners: Sequence[str], **speculative: Any
 
 
 def _service(draft: str) -> DraftProcess:
-    return DraftProcess(DraftOptions(draft, engine="torch", cores=CORES.draft, extra=("--log-level", "warning")))
+    return DraftProcess(DraftServiceOptions(draft, engine="torch", cores=CORES.draft, extra=("--log-level", "warning")))
 
 
 def _settings(address: str, planner: str = "budget", **more: Any) -> ProposerSettings:
     # A step takes a second here, and what it costs is not what is tested.
-    settings = {"prices": False} if planner == "budget" else {}
+    settings = {"cost_aware": False} if planner == "budget" else {}
     ours = {"address": address, "planner": planner, "settings": settings, "deadline_ms": 20000, "is_gated": False}
     return ProposerSettings(**{**ours, "runner": "v2", "rule": "auto", **more})
 
@@ -188,14 +188,14 @@ def _requests() -> list[Request]:
     return [Request(prompt, greedy) for prompt in _prompts()]
 
 
-def _answers(target: Target) -> list[list[int]]:
+def _answers(target: LocalEngine) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in range(ROWS)]
     for piece in target.stream(_requests()):
         answers[piece.index] += piece.tokens
     return answers
 
 
-def _abort(target: Target, known: Sequence[Sequence[int]]) -> dict[str, int]:
+def _abort(target: LocalEngine, known: Sequence[Sequence[int]]) -> dict[str, int]:
     """Abort all requests in the middle, and decode them anew: the slots of the aborted ones are used again."""
     stream = target.stream(_requests())
     seen = 0
@@ -207,7 +207,7 @@ def _abort(target: Target, known: Sequence[Sequence[int]]) -> dict[str, int]:
     return {"seen": seen, "equal": num_equal(known, _answers(target))}
 
 
-def _kill(target: Target, draft: str, known: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _kill(target: LocalEngine, draft: str, known: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Kill the draft in the middle: the rest of the answers is decoded without."""
     answers: list[list[int]] = [[] for _ in range(ROWS)]
     proposer = proposer_of(target.llm)
@@ -223,7 +223,7 @@ def _kill(target: Target, draft: str, known: Sequence[Sequence[int]]) -> dict[st
     return {"equal": num_equal(known, answers), "answered": counts["answered"], "calls": counts["calls"]}
 
 
-def _samples(target: Target, sampling: Mapping[str, Any], seed: int) -> list[list[int]]:
+def _samples(target: LocalEngine, sampling: Mapping[str, Any], seed: int) -> list[list[int]]:
     """Many answers to one prompt."""
     parameters = {**sampling, "max_tokens": SAMPLED_TOKENS, "ignore_eos": True, "detokenize": False}
     prompt = _prompts()[0]
@@ -265,10 +265,10 @@ class Pair:
 
 
 def _compared(
-    target: Target, sampling: Mapping[str, Any], expected: Sequence[Sequence[int]], pair: Pair
+    target: LocalEngine, sampling: Mapping[str, Any], expected: Sequence[Sequence[int]], pair: Pair
 ) -> dict[str, Any]:
     """Each token behind the first by a permutation test against bare V2, and by what is known; and what was kept."""
-    before, drawn = target.draft_tokens(), proposer_of(target.llm).counts()["drawn"]
+    before, drawn = target.draft_tokens(), proposer_of(target.llm).counts()["sampled"]
     texts = _samples(target, sampling, seed=2)
     submitted, accepted = (after - first for after, first in zip(target.draft_tokens(), before, strict=True))
     rng = np.random.default_rng(0)
@@ -278,11 +278,11 @@ def _compared(
         p_values.append(compare_counts(*counts, FALSE_ALARM / MOST_TESTS, rng).p_value)
     if set(sampling) == {"temperature"}:
         p_values.append(pair.lean(texts, sampling["temperature"]))
-    drawn = proposer_of(target.llm).counts()["drawn"] - drawn
+    drawn = proposer_of(target.llm).counts()["sampled"] - drawn
     return {"p_values": p_values, "submitted": submitted, "accepted": accepted, "drawn": drawn}
 
 
-def _runner(target: Target) -> str:
+def _runner(target: LocalEngine) -> str:
     core: Any = target.llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     return f"{type(runner).__module__} {type(getattr(runner, 'speculator', None)).__name__}"

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specbranch.core.distribution import Distribution
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
-from specbranch.launch.placement import split, usable_cores
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
+from specbranch.launch.placement import split_cores, usable_cores
 from specbranch.plugins.vllm.compat import drafter_of
 from specbranch.plugins.vllm.settings import proposer_arguments, read_settings
 
 # Apart from each other: threads that wait for one another suffer badly when a core has two things to do.
-CORES = split(usable_cores(), target_on_cpu=True, draft_on_cpu=True)
+CORES = split_cores(usable_cores(), target_on_cpu=True, draft_on_cpu=True)
 if CORES.target:
     os.sched_setaffinity(0, CORES.target)
     os.environ["OMP_NUM_THREADS"] = str(len(CORES.target))
@@ -25,7 +25,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 def draft_service(model: str, *arguments: str) -> Iterator[str]:
     """The address of a running draft service."""
     extra = ("--log-level", "warning", *arguments)
-    with DraftProcess(DraftOptions(model, cores=CORES.draft, extra=extra)) as service:
+    with DraftProcess(DraftServiceOptions(model, cores=CORES.draft, extra=extra)) as service:
         yield service.address
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import PROPOSER
 from tests.results import record
 from tests.vllm.pair import SHORT, require_pair
@@ -54,7 +54,7 @@ def test_our_proposer_behind_a_server_holds(tmp_path: Path) -> None:
     """False alarms: one in a thousand runs."""
     target, draft = require_pair(name=SHORT)
     drafting = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4})
-    with DraftProcess(DraftOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
+    with DraftProcess(DraftServiceOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
         section = {"address": service.address, "deadline_ms": 2000, "is_gated": False}
         config = json.dumps({"specbranch": section})
         code, found = compare(tmp_path, target, 40, "--speculative-config", drafting, "--additional-config", config)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
+from specbranch.core.distribution import MOST_IDS, Distribution, RequestSampling
 from specbranch.plugins.vllm import compat, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings
 from tests.vllm.ranks import GAMMA, SLOTS, VOCAB_LEN, Group, Rank
@@ -43,7 +43,7 @@ def test_the_runner_finds_what_each_token_was_drawn_from(monkeypatch: pytest.Mon
     rank.states.sample(0, [1, 2])
 
     assert rank.propose(("a", 1, 1), ("b", 0, 1)) == [[8, 9, 7], [3, 4, 2]]
-    assert rank.client.samplings == [Sampling(0.75, 0.5, 7), None]
+    assert rank.client.samplings == [RequestSampling(0.75, 0.5, 7), None]
     assert probabilities(rank, 1, 0, 0.75) == {8: 0.5, 30: 0.3, 5: 0.2}
     assert probabilities(rank, 1, 1, 0.75) == {9: 1.0}  # certain
     assert probabilities(rank, 1, 2, 0.75) == {7: 1.0}  # nothing was drafted here
@@ -63,7 +63,12 @@ def test_a_request_names_its_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
         rank.states.sample(slot, [slot, 2])
 
     rank.propose(*((str(slot), slot, 1) for slot in range(SLOTS)))
-    assert rank.client.samplings == [Sampling(1.0, 0.5), Sampling(1.0, 0.5, 7), None, Sampling(1.0, 0.5, 7)]
+    assert rank.client.samplings == [
+        RequestSampling(1.0, 0.5),
+        RequestSampling(1.0, 0.5, 7),
+        None,
+        RequestSampling(1.0, 0.5, 7),
+    ]
 
 
 def test_without_a_word_on_seeds_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +104,9 @@ def test_what_was_drafted_under_other_settings_is_certain(monkeypatch: pytest.Mo
     rank.states.sample(1, [5, 6, 7])
     rank.states.sample(0, [50, 60])
     rank.propose(("a", 1, 1))
-    rank.speculator.use(ProposerSettings(address="ipc:///nowhere", rule="match", is_gated=False))
+    rank.speculator.configure(ProposerSettings(address="ipc:///nowhere", rule="match", is_gated=False))
     assert rank.speculator.draft_logits is None
-    rank.speculator.use(ProposerSettings(address="ipc:///nowhere", rule="auto", runner="auto", is_gated=False))
+    rank.speculator.configure(ProposerSettings(address="ipc:///nowhere", rule="auto", runner="auto", is_gated=False))
     rank.propose(("b", 0, 1))
 
     assert [probabilities(rank, 1, place, 1.0) for place in range(GAMMA)] == [{8: 1.0}, {9: 1.0}, {10: 1.0}]
@@ -144,7 +149,7 @@ def test_requests_of_a_warm_up_have_certain_drafts(monkeypatch: pytest.MonkeyPat
 
 def test_a_distribution_that_is_too_wide_counts_as_certain() -> None:
     wide = Distribution(tuple(range(MOST_IDS + 1)), (1 / (MOST_IDS + 1),) * (MOST_IDS + 1), 3.0)
-    packed = runner_v2_device.pack(np.array([[3, -1]]), {0: Sampling(1.0)}, {0: [wide]})
+    packed = runner_v2_device.pack(np.array([[3, -1]]), {0: RequestSampling(1.0)}, {0: [wide]})
 
     assert packed[0, :, 0].tolist() == [3, -1]
     assert (packed[0, :, 1 : 1 + MOST_IDS] == -1).all() and not packed[0, :, 1 + MOST_IDS :].any()
@@ -176,7 +181,7 @@ def test_too_many_rows_are_not_kept(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
     assert rank.propose(("a", 1, 1)) == [[8, 9, 10]]
     assert rank.client.samplings == [None] and "memory" in caplog.text
-    rank.speculator.use(ProposerSettings(address="ipc:///nowhere"))
+    rank.speculator.configure(ProposerSettings(address="ipc:///nowhere"))
 
 
 KERNELS = """

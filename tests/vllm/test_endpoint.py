@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specbranch.cli import app
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import PROPOSER
 from tests.results import record
 from tests.vllm.pair import require_pair
@@ -44,7 +44,7 @@ def state(page: str) -> str:
 @pytest.mark.timeout(1200)
 def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_path: Path) -> None:
     target, draft = require_pair()
-    with DraftProcess(DraftOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
+    with DraftProcess(DraftServiceOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
         section = {"address": service.address, "planner": "pearl", "deadline_ms": 60000, "is_gated": False}
         arguments = ("--speculative-config", DRAFTING, "--additional-config", json.dumps({"specbranch": section}))
         with serving(target, tmp_path, *ARGUMENTS, *arguments, **ENVIRONMENT) as served:

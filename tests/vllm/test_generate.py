@@ -18,7 +18,7 @@ WAITING = [
     "--planner",
     "specbranch",
     "--set",
-    "waits=true",
+    "wait_for_draft=true",
     "--deadline-ms",
     "30000",
 ]  # so that there are drafts on a machine that stands still

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.launch.placement import usable_cores
-from specbranch.launch.vllm_log import FailureLog
+from specbranch.launch.vllm_log import FailureParser
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from tests.engines.models import model_path
 
@@ -53,4 +53,4 @@ def test_the_proposer_refuses_pipeline_parallelism(tmp_path: Path) -> None:
     assert not any(
         "PP1" in line for line in loading
     )  # the stage that has the proposer; the other one knows nothing of it
-    assert "pipeline parallelism" in FailureLog(done.stdout.splitlines()).cause(done.returncode)
+    assert "pipeline parallelism" in FailureParser(done.stdout.splitlines()).cause(done.returncode)

@@ -51,7 +51,7 @@ def bare(installed: None) -> list[str]:
 def served(bare: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # A draft as large as the target needs time, and with sixteen requests it is late unless it is waited for.
     ours = ["--draft", DRAFT, "--gamma", "4", "--deadline-ms", "2000", "--planner", "specbranch"]
-    ours += ["--set", "waits=true"]
+    ours += ["--set", "wait_for_draft=true"]
     words = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     # So small a model would fill an object with line breaks for ever.
     words += ["--structured-outputs-config.disable_any_whitespace", "true"]
@@ -83,7 +83,7 @@ def test_it_says_what_runs_where_and_when_it_is_ready(served: Served) -> None:
     said = served.out.read_text()
 
     assert TARGET in said and f"{DRAFT} in llamacpp on cpu" in said
-    assert "specbranch waits=True gamma=4" in said and "2000 ms" in said
+    assert "specbranch wait_for_draft=True gamma=4" in said and "2000 ms" in said
     assert served.url in said
     assert "ipc://" in said
     assert "Application startup complete" not in said

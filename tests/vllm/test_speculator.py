@@ -48,7 +48,7 @@ def test_a_short_draft_is_filled_and_cut_where_the_scheduler_asks(monkeypatch: p
 
     assert rank.propose(("a", 0, 1)) == [[3, 2, 2]]
     asked = SimpleNamespace(req_ids=["a", "gone"], draft_token_ids=[[-1] * GAMMA, [-1] * GAMMA])
-    assert rank.speculator.cut(asked).draft_token_ids == [[-1], []]
+    assert rank.speculator.trim_drafts(asked).draft_token_ids == [[-1], []]
 
 
 def test_the_end_of_the_longest_text_gets_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_the_runner_tells_of_prompts_and_of_rows_that_stand_aside(monkeypatch: p
     rank.sample_at([0.0] * 4)
     model_runner = rank.speculator._runner
     model_runner.lora_state.lora_ids[0] = 5
-    rank.speculator.meet(model_runner, compat.News([[1]]))
+    rank.speculator.on_step_scheduled(model_runner, compat.StepInfo([[1]]))
 
     assert rank.client.expected == [[1]]
     assert rank.propose(("a", 0, 1), ("b", 1, 1)) == [[2, 2, 2], [9, 10, 11]]
@@ -142,7 +142,9 @@ def test_adaptive_verification_leaves_out_places_without_a_draft(monkeypatch: py
     rank.states.sample(0, [1, 2])
     rank.states.sample(1, [7, 8])
     monkeypatch.setattr(
-        rank.client, "propose", lambda rows, is_whole: [[3, 4, 5][: 1 if row.tokens[0] == 1 else 3] for row in rows]
+        rank.client,
+        "propose",
+        lambda rows, is_pure_decode_step: [[3, 4, 5][: 1 if row.tokens[0] == 1 else 3] for row in rows],
     )
     rank.propose(("a", 0, 1), ("b", 1, 1))
     capacities = torch.tensor([GAMMA, GAMMA], dtype=torch.int32)
@@ -154,6 +156,6 @@ def test_adaptive_verification_leaves_out_places_without_a_draft(monkeypatch: py
 
 def test_settings_can_change_but_not_to_a_trained_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
-    rank.speculator.use(ProposerSettings(planner="pearl", address="ipc:///nowhere"))
+    rank.speculator.configure(ProposerSettings(planner="pearl", address="ipc:///nowhere"))
     with pytest.raises(FeatureError, match="'v1'"):
-        rank.speculator.use(ProposerSettings(predictor="/somewhere/hrad"))
+        rank.speculator.configure(ProposerSettings(predictor="/somewhere/hrad"))

@@ -57,7 +57,7 @@ class WorldEngine(ScriptedEngine):
     def __init__(self, rng: random.Random, max_handles: int, max_tokens: int, wait: Callable[[float], None]) -> None:
         super().__init__(DraftScript(), row_limit=rng.choice([4, 16, 64]))
         rest = rng.choice([max_tokens // 4, max_tokens])
-        self.info = replace(self.info, max_handles=max_handles, max_tokens=max_tokens, rest_tokens=rest)
+        self.info = replace(self.info, max_handles=max_handles, max_tokens=max_tokens, idle_cache_tokens=rest)
         self._rng = rng
         self._wait = wait
         self._num_tokens: int | None = 0  # None: to be counted again

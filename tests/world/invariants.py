@@ -9,7 +9,7 @@ from typing import Literal
 
 from specbranch.core.round import Stats
 from specbranch.service.client.client import DraftClient
-from specbranch.service.server.session import DraftSession
+from specbranch.service.server.draft_session import DraftSession
 from specbranch.service.wire.messages import StatsReply
 from specbranch.service.wire.payloads import Digest
 from tests.world.engine import VOCAB, target_token
@@ -69,7 +69,7 @@ class Invariants:
         _require(all(0 <= token < VOCAB for row in found for token in row), "text", "a token that the target lacks")
         self._calls[client] += 1
         _require(counts.calls == self._calls[client], "counters", f"{counts.calls} calls were counted")
-        ended = counts.answered + counts.timeouts + counts.unreachable + counts.unawaited + counts.other_vocab
+        ended = counts.answered + counts.timeouts + counts.unreachable + counts.not_waited + counts.other_vocab
         _require(ended <= counts.calls, "counters", f"{ended} ends of {counts.calls} calls")
 
     def reported(self, namespace: bytes, stats: StatsReply | None) -> None:
@@ -110,14 +110,14 @@ class Invariants:
     def _check_namespaces(self, sessions: Sequence[DraftSession]) -> None:
         owners: dict[int, bytes] = {}
         for session in sessions:
-            own, donor = session.namespace, session.donor
+            own, donor = session.namespace, session.prefix_donor
             _require(session.key[0] == own, "namespace", "a session is found under another namespace")
             _require(donor is None or donor[0].namespace == own, "namespace", "a cache is lent to another namespace")
-            owner = owners.setdefault(id(session.core.round.costs.memory), own)
+            owner = owners.setdefault(id(session.core.round.costs.history), own)
             _require(owner == own, "namespace", "two namespaces share one memory of answers")
 
     def _check_memory(self, service: Service, sessions: Sequence[DraftSession]) -> None:
-        store, engine, limits, compute = service.server.store, service.engine, service.limits, service.server.compute
+        store, engine, limits, compute = service.server.store, service.engine, service.limits, service.server.runner
         num_tokens = sum(len(session.core.tokens) for session in sessions)
         _require(store.num_tokens == num_tokens, "memory", f"{num_tokens} tokens are counted as {store.num_tokens}")
         _require(len(sessions) <= limits.max_sessions, "memory", f"{len(sessions)} sessions")
@@ -133,7 +133,7 @@ class Invariants:
         _require(num_news <= _MOST_NEWS, "memory", f"{num_news} sessions wait to be looked at")
         _require(len(service.timeline) <= MAX_EVENTS, "memory", f"{len(service.timeline)} events in the timeline")
         for session in sessions:
-            memory = session.core.round.costs.memory
+            memory = session.core.round.costs.history
             is_small = len(memory._answers) <= memory.num_tokens + len(sessions)
             _require(is_small, "memory", f"{len(memory._answers)} answers of {memory.num_tokens} tokens")
 
@@ -147,7 +147,7 @@ class Invariants:
             _require(counted == seen, "counters", f"{counted} {name} were counted, {seen} came in")
         _require(ledger.num_unknown <= counts.unknown <= counts.lookups, "counters", f"{counts.unknown} unknown texts")
         _require(counts.opened <= ledger.num_opened, "counters", f"{counts.opened} of {ledger.num_opened} opened")
-        compute, engine = service.server.compute.counts, service.engine
+        compute, engine = service.server.runner.counts, service.engine
         under_way = engine.num_runs - compute.steps - compute.failed_steps
         _require(under_way in (0, 1), "counters", f"{under_way} draft steps are not counted")
         _require(compute.rows == engine.num_outputs, "counters", f"{compute.rows} of {engine.num_outputs} draft rows")
@@ -173,7 +173,7 @@ class Invariants:
         self._totals = total
 
     def _check_faults(self, service: Service) -> None:
-        dispatch, compute = service.server.dispatch, service.server.compute
+        dispatch, compute = service.server.dispatch, service.server.runner
         _require(not dispatch.faults.count, "containment", "the lookup thread has met a fault")
         caused = service.engine.num_errors
         _require(compute.faults.count <= caused, "containment", f"{compute.faults.count} faults from {caused} errors")

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specbranch.service.wire.messages import (
-    Ahead,
+    DraftReply,
     FrameError,
-    Open,
-    Proposals,
-    Step,
+    OpenSequences,
+    PrefetchPush,
+    StepRequest,
     StepRow,
     decode_reply,
     decode_request,
-    unpack,
+    unpack_tokens,
 )
 from specbranch.service.wire.payloads import Digest
 
@@ -30,7 +30,7 @@ class Ledger:
     num_opened: int = 0
     num_unknown: int = 0
     num_unreadable: int = 0
-    asked: dict[bytes, Step] = field(default_factory=dict)  # by client: the step that has no answer yet
+    asked: dict[bytes, StepRequest] = field(default_factory=dict)  # by client: the step that has no answer yet
     _told: set[tuple[bytes, bytes]] = field(default_factory=set)
     _namespaces: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -41,19 +41,19 @@ class Ledger:
         except FrameError:
             self.num_unreadable += 1
             return
-        if isinstance(request, Open):
+        if isinstance(request, OpenSequences):
             self._namespaces[client] = request.namespace
             self.num_opened += len(request.sequences)
-            self._told |= {(request.namespace, Digest(unpack(packed)).name) for packed in request.sequences}
-        elif isinstance(request, Step):
+            self._told |= {(request.namespace, Digest(unpack_tokens(packed)).name) for packed in request.sequences}
+        elif isinstance(request, StepRequest):
             self._hear_step(client, request)
 
-    def _hear_step(self, client: bytes, step: Step) -> None:
+    def _hear_step(self, client: bytes, step: StepRequest) -> None:
         self._namespaces[client] = step.namespace
         self.num_steps += 1
         self.num_rows += len(_distinct(step.rows))
         self.asked.pop(client, None)  # it has gone on
-        if any(row.taken is None for row in step.rows):
+        if any(row.prefetched is None for row in step.rows):
             self.asked[client] = step
         for row in step.rows:
             self.num_submitted += row.num_submitted
@@ -63,27 +63,27 @@ class Ledger:
     def say(self, client: bytes, frame: bytes) -> None:
         """A message goes out."""
         reply = decode_reply(frame)
-        if isinstance(reply, Proposals):
+        if isinstance(reply, DraftReply):
             self._say_proposals(client, reply)
-        elif isinstance(reply, Ahead):
+        elif isinstance(reply, PrefetchPush):
             for told in reply.rows:
                 if (self._namespaces.get(client), told.before) not in self._told:
                     self.leaked("a client is told ahead of a text that its namespace does not have")
 
-    def _say_proposals(self, client: bytes, reply: Proposals) -> None:
+    def _say_proposals(self, client: bytes, reply: DraftReply) -> None:
         step = self.asked.pop(client, None)
         if step is None or step.round != reply.round:
             return
         self.num_unknown += sum(reply.rows[index] is None for index in _distinct(step.rows))
         for row, proposal in zip(step.rows, reply.rows, strict=True):
-            if proposal is not None and row.taken is None and (step.namespace, row.after) not in self._told:
+            if proposal is not None and row.prefetched is None and (step.namespace, row.after) not in self._told:
                 self.leaked("an answer is given for a text that its namespace does not have")
 
 
 def _distinct(rows: Sequence[StepRow]) -> list[int]:
     """The rows that are looked up: those that are equal to one before them get its answer. Told ones come last."""
     first: dict[tuple[bytes, bytes], StepRow] = {}
-    ranked = sorted(range(len(rows)), key=lambda index: rows[index].taken is not None)
+    ranked = sorted(range(len(rows)), key=lambda index: rows[index].prefetched is not None)
     return [
         index
         for index in ranked

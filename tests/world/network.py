@@ -21,7 +21,7 @@ _CONNECT_S = (0.05, 2.0)
 
 
 class WorldLink:
-    """A client's end: a `Link`. Under another name after every reconnect."""
+    """A client's end: a `Transport`. Under another name after every reconnect."""
 
     def __init__(self, network: Network, actor: Actor) -> None:
         self._network = network
@@ -53,7 +53,7 @@ class WorldLink:
     def await_writable(self, timeout_s: float) -> None:
         self._actor.wait(timeout_s)
 
-    def renew(self) -> None:
+    def reconnect(self) -> None:
         self._network.close(self)
         self._network.connect(self)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.service.server.handler import Answer
-from specbranch.service.server.recorder import Observer, Recorder
+from specbranch.service.server.recorder import EventSink, TraceRecorder
 from specbranch.service.server.server import Server, ServiceOptions
-from specbranch.service.server.timeline import TimelineRecorder
+from specbranch.service.server.timeline_recorder import TimelineRecorder
 from tests.world.clock import Clock
 from tests.world.disk import Disk
 from tests.world.engine import WorldEngine
@@ -55,16 +55,16 @@ class Service:
         self.limits = limits
         self.engine = WorldEngine(rng, limits.max_handles, limits.max_tokens, self._run_step)
         self.timeline = TimelineRecorder(MAX_EVENTS)
-        self.recorder = Recorder(
+        self.recorder = TraceRecorder(
             Path("no such file"), "scripted", wall_ns=clock.wall_ns, open_file=lambda path, mode: disk.open()
         )
-        self._observer = Observer(self.timeline, self.recorder)
+        self._observer = EventSink(self.timeline, self.recorder)
         options = ServiceOptions(
-            "world", None, limits.max_sessions, limits.max_session_tokens, piece_len=rng.choice([4, 16, 64])
+            "world", None, limits.max_sessions, limits.max_session_tokens, prefill_chunk=rng.choice([4, 16, 64])
         )
         self.server = _Server(self.engine, options, self._observer, clock, clock, look=self.look)
         self.router: WorldRouter | None = None
-        self._compute = Actor(schedule, self._draft)
+        self._runner = Actor(schedule, self._draft)
 
     def listen(self, router: WorldRouter) -> None:
         self.router = router
@@ -83,7 +83,7 @@ class Service:
     def end(self, is_orderly: bool) -> None:
         """Stopped, or killed without a word; nobody remembers anything."""
         self.is_up = False
-        self._compute.end()
+        self._runner.end()
         if is_orderly:
             self._observer.close()
         self._network.shut()
@@ -102,9 +102,9 @@ class Service:
         """Without any client left: forget all, and give everything back."""
         store = self.server.store
         for session in store.snapshot():
-            store.forget(session)
-        self._compute.end()
-        self.server.compute.work()
+            store.drop(session)
+        self._runner.end()
+        self.server.runner.run_step()
 
     @property
     def _stall_s(self) -> float:
@@ -122,24 +122,24 @@ class Service:
         self.turned()
         if self._is_idle:
             self._is_idle = False
-            self._compute.wake(self._rng.random() * _LATENCY_S)
+            self._runner.wake(self._rng.random() * _LATENCY_S)
         deadline_s = self.server.dispatch.next_deadline_s()
         left_s = _POLL_S if deadline_s is None else min(max(deadline_s - self._clock.now_s, 0.0), _POLL_S)
         self.look(0.0 if self.router.inbox else left_s)
 
     def _draft(self) -> None:
-        """What the compute thread does."""
+        """What the draft thread does."""
         while True:
             self.is_touched = True
-            if self.server.compute.turn():
-                self._compute.wait(self._rng.random() * _LATENCY_S)
+            if self.server.runner.run_once():
+                self._runner.wait(self._rng.random() * _LATENCY_S)
             else:
                 self._is_idle = True
-                self._compute.wait(None)
+                self._runner.wait(None)
 
     def _run_step(self, step_s: float) -> None:
         """The engine computes; others go on meanwhile."""
-        self._compute.wait(step_s)
+        self._runner.wait(step_s)
         if self._stall_s:
-            self._compute.wait(self._stall_s)
+            self._runner.wait(self._stall_s)
         self.is_touched = True

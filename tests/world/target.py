@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, Committed
-from specbranch.service.client.stats import Reporter
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.client.stats import StatsClient
 from specbranch.simulation import scripted
 from tests.world.clock import Clock
 from tests.world.engine import VOCAB, target_token
@@ -69,7 +69,7 @@ class Target:
     @property
     def is_thrifty(self) -> bool:
         """Whether it submits nothing, however good its drafts are, while steps with drafts seem long."""
-        return bool(self._options.settings.get("prices"))
+        return bool(self._options.settings.get("cost_aware"))
 
     def restart(self) -> None:
         self._is_restarting = True
@@ -90,14 +90,14 @@ class Target:
             if not self.is_calm and self._rng.random() < 0.5:
                 self._requests.clear()
             link, report_link = (WorldLink(self._network, self.actor) for _ in range(2))
-            self.client = DraftClient(self._options, link=link, clock=self._clock)
-            reporter = Reporter("", self.namespace, link=report_link, clock=self._clock)
+            self.client = DraftClient(self._options, transport=link, clock=self._clock)
+            reporter = StatsClient("", self.namespace, transport=report_link, clock=self._clock)
             while not (self._is_leaving or self._is_restarting):
                 self._step(self.client, reporter)
             self.client.close()
             reporter.close()
 
-    def _step(self, client: DraftClient, reporter: Reporter) -> None:
+    def _step(self, client: DraftClient, reporter: StatsClient) -> None:
         self._admit(client)
         self.actor.wait(_CALM_STEP_S if self.is_calm else self._rng.uniform(0.002, 0.04))
         rows = [request for request in self._requests if self._verify(request)]
@@ -106,7 +106,9 @@ class Target:
         for request in rows:
             self._invariants.verified(self.namespace, request.tokens)
         start_s, leapt_s = self._clock.now_s, self._clock.leapt_s
-        found = client.propose([self._committed(request) for request in rows], is_whole=self._rng.random() < 0.5)
+        found = client.propose(
+            [self._committed(request) for request in rows], is_pure_decode_step=self._rng.random() < 0.5
+        )
         took_s = self._clock.now_s - start_s - (self._clock.leapt_s - leapt_s)
         self._invariants.call_ended(client, took_s, self._options.deadline_s, found, len(rows))
         self.num_rounds += 1
@@ -115,7 +117,7 @@ class Target:
             request.num_new = 0
         self._requests = [request for request in self._requests if len(request.tokens) < request.end_len]
         if self._rng.random() < 0.03:
-            reporter.ask(0.05)
+            reporter.poll(0.05)
             self._invariants.reported(self.namespace, reporter.stats)
 
     def _admit(self, client: DraftClient) -> None:
@@ -126,7 +128,7 @@ class Target:
             self._requests.append(Request(name, prompt, len(prompt) + self._rng.randint(5, 60)))
             if self._rng.random() < 0.5:
                 self._invariants.verified(self.namespace, prompt)
-                client.expect([prompt])
+                client.announce_prompts([prompt])
 
     def _prompt(self) -> list[int]:
         """Few, so that targets often have the same; some are the beginning of others, or what an answer became."""
@@ -152,20 +154,22 @@ class Target:
             return False
         return True
 
-    def _committed(self, request: Request) -> Committed:
+    def _committed(self, request: Request) -> SequenceUpdate:
         is_told = self._cuts or self._skips or request.name is None or self._rng.random() < 0.5
         longest = self._rng.choice([None, 2]) if self._cuts else None
         num_submitted = len(request.proposal) if is_told else None
-        return Committed(list(request.tokens), request.num_new, num_submitted, name=request.name, longest=longest)
+        return SequenceUpdate(
+            list(request.tokens), request.num_new, num_submitted, name=request.name, max_draft_tokens=longest
+        )
 
 
 def _options(namespace: bytes, rng: random.Random) -> ClientOptions:
     planner = rng.choice(_PLANNERS)
     settings: dict[str, int | bool] = {"gamma": rng.randint(2, 6)}
     if planner == "specbranch":
-        settings["waits"] = rng.random() < 0.5
+        settings["wait_for_draft"] = rng.random() < 0.5
     if planner == "budget":
-        settings["prices"] = rng.random() < 0.5
+        settings["cost_aware"] = rng.random() < 0.5
     return ClientOptions(
         "world",
         planner,

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.ngram import Answer, AnswerMemory
+from specbranch.core.ngram import OutputHistory, PastOutput
 from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.core.tree import Tree
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.transport import Connection
-from specbranch.service.server.draft_runner import Compute
-from specbranch.service.server.handler import Dispatch
-from specbranch.service.server.lookup import Lookup
-from specbranch.service.server.recorder import Recorder
-from specbranch.service.server.session import DraftSession
-from specbranch.service.server.store import Faults, Prefixes, SessionStore
+from specbranch.service.client.transport import MessageChannel
+from specbranch.service.server.draft_runner import DraftRunner
+from specbranch.service.server.draft_session import DraftSession
+from specbranch.service.server.handler import RequestHandler
+from specbranch.service.server.lookup import SessionLookup
+from specbranch.service.server.recorder import TraceRecorder
+from specbranch.service.server.store import FaultGuard, PrefixIndex, SessionStore
 from specbranch.service.server.tenants import Tenants
 from specbranch.simulation import scripted
 from tests.world.invariants import Rule, Violation
@@ -43,16 +43,16 @@ def keep_what_was_submitted(patch: Patch) -> None:
 
 
 def wait_longer(patch: Patch) -> None:
-    patch.setattr(DraftClient, "_patience_s", lambda self: 2 * self._options.deadline_s)
+    patch.setattr(DraftClient, "_reply_timeout_s", lambda self: 2 * self._options.deadline_s)
 
 
 def wait_again_for_every_reply(patch: Patch) -> None:
-    receive = Connection._receive
-    patch.setattr(Connection, "_receive", lambda self, end_s: receive(self, max(end_s, self._clock() + 0.05)))
+    receive = MessageChannel._receive
+    patch.setattr(MessageChannel, "_receive", lambda self, end_s: receive(self, max(end_s, self._clock() + 0.05)))
 
 
 def hold_answers_back(patch: Patch) -> None:
-    patch.setattr(Dispatch, "answer_overdue", lambda self: [])
+    patch.setattr(RequestHandler, "answer_overdue", lambda self: [])
 
 
 def find_by_text_alone(patch: Patch) -> None:
@@ -71,9 +71,9 @@ def find_in_all_namespaces(patch: Patch) -> None:
 
 
 def lend_to_anybody(patch: Patch) -> None:
-    add, find = Prefixes.add, Prefixes.find
-    patch.setattr(Prefixes, "add", lambda self, holder, namespace, tokens: add(self, holder, b"", tokens))
-    patch.setattr(Prefixes, "find", lambda self, namespace, tokens: find(self, b"", tokens))
+    add, find = PrefixIndex.add, PrefixIndex.find
+    patch.setattr(PrefixIndex, "add", lambda self, holder, namespace, tokens: add(self, holder, b"", tokens))
+    patch.setattr(PrefixIndex, "find", lambda self, namespace, tokens: find(self, b"", tokens))
 
 
 def remember_for_all(patch: Patch) -> None:
@@ -86,28 +86,28 @@ def never_evict(patch: Patch) -> None:
 
 
 def never_close(patch: Patch) -> None:
-    patch.setattr(SessionStore, "take_forgotten", lambda self: self._forgotten.clear() or [])
+    patch.setattr(SessionStore, "pop_dropped", lambda self: self._forgotten.clear() or [])
 
 
 def keep_prefixes(patch: Patch) -> None:
-    patch.setattr(Prefixes, "remove", lambda self, holder: None)
+    patch.setattr(PrefixIndex, "remove", lambda self, holder: None)
 
 
 def keep_empty_answers(patch: Patch) -> None:
-    def begin(self: AnswerMemory) -> Answer:
-        answer = Answer()
+    def begin(self: OutputHistory) -> PastOutput:
+        answer = PastOutput()
         self._answers.append(answer)
         return answer
 
-    patch.setattr(AnswerMemory, "begin", begin)
+    patch.setattr(OutputHistory, "begin", begin)
 
 
 def never_take_what_has_grown(patch: Patch) -> None:
-    patch.setattr(Dispatch, "_take_grown", lambda self: None)
+    patch.setattr(RequestHandler, "_take_grown", lambda self: None)
 
 
 def never_retract(patch: Patch) -> None:
-    patch.setattr(Tree, "retract", lambda self, length: None)
+    patch.setattr(Tree, "unsubmit", lambda self, length: None)
 
 
 def retire_twice(patch: Patch) -> None:
@@ -121,49 +121,49 @@ def retire_twice(patch: Patch) -> None:
 
 
 def count_lookups_twice(patch: Patch) -> None:
-    session_of = Lookup.session_of
+    session_of = SessionLookup.commit_row
 
-    def twice(self: Lookup, *row: Any) -> DraftSession | None:
+    def twice(self: SessionLookup, *row: Any) -> DraftSession | None:
         self.counts.lookups += 1
         return session_of(self, *row)
 
-    patch.setattr(Lookup, "session_of", twice)
+    patch.setattr(SessionLookup, "commit_row", twice)
 
 
 def let_faults_out(patch: Patch) -> None:
-    def drop(self: Faults, session: DraftSession, error: Exception) -> None:
+    def drop(self: FaultGuard, session: DraftSession, error: Exception) -> None:
         raise error
 
-    patch.setattr(Faults, "drop", drop)
-    patch.setattr(Compute, "turn", Compute.work)
+    patch.setattr(FaultGuard, "drop", drop)
+    patch.setattr(DraftRunner, "run_once", DraftRunner.run_step)
 
 
 def end_with_the_disk(patch: Patch) -> None:
-    def close(self: Recorder) -> None:
+    def close(self: TraceRecorder) -> None:
         self.flush()
         self._file.close()
 
-    patch.setattr(Recorder, "close", close)
+    patch.setattr(TraceRecorder, "close", close)
 
 
 def answer_some(patch: Patch) -> None:
-    ready = Dispatch.answer_ready
-    patch.setattr(Dispatch, "answer_ready", lambda self: ready(self)[1:])
+    ready = RequestHandler.answer_ready
+    patch.setattr(RequestHandler, "answer_ready", lambda self: ready(self)[1:])
 
 
 def lag_for_ever(patch: Patch) -> None:
-    take_late = DraftClient.take_late
+    take_late = DraftClient.drain_replies
 
     def wrong(self: DraftClient, end_s: float) -> None:
         since_s = self.lagging_s
         take_late(self, end_s)
         self.lagging_s = since_s
 
-    patch.setattr(DraftClient, "take_late", wrong)
+    patch.setattr(DraftClient, "drain_replies", wrong)
 
 
 def never_renew(patch: Patch) -> None:
-    patch.setattr(Connection, "_renew", lambda self: None)
+    patch.setattr(MessageChannel, "_reconnect", lambda self: None)
 
 
 MUTATIONS: list[tuple[Rule, Mutation]] = [

@@ -94,7 +94,7 @@ class World:
     def _step(self) -> None:
         self.num_steps += 1
         self._schedule.step()
-        if self.service is not None and self.service.server.compute.has_lost_engine:
+        if self.service is not None and self.service.server.runner.engine_failed:
             self._stop_service()  # it ends by itself; whoever looks after it starts it again
         if self.service is not None and self.service.is_touched:
             self.service.is_touched = False

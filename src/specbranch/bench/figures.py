@@ -18,7 +18,7 @@ import numpy as np
 
 from specbranch.bench.results import Line, Ratio, Results, mean_speeds, summarize
 from specbranch.bench.scenario import BARE, BenchMethod
-from specbranch.bench.timeline import Span, TargetLane, Timeline, shares
+from specbranch.bench.timeline import Timeline, TimelineTarget, TimeSpan, time_shares
 from specbranch.extensions import load_pyplot
 
 _OURS = {
@@ -244,14 +244,14 @@ def choose_stretches(timeline: Timeline, num_rounds: int) -> list[tuple[float, f
     return [_middle(lane, length_s) for lane in timeline.targets]
 
 
-def _typical_s(lane: TargetLane) -> float:
+def _typical_s(lane: TimelineTarget) -> float:
     """The mean time of a round, its wait included."""
     rounds = lane.rounds
     time_s = sum(span.end_s - span.start_s for span in rounds + lane.waits)
     return time_s / len(rounds) if rounds else time_s
 
 
-def _middle(lane: TargetLane, length_s: float) -> tuple[float, float]:
+def _middle(lane: TimelineTarget, length_s: float) -> tuple[float, float]:
     spans = sorted(lane.rounds + lane.waits, key=lambda span: span.start_s)
     first_s, last_s = spans[0].start_s, spans[-1].end_s
     earliest_s = max(first_s, (first_s + last_s - length_s) / 2)
@@ -259,10 +259,10 @@ def _middle(lane: TargetLane, length_s: float) -> tuple[float, float]:
     return start_s, start_s + length_s
 
 
-def _draw_panel(axis: Any, timeline: Timeline, lane: TargetLane, stretch: tuple[float, float]) -> None:
+def _draw_panel(axis: Any, timeline: Timeline, lane: TimelineTarget, stretch: tuple[float, float]) -> None:
     start_s, end_s = stretch
     shown = timeline.between(start_s, end_s)
-    here = next((one for one in shown.targets if one.name == lane.name), TargetLane(lane.name))
+    here = next((one for one in shown.targets if one.name == lane.name), TimelineTarget(lane.name))
     for draft in shown.drafts:
         axis.add_patch(
             _box(draft, start_s, 1.2, _DRAFT_PREFILL if draft.is_prefill else _ROWS[_shade(draft.args["rows"])])
@@ -278,14 +278,14 @@ def _draw_panel(axis: Any, timeline: Timeline, lane: TargetLane, stretch: tuple[
     _dress(axis, timeline, lane, 1e3 * (end_s - start_s))
 
 
-def _box(span: Span, origin_s: float, y: float, color: str) -> Any:
+def _box(span: TimeSpan, origin_s: float, y: float, color: str) -> Any:
     from matplotlib.patches import Rectangle
 
     x, width = 1e3 * (span.start_s - origin_s), 1e3 * (span.end_s - span.start_s)
     return Rectangle((x, y), width, 0.9, facecolor=color, edgecolor="white", linewidth=0.5)
 
 
-def _label_step(axis: Any, step: Span, origin_s: float, length_s: float) -> None:
+def _label_step(axis: Any, step: TimeSpan, origin_s: float, length_s: float) -> None:
     if step.is_prefill or step.end_s - step.start_s < _LABEL_SHARE * length_s:
         return
     middle_ms = 1e3 * ((step.start_s + step.end_s) / 2 - origin_s)
@@ -297,8 +297,8 @@ def _shade(rows: int) -> int:
     return bisect_left(_ROW_STEPS, rows)
 
 
-def _dress(axis: Any, timeline: Timeline, lane: TargetLane, length_ms: float) -> None:
-    figures = shares(timeline, lane)
+def _dress(axis: Any, timeline: Timeline, lane: TimelineTarget, length_ms: float) -> None:
+    figures = time_shares(timeline, lane)
     facts = f"target busy {figures.busy:.0%}, waits {figures.waiting:.0%}, draft busy {figures.draft_busy:.0%}"
     rate = f"hits {figures.hit_rate:.0%}, {figures.emitted_per_round:.2f} tokens a round"
     axis.set_title(f"{lane.label}  ({facts}, {rate})", loc="left", fontsize=9)

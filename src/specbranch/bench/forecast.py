@@ -12,8 +12,8 @@ import numpy as np
 from specbranch.bench.profile import fit_line
 from specbranch.bench.survey import Survey
 from specbranch.core.costs import StepCost
-from specbranch.core.planners import longest_submission, setting_names
-from specbranch.simulation.presets import Pair
+from specbranch.core.planners import draft_length_limit, setting_names
+from specbranch.simulation.presets import ModelPair
 from specbranch.simulation.simulate import Layout, Method, best_gamma, method_for, simulate
 from specbranch.trace import Trace
 
@@ -22,7 +22,7 @@ _LONGEST = 8  # window that is tried
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class MeasuredCosts:
     """What the two devices cost, in seconds, and by how much the draft's work slows the target."""
 
     target: StepCost  # by tokens in the batch, while the draft works
@@ -38,17 +38,17 @@ class Terms:
     @property
     def c(self) -> float:
         """Target step time over draft step time."""
-        return self.target.first_s / self.draft.first_s
+        return self.target.base_s / self.draft.base_s
 
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
         """The same in draft steps of one row."""
-        unit_s = self.draft.first_s
+        unit_s = self.draft.base_s
         is_alone = batch == 1  # several sequences have that kind of step with and without drafts
         return Layout(
             self.c if is_alone else self.c + self.entry_s / unit_s,
-            self.draft.more_s / unit_s,
+            self.draft.per_row_s / unit_s,
             batch,
-            self.target.more_s / unit_s,
+            self.target.per_row_s / unit_s,
             sharing,
             self.entry_s / unit_s if is_alone else 0.0,
         )
@@ -77,7 +77,7 @@ class Forecast:
 class Advice:
     """What a survey says to its owner."""
 
-    terms: Terms
+    terms: MeasuredCosts
     forecasts: Sequence[Forecast]  # of every planner at every concurrency
     with_two_drafts: float  # speed of the best one at the least concurrency, with two draft devices
     with_shared_draft: float  # and with one draft device for two such targets
@@ -104,7 +104,7 @@ class Advice:
         return {
             "c": terms.c,
             "row_cost": terms.draft.share_of_more,
-            "entry_cost": terms.entry_s / terms.target.first_s,
+            "entry_cost": terms.entry_s / terms.target.base_s,
             "slowdown": terms.slowdown,
             "overheads": {str(size): overhead for size, overhead in terms.overheads.items()},
             "forecasts": [forecast.as_json() for forecast in self.forecasts],
@@ -161,20 +161,22 @@ def fastest_bare(types: Sequence[TypeForecast]) -> TypeForecast:
     return max(types, key=lambda one: one.bare_per_s)
 
 
-def terms_of(survey: Survey) -> Terms:
+def measured_costs(survey: Survey) -> MeasuredCosts:
     """Straight lines through what was measured; neither falls. The target's is through its steps of several tokens."""
     alone_s = survey.target_alone_s
     several_s = {size: step_s for size, step_s in alone_s.items() if size > 1}
     several, draft = fit_line(several_s if len(several_s) > 1 else alone_s).cost, fit_line(survey.draft_s).cost
     slowdown = max(1.0, survey.target_beside_s / alone_s[1])
-    target = StepCost(alone_s[1] * slowdown, max(several.more_s, 0.0) * slowdown)
-    first_s = several.first_s if several.more_s > 0 else fmean(several_s.values() or alone_s.values())
+    target = StepCost(alone_s[1] * slowdown, max(several.per_row_s, 0.0) * slowdown)
+    first_s = several.base_s if several.per_row_s > 0 else fmean(several_s.values() or alone_s.values())
     entry_s = max(first_s - alone_s[1], 0.0) * slowdown
     overheads = {size: max(1.0, step_s / alone_s[size]) for size, step_s in survey.hooked_s.items()}
-    return Terms(target, StepCost(survey.draft_s[1], max(draft.more_s, 0.0)), slowdown, overheads, entry_s)
+    return MeasuredCosts(target, StepCost(survey.draft_s[1], max(draft.per_row_s, 0.0)), slowdown, overheads, entry_s)
 
 
-def foresee(trace: Trace, method: Method, terms: Terms, batch: int = 1, sharing: float = 1.0) -> Forecast:
+def forecast_speeds(
+    trace: Trace, method: Method, terms: MeasuredCosts, batch: int = 1, sharing: float = 1.0
+) -> Forecast:
     """The forecast for one method as it is."""
     if method.planner == _NONE:
         return Forecast(batch, method, 1.0)
@@ -184,7 +186,7 @@ def foresee(trace: Trace, method: Method, terms: Terms, batch: int = 1, sharing:
 
 def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]) -> Advice:
     """Forecasts for planners, each at the window that suits it, and what other numbers of devices would change."""
-    terms = terms_of(survey)
+    terms = measured_costs(survey)
     forecasts = [
         _best(survey.trace, planner, terms, concurrency) for concurrency in concurrencies for planner in planners
     ]
@@ -194,16 +196,16 @@ def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]
     return Advice(terms, forecasts, more, shared)
 
 
-def _best(trace: Trace, planner: str, terms: Terms, batch: int, sharing: float = 1.0) -> Forecast:
+def _best(trace: Trace, planner: str, terms: MeasuredCosts, batch: int, sharing: float = 1.0) -> Forecast:
     layout = terms.layout(batch, sharing)
     acceptance = min(max(trace.match_share(), 0.01), 0.99)  # a short survey may show none or all
-    pair = Pair("surveyed", layout.c, _LONGEST, acceptance, "", row_cost=layout.row_cost)
+    pair = ModelPair("surveyed", layout.c, _LONGEST, acceptance, "", row_cost=layout.row_cost)
     method = method_for(planner, pair, as_in_paper=False, has_text=trace.has_prompts)
     if planner == _NONE:
         return Forecast(batch, method, 1.0)
     answers = _at_least(trace, batch)
-    if "prices" in setting_names(planner):  # it finds the right length itself
-        longest = replace(method, settings={**method.settings, "gamma": longest_submission(planner)})
+    if "cost_aware" in setting_names(planner):  # it finds the right length itself
+        longest = replace(method, settings={**method.settings, "gamma": draft_length_limit(planner)})
         outcome = simulate(answers, longest, layout)
     else:
         outcome = best_gamma(answers, method, layout, longest=_LONGEST)

@@ -21,11 +21,11 @@ from typing import Any, TextIO
 
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, Served, read_prompts
-from specbranch.engines.models import found_model
+from specbranch.engines.models import resolve_model
 from specbranch.errors import SpecBranchError
 from specbranch.launch.child import Child
 from specbranch.launch.vllm_flags import flags_of
-from specbranch.launch.vllm_server import Endpoint
+from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.machine import provenance
 
 _VLLM = "specbranch.launch.vllm_server"  # vLLM's own command line
@@ -34,7 +34,7 @@ _TIMES = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = (50, 99)
 
 
-class LoadError(SpecBranchError, RuntimeError):
+class LoadTestError(SpecBranchError, RuntimeError):
     """A server that did not start, or a load that could not be run."""
 
 
@@ -67,11 +67,11 @@ def run_load(
     sink: TextIO,
     progress: Callable[[int, int], None],
     num_done: int = 0,
-    tell: Callable[[str], None] = lambda stage: None,
+    on_progress: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
 
-    `progress` hears how many trials are done, and `tell` what is started.
+    `progress` hears how many trials are done, and `on_progress` what is started.
     """
     assert scenario.served is not None
     trials = plan_load(scenario, scenario.served)
@@ -87,7 +87,7 @@ def run_load(
             if trial.method != current:
                 stack.close()
                 current = trial.method
-                tell(f"starting a server for {current.name}")
+                on_progress(f"starting a server for {current.name}")
                 url = stack.enter_context(server(serve_words(scenario, trial.method), directory / "server.log"))
                 _load(scenario, url, prompts, 4.0, 4, directory)  # warm-up
             measured = _load(scenario, url, prompts, trial.rate, scenario.served.requests, directory)
@@ -128,12 +128,12 @@ def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    endpoint = Endpoint("127.0.0.1", port)
+    endpoint = HttpEndpoint("127.0.0.1", port)
     command = [sys.executable, "-m", "specbranch", "serve", *words, "--host", endpoint.host, "--port", str(port)]
     child = Child(command, log_file=log_file)
     try:
         if not child.wait_until(lambda: endpoint.is_healthy() or None, math.inf, _LOOK_S):
-            raise LoadError(f"the server {child.ending}; the end of its log:\n{child.last_words()}")
+            raise LoadTestError(f"the server {child.exit_summary}; the end of its log:\n{child.log_tail()}")
         yield str(endpoint)
     finally:
         child.stop(_STOP_S)
@@ -146,7 +146,7 @@ def _load(
     out = directory / "load.json"
     out.unlink(missing_ok=True)
     words = ["bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url]
-    words += ["--model", scenario.target, "--tokenizer", found_model(scenario.target)]
+    words += ["--model", scenario.target, "--tokenizer", resolve_model(scenario.target)]
     words += ["--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle"]
     words += ["--custom-output-len", str(scenario.max_tokens), "--temperature", str(scenario.temperature)]
     words += ["--top-p", str(scenario.top_p)] if scenario.top_p < 1 else []
@@ -155,7 +155,7 @@ def _load(
     words += ["--save-result", "--result-dir", str(directory), "--result-filename", out.name, "--disable-tqdm"]
     done = subprocess.run([sys.executable, "-m", _VLLM, *words], capture_output=True, text=True, check=False)
     if done.returncode or not out.exists():
-        raise LoadError(
+        raise LoadTestError(
             f"vllm bench serve ended with code {done.returncode}; the end of its log:\n{done.stderr[-1500:]}"
         )
     measured: dict[str, Any] = json.loads(out.read_text())

@@ -52,7 +52,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StepCostFit:
     """A straight line through the medians, and how far the worst of them lies from it, as a share of that median."""
 
     cost: StepCost
@@ -156,7 +156,7 @@ def spread_of(times_s: Sequence[float]) -> Spread:
     return Spread(median_s, p10_s, p90_s)
 
 
-def fit_line(medians_s: Mapping[int, float]) -> Fit:
+def fit_line(medians_s: Mapping[int, float]) -> StepCostFit:
     """The least-squares line through step times by row count; at least two row counts are needed.
 
     A slope below zero is left as it is: it says that the noise is larger than the cost of a row.
@@ -169,7 +169,7 @@ def fit_line(medians_s: Mapping[int, float]) -> Fit:
     more_s = (count * xy - x * y) / (count * xx - x * x)
     cost = StepCost((y - more_s * x) / count, more_s)
     worst = max(abs(step_s - cost.at(rows)) / step_s for rows, step_s in medians_s.items())
-    return Fit(cost, worst)
+    return StepCostFit(cost, worst)
 
 
 def step_limit(one_row_s: float, bound_s: float | None) -> str:
@@ -188,7 +188,7 @@ def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
     many = MANY_ROWS if MANY_ROWS in medians_s else max(medians_s)
     if medians_s[many] < FREE_ROWS * medians_s[1]:
         return "rows are nearly free"
-    return f"each row costs compute: {1e3 * cost.more_s:.3g} ms"
+    return f"each row costs compute: {1e3 * cost.per_row_s:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class Profile:
         return {rows: spread.median_s for rows, spread in self.timings.by_rows.items()}
 
     @property
-    def fit(self) -> Fit:
+    def fit(self) -> StepCostFit:
         """The line through the medians."""
         return fit_line(self.medians_s)
 
@@ -254,8 +254,8 @@ class Profile:
             "vocab_len": self.info.vocab_len,
             "rows": {str(rows): _spread_json(spread) for rows, spread in timings.by_rows.items()},
             "fit": {
-                "first_ms": 1e3 * fit.cost.first_s,
-                "more_ms": 1e3 * fit.cost.more_s,
+                "first_ms": 1e3 * fit.cost.base_s,
+                "more_ms": 1e3 * fit.cost.per_row_s,
                 "worst_deviation": fit.worst_deviation,
             },
             "fork_us": 1e6 * timings.fork_s,
@@ -354,7 +354,7 @@ def _draw_steps(axis: Any, profile: Profile) -> None:
 def _draw_line(axis: Any, profile: Profile) -> None:
     cost = profile.fit.cost
     ends = [1, max(profile.timings.by_rows)]
-    label = f"fit: {1e3 * cost.first_s:.4g} ms {1e3 * cost.more_s:+.4g} ms for each further row"
+    label = f"fit: {1e3 * cost.base_s:.4g} ms {1e3 * cost.per_row_s:+.4g} ms for each further row"
     axis.plot(ends, [1e3 * cost.at(rows) for rows in ends], color=_LINE, lw=2, zorder=2, label=label)
 
 

@@ -58,7 +58,7 @@ def header(scenario: Scenario, provenance: dict[str, Any]) -> dict[str, Any]:
 def read_results(path: Path) -> Results:
     """The results in a file; an incomplete last line is left out."""
     try:
-        kind = kind_of(path)
+        kind = describe_file(path)
     except OSError as error:
         raise ResultError(f"cannot read {path}: {error.strerror}") from error
     if "bench show" not in kind:
@@ -316,7 +316,7 @@ _BEGIN_LEN = 1 << 16
 _GZIP = b"\x1f\x8b"
 
 
-def kind_of(path: Path) -> str:
+def describe_file(path: Path) -> str:
     """A phrase such as "a timeline; `specbranch timeline` reads it"; a file that cannot be read raises OSError."""
     with path.open("rb") as file:
         begin = file.read(_BEGIN_LEN)

@@ -19,10 +19,17 @@ from typing import Any, TextIO
 from specbranch.bench.results import Record, header, write_line
 from specbranch.bench.scenario import BenchMethod, Scenario, read_prompts
 from specbranch.launch.draft_process import DraftProcess
-from specbranch.launch.vllm_engine import TargetOptions
-from specbranch.launch.vllm_worker import Answer, Ask, Done, Run, TargetProcess, step_gaps_s
+from specbranch.launch.vllm_engine import LocalEngineOptions
+from specbranch.launch.vllm_worker import (
+    DecodedOutput,
+    DecodeJob,
+    DecodeResult,
+    PromptRequest,
+    TargetProcess,
+    step_gaps_s,
+)
 from specbranch.machine import provenance
-from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.client.stats import ServiceStatus, StatsClient
 
 _REPORT_S = 5.0
 _COUNTED = ("rounds", "hits", "submitted", "accepted", "rows", "rejected", "unused", "cut")
@@ -93,14 +100,14 @@ def run_scenario(
     sink: TextIO,
     progress: Callable[[int, int], None],
     num_done: int = 0,
-    tell: Callable[[str], None] = lambda stage: None,
+    on_progress: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
 
-    `progress` hears how many trials are done, and `tell` what is loaded.
+    `progress` hears how many trials are done, and `on_progress` what is loaded.
     """
     trials = plan_trials(scenario, data)
-    with _engines(scenario, tell) as engines:
+    with _engines(scenario, on_progress) as engines:
         if not num_done:
             write_line(sink, header(scenario, engines.provenance()))
         for number, trial in enumerate(trials[num_done:], start=num_done):
@@ -115,9 +122,9 @@ class _Engines:
 
     scenario: Scenario
     draft: DraftProcess
-    reporters: dict[str, Reporter]
+    reporters: dict[str, StatsClient]
     logs: Path
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
     targets: dict[str, TargetProcess] = field(default_factory=dict)
 
     def provenance(self) -> dict[str, Any]:
@@ -141,7 +148,7 @@ class _Engines:
 
     def _start(self, method: BenchMethod) -> None:
         """Load a method's engine, and let all methods that share it warm up."""
-        self.tell(f"loading {self.scenario.target} for {method.name}")
+        self.on_progress(f"loading {self.scenario.target} for {method.name}")
         target = _target(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
         self.targets[method.engine] = target.__enter__()
         for one in self.scenario.methods:
@@ -180,7 +187,7 @@ class _Engines:
     def _stats(self, method: BenchMethod) -> dict[str, int]:
         """The draft service's stats for a method so far."""
         reporter = self.reporters.get(method.name)
-        if reporter is None or reporter.ask(_REPORT_S) is not Reach.ANSWERS or reporter.stats is None:
+        if reporter is None or reporter.poll(_REPORT_S) is not ServiceStatus.ANSWERS or reporter.stats is None:
             return {}
         return {name: getattr(reporter.stats, name) for name in _COUNTED}
 
@@ -190,24 +197,24 @@ class _Engines:
         stats = reporter.stats if reporter else None
         return [stats.first_row_us, stats.more_row_us] if stats else None
 
-    def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> Done:
+    def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> DecodeResult:
         scenario = self.scenario
         sampling = {"temperature": scenario.temperature, "top_p": scenario.top_p, "max_tokens": max_tokens}
         settings = self.scenario.proposer_settings(method, self.draft.address)
-        asks = [Ask(message, sampling, is_chat=True) for message in messages]
-        return self.targets[method.engine].run(Run(asks, settings=settings))
+        asks = [PromptRequest(message, sampling, is_chat=True) for message in messages]
+        return self.targets[method.engine].run(DecodeJob(asks, settings=settings))
 
 
 @contextlib.contextmanager
-def _engines(scenario: Scenario, tell: Callable[[str], None]) -> Iterator[_Engines]:
+def _engines(scenario: Scenario, on_progress: Callable[[str], None]) -> Iterator[_Engines]:
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
-        draft = stack.enter_context(DraftProcess(scenario.draft_options(), tell=tell))
+        draft = stack.enter_context(DraftProcess(scenario.draft_options(), on_progress=on_progress))
         drafting = [method for method in scenario.methods if method.planner is not None]
-        reporters = {method.name: Reporter(draft.address, method.name.encode()) for method in drafting}
+        reporters = {method.name: StatsClient(draft.address, method.name.encode()) for method in drafting}
         for reporter in reporters.values():
             stack.callback(reporter.close)
-        engines = _Engines(scenario, draft, reporters, logs, tell)
+        engines = _Engines(scenario, draft, reporters, logs, on_progress)
         stack.callback(engines.close)
         engines.load()
         yield engines
@@ -225,11 +232,13 @@ def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
     }
     if method.speculative_config is not None:
         arguments["speculative_config"] = method.found_speculative_config()
-    options = TargetOptions(scenario.target, scenario.proposer_settings(method, address), scenario.gamma, arguments)
+    options = LocalEngineOptions(
+        scenario.target, scenario.proposer_settings(method, address), scenario.gamma, arguments
+    )
     return TargetProcess(options, log_file, method.cores or scenario.target_cores)
 
 
-def _step_ms(answers: list[Answer]) -> float | None:
+def _step_ms(answers: list[DecodedOutput]) -> float | None:
     """The median time between steps: what a step takes when nothing disturbs it."""
     gaps = step_gaps_s(answers)
     return 1e3 * median(gaps) if gaps else None

@@ -24,13 +24,13 @@ from msgspec import Meta
 
 from specbranch import machine
 from specbranch.core.planners import SettingError, planner_names, suggest
-from specbranch.engines.models import found_model, require_model, weight_bytes
+from specbranch.engines.models import check_model_exists, resolve_model, weight_bytes
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
-from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.vllm_flags import known_speculation
 from specbranch.plugins.vllm import installed
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.wire.messages import MAX_WAIT_MS
 
@@ -85,7 +85,7 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def found_speculative_config(self) -> dict[str, Any]:
         """The `speculative_config` of a method of vLLM; its draft model is found below $SPECBRANCH_MODELS."""
         config = self.speculative_config or {}
-        return {**config, "model": found_model(config["model"])} if "model" in config else config
+        return {**config, "model": resolve_model(config["model"])} if "model" in config else config
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,14 +152,14 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_cores(self, method: BenchMethod) -> int:
         """How many cores a method uses, or devices if none are pinned; fair comparisons divide by it."""
         if not self.target_cores:
-            return Layout.of_arguments(self.arguments).num_devices + (method.planner is not None)
+            return ParallelLayout.of_arguments(self.arguments).num_devices + (method.planner is not None)
         if method.planner is not None:
             return len({*self.target_cores, *self.draft_cores})
         return len(method.cores or self.target_cores)
 
-    def draft_options(self) -> DraftOptions:
+    def draft_options(self) -> DraftServiceOptions:
         """How the draft service is started."""
-        return DraftOptions(
+        return DraftServiceOptions(
             self.draft,
             cores=self.draft_cores or None,
             threads=len(self.draft_cores) or None,
@@ -348,7 +348,7 @@ def _check_speculation(method: BenchMethod) -> None:
     if kind in _WITH_DRAFT and model is None:
         raise ScenarioError(f"{kind!r} needs a draft; name it as `model` in its speculative_config")
     if model is not None:
-        require_model("the model of its speculative_config", str(model))
+        check_model_exists("the model of its speculative_config", str(model))
 
 
 def _check_memory(scenario: Scenario) -> None:

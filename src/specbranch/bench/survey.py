@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from specbranch.bench.profile import measure
 from specbranch.core.distribution import Distribution
-from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
+from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import engine_for, open_engine
-from specbranch.launch.vllm_engine import TargetOptions
-from specbranch.launch.vllm_worker import Answer as Decoded
-from specbranch.launch.vllm_worker import Ask, Run, TargetProcess, step_gaps_s
+from specbranch.launch.vllm_engine import LocalEngineOptions
+from specbranch.launch.vllm_worker import DecodedOutput as Decoded
+from specbranch.launch.vllm_worker import DecodeJob, PromptRequest, TargetProcess, step_gaps_s
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.trace import Answer, Header, Trace
@@ -55,7 +55,7 @@ _PIECE_LEN = 256
 _AT_ONCE = 8
 _CONTEXT_LEN = 192
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 _Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's answer
 
 
@@ -100,17 +100,17 @@ def take_survey(
     sizes: Sequence[int],
     rows: Sequence[int],
     answer_len: int,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> Survey:
     """Measure a target in its process and a draft engine in this process."""
-    steps = take_step_times(target, engine, messages, sizes, rows, tell)
+    steps = take_step_times(target, engine, messages, sizes, rows, on_progress)
     pairs: list[_Pair] = []
     for start in range(0, len(messages), max(sizes)):
-        tell(f"answers, {start} of {len(messages)}")
+        on_progress(f"answers, {start} of {len(messages)}")
         group = messages[start : start + max(sizes)]
         decoded = _ask(target, group, answer_len, goes_on=False)
         pairs += [(one.prompt, one.tokens) for one in decoded]
-    return Survey(*steps, record_distributions(engine, pairs, tell))
+    return Survey(*steps, record_distributions(engine, pairs, on_progress))
 
 
 def take_step_times(
@@ -119,38 +119,42 @@ def take_step_times(
     messages: Sequence[str],
     sizes: Sequence[int],
     rows: Sequence[int],
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> StepTimes:
     """Time the steps of both, alone and together; no answer is kept."""
     alone_s: dict[int, list[float]] = {size: [] for size in sizes}
     _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     # The times alone are taken on both sides of the time together: a machine that drifts hits both.
     for size in sizes[::-1]:
-        tell(f"target, {size} at once")
+        on_progress(f"target, {size} at once")
         alone_s[size] += _steps_s(target, messages, size)
-    tell("target beside the draft")
+    on_progress("target beside the draft")
     beside_s, draft_s = _together(target, engine, messages[0], 4 * _STEP_TOKENS, rows)
     for size in sizes:
-        tell(f"target, {size} at once, again")
+        on_progress(f"target, {size} at once, again")
         alone_s[size] += _steps_s(target, messages, size)
     return StepTimes({size: median(times_s) for size, times_s in alone_s.items()}, beside_s, draft_s)
 
 
-def time_steps(target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], tell: Tell) -> dict[int, float]:
+def time_steps(
+    target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], on_progress: OnProgress
+) -> dict[int, float]:
     """Step times of a target with so many requests at once."""
     _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     times_s = {}
     for size in sizes:
-        tell(f"target with the hook, {size} at once")
+        on_progress(f"target with the hook, {size} at once")
         times_s[size] = median(_steps_s(target, messages, size))
     return times_s
 
 
-def record_distributions(engine: DraftEngine, pairs: Sequence[_Pair], tell: Tell = lambda stage: None) -> Trace:
+def record_distributions(
+    engine: DraftEngine, pairs: Sequence[_Pair], on_progress: OnProgress = lambda stage: None
+) -> Trace:
     """The draft's distribution before every token of the answers, each on the true sequence."""
     answers = []
     for start in range(0, len(pairs), _AT_ONCE):
-        tell(f"the draft's distributions, {start} of {len(pairs)} answers")
+        on_progress(f"the draft's distributions, {start} of {len(pairs)} answers")
         group = pairs[start : start + _AT_ONCE]
         handles = [engine.open() for _ in group]
         distributions = [[_read(engine, handle, prompt)] for handle, (prompt, _) in zip(handles, group, strict=True)]
@@ -188,7 +192,7 @@ def _together(
 def _ask(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
     """Answers; with `goes_on` past their natural end, so that the batch keeps its size."""
     sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": goes_on}
-    return target.run(Run([Ask(message, sampling, is_chat=True) for message in messages])).answers
+    return target.run(DecodeJob([PromptRequest(message, sampling, is_chat=True) for message in messages])).answers
 
 
 def _steps_s(target: TargetProcess, messages: Sequence[str], size: int) -> list[float]:
@@ -227,7 +231,7 @@ class PairOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     times_hook: bool = field(default_factory=lambda: not installed.runs_on_cpu())
 
-    def target_options(self, has_hook: bool = False) -> TargetOptions:
+    def target_options(self, has_hook: bool = False) -> LocalEngineOptions:
         """The target: bare vLLM, or with our proposer, which drafts nothing."""
         arguments = {
             "dtype": self.dtype,
@@ -237,73 +241,73 @@ class PairOptions:
             **self.arguments,
         }
         settings = ProposerSettings(planner="none", is_gated=False) if has_hook else None
-        return TargetOptions(self.target, settings, longest_submission(DEFAULT_PLANNER), arguments)
+        return LocalEngineOptions(self.target, settings, draft_length_limit(DEFAULT_PLANNER), arguments)
 
-    def open_draft(self, tell: Callable[[str], None]) -> DraftEngine:
-        """Load the draft in this process, with one thread for each of its cores; `tell` hears what loading does."""
+    def open_draft(self, on_progress: Callable[[str], None]) -> DraftEngine:
+        """Load the draft in this process, with a thread for each of its cores; call `on_progress` with every stage."""
         options = EngineOptions(
             model=self.draft,
             device=self.draft_device,
             threads=None if self.draft_cores is None else len(self.draft_cores),
             dtype=self.draft_dtype,
-            tell=lambda stage: tell(f"draft: {stage}"),
+            on_progress=lambda stage: on_progress(f"draft: {stage}"),
         )
         return open_engine(self.draft_engine or engine_for(self.draft), options)
 
 
-def survey_types(options: PairOptions, dtypes: Sequence[str], tell: Callable[[str], None]) -> dict[str, Survey]:
-    """Survey a pair with its target in each data type, one after the other; `tell` hears the stages.
+def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, Survey]:
+    """Survey a pair with its target in each data type, one after the other; `on_progress` hears the stages.
 
     Answers and the draft's distributions are taken in the first type only: rounding hardly changes them.
     """
     first, *others = dtypes
-    surveys = {first: survey_pair(replace(options, dtype=first), tell)}
+    surveys = {first: survey_pair(replace(options, dtype=first), on_progress)}
     for dtype in others:
-        surveys[dtype] = _with_steps_of(surveys[first], replace(options, dtype=dtype), tell)
+        surveys[dtype] = _with_steps_of(surveys[first], replace(options, dtype=dtype), on_progress)
     return surveys
 
 
-def _with_steps_of(survey: Survey, options: PairOptions, tell: Callable[[str], None]) -> Survey:
+def _with_steps_of(survey: Survey, options: PairOptions, on_progress: Callable[[str], None]) -> Survey:
     """Time the steps of these options' target; everything else is as in the survey."""
     with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
-        tell(f"loading the target in {options.dtype}")
+        on_progress(f"loading the target in {options.dtype}")
         log = Path(directory) / "target.log"
         with (
             TargetProcess(options.target_options(), log, options.target_cores) as process,
-            _draft_of(options, tell) as engine,
+            _draft_of(options, on_progress) as engine,
         ):
-            steps = take_step_times(process, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, tell)
+            steps = take_step_times(process, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, on_progress)
     return replace(survey, **steps._asdict())
 
 
-def survey_pair(options: PairOptions, tell: Callable[[str], None]) -> Survey:
-    """Load both models, measure them, and unload them; `tell` hears the stages."""
+def survey_pair(options: PairOptions, on_progress: Callable[[str], None]) -> Survey:
+    """Load both models, measure them, and unload them; `on_progress` hears the stages."""
     with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
-        tell("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
+        on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
         log = Path(directory) / "target.log"
         with (
             TargetProcess(options.target_options(), log, options.target_cores) as process,
-            _draft_of(options, tell) as engine,
+            _draft_of(options, on_progress) as engine,
         ):
             survey = take_survey(
-                process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, tell
+                process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, on_progress
             )
         if not options.times_hook:
             return survey
-        tell("loading the target with the hook")
+        on_progress("loading the target with the hook")
         with TargetProcess(options.target_options(has_hook=True), log, options.target_cores) as process:
-            return replace(survey, hooked_s=time_steps(process, options.messages, _TARGET_BATCHES, tell))
+            return replace(survey, hooked_s=time_steps(process, options.messages, _TARGET_BATCHES, on_progress))
 
 
 @contextmanager
-def _draft_of(options: PairOptions, tell: Callable[[str], None]) -> Iterator[DraftEngine]:
+def _draft_of(options: PairOptions, on_progress: Callable[[str], None]) -> Iterator[DraftEngine]:
     """Load the draft in this process, on its cores, which are the process's for as long."""
     before = os.sched_getaffinity(0)
-    tell("loading the draft")
+    on_progress("loading the draft")
     try:
         if options.draft_cores is not None:
             os.sched_setaffinity(0, options.draft_cores)
-        engine = options.open_draft(tell)
+        engine = options.open_draft(on_progress)
         try:
             yield engine
         finally:

@@ -2,7 +2,7 @@
 
 The timeline of a real run, read back from the file that the draft service wrote, and its stats.
 
-Only the file's own format is known here; how it is recorded is in `service/timeline.py`.
+Only the file's own format is known here; how it is recorded is in `service/server/timeline_recorder.py`.
 
 A run to look at in a browser: one HTML file that needs nothing else, made from a timeline with its trees.
 """
@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.results import kind_of
+from specbranch.bench.results import describe_file
 from specbranch.errors import SpecBranchError
 
 _MOST = 10**15  # microseconds, which are some thirty years, or things that were counted
@@ -28,7 +28,7 @@ class TimelineError(SpecBranchError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """Something that took time, and its stats."""
 
     start_s: float
@@ -51,7 +51,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TimelineVerdict:
     """One verdict on one sequence, and the tree that it met: parents, tokens, percents and marks of its nodes."""
 
     at_s: float
@@ -63,15 +63,15 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class TargetLane:
+class TimelineTarget:
     """One target, as the service saw it."""
 
     name: str
     planners: list[str] = field(default_factory=list)
-    steps: list[Span] = field(default_factory=list)
-    waits: list[Span] = field(default_factory=list)
+    steps: list[TimeSpan] = field(default_factory=list)
+    waits: list[TimeSpan] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[TimelineVerdict] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -79,7 +79,7 @@ class TargetLane:
         return f"{self.name}: {', '.join(self.planners)}" if self.planners else self.name
 
     @property
-    def rounds(self) -> list[Span]:
+    def rounds(self) -> list[TimeSpan]:
         """Steps that verified or decoded; those with new sequences only are left out."""
         return [step for step in self.steps if not step.is_prefill]
 
@@ -91,15 +91,15 @@ class Timeline:
     `draft` is the model's name, as it was given to the service.
     """
 
-    targets: list[TargetLane]
-    drafts: list[Span]
+    targets: list[TimelineTarget]
+    drafts: list[TimeSpan]
     is_cut: bool = False
     draft: str | None = None
 
     def between(self, start_s: float, end_s: float) -> Timeline:
         """What happened in a time range; spans are clipped to it, and targets that did nothing in it are left out."""
         targets = [
-            TargetLane(
+            TimelineTarget(
                 lane.name,
                 lane.planners,
                 _clip(lane.steps, start_s, end_s),
@@ -151,16 +151,16 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def _found(path: Path) -> str:
-    kind = kind_of(path)
+    kind = describe_file(path)
     return "a damaged timeline" if kind.startswith("a timeline") else kind
 
 
-def shares(timeline: Timeline, lane: TargetLane) -> Shares:
+def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
     """The stats of one target."""
     rounds = lane.rounds
     spans = sorted(rounds + lane.waits, key=lambda span: span.start_s)
     pauses = [step for step in lane.steps if step.is_prefill]
-    stretch = [Span(spans[0].start_s, spans[-1].end_s, {})] if spans else []
+    stretch = [TimeSpan(spans[0].start_s, spans[-1].end_s, {})] if spans else []
     time_s = _length_s(stretch) - shared_s(pauses, stretch)
     drafts = _clip(timeline.drafts, stretch[0].start_s, stretch[0].end_s) if stretch else []
     draft_s = _length_s(drafts) - shared_s(pauses, drafts)
@@ -180,7 +180,7 @@ def shares(timeline: Timeline, lane: TargetLane) -> Shares:
     )
 
 
-def shared_s(some: Sequence[Span], others: Sequence[Span]) -> float:
+def shared_s(some: Sequence[TimeSpan], others: Sequence[TimeSpan]) -> float:
     """The time that two lists of spans have in common; each list is sorted, and its spans do not overlap."""
     total_s, first, second = 0.0, 0, 0
     while first < len(some) and second < len(others):
@@ -195,8 +195,8 @@ def shared_s(some: Sequence[Span], others: Sequence[Span]) -> float:
 
 def _timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
     names: dict[int, str] = {}
-    lanes: dict[str, TargetLane] = {}
-    drafts: list[Span] = []
+    lanes: dict[str, TimelineTarget] = {}
+    drafts: list[TimeSpan] = []
     for event in events:
         if event["ph"] == "M":
             if event["name"] == "thread_name":
@@ -205,12 +205,12 @@ def _timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
             drafts.append(_span(event, "rows"))
         else:
             name = names[event["tid"]].replace("wait", "target")
-            _take(lanes.setdefault(name, TargetLane(name)), event)
+            _take(lanes.setdefault(name, TimelineTarget(name)), event)
     drafts.sort(key=lambda span: span.start_s)
     return Timeline(list(lanes.values()), drafts)
 
 
-def _take(lane: TargetLane, event: dict[str, Any]) -> None:
+def _take(lane: TimelineTarget, event: dict[str, Any]) -> None:
     kind, args = event["cat"], event["args"]
     if kind == "step":
         lane.steps.append(_span(event, "rows", "submitted", "accepted", "committed"))
@@ -226,7 +226,7 @@ def _take(lane: TargetLane, event: dict[str, Any]) -> None:
 
 def _verdict(
     at_s: float, session: Any, tokens: Any, submitted: Any, is_hit: Any, tree: dict[str, list[Any]]
-) -> Verdict:
+) -> TimelineVerdict:
     if is_hit not in (True, False, None) or set(tree) != {"parents", "tokens", "percents", "marks"}:
         raise ValueError("this is no verdict")
     nodes = {name: [_count(value) for value in values] for name, values in tree.items()}
@@ -234,13 +234,15 @@ def _verdict(
         parent > number for number, parent in enumerate(nodes["parents"])
     ):
         raise ValueError("this is no tree")
-    return Verdict(at_s, _count(session), [_count(token) for token in tokens], _count(submitted), is_hit, nodes)
+    return TimelineVerdict(at_s, _count(session), [_count(token) for token in tokens], _count(submitted), is_hit, nodes)
 
 
-def _span(event: dict[str, Any], *counts: str) -> Span:
+def _span(event: dict[str, Any], *counts: str) -> TimeSpan:
     """Something that took time; its stats have at least these counts."""
     start_s, args = _seconds(event["ts"]), event["args"]
-    return Span(start_s, start_s + _seconds(event["dur"]), {**args, **{name: _count(args[name]) for name in counts}})
+    return TimeSpan(
+        start_s, start_s + _seconds(event["dur"]), {**args, **{name: _count(args[name]) for name in counts}}
+    )
 
 
 def _seconds(microseconds: Any) -> float:
@@ -255,7 +257,7 @@ def _count(value: Any) -> int:
     return value
 
 
-def _clip(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
+def _clip(spans: Sequence[TimeSpan], start_s: float, end_s: float) -> list[TimeSpan]:
     return [
         span
         if start_s <= span.start_s and span.end_s <= end_s
@@ -265,7 +267,7 @@ def _clip(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
     ]
 
 
-def _length_s(spans: Iterable[Span]) -> float:
+def _length_s(spans: Iterable[TimeSpan]) -> float:
     return math.fsum(span.end_s - span.start_s for span in spans)
 
 
@@ -303,7 +305,7 @@ def replay_document(timeline: Timeline, title: str, spell: Callable[[int], str])
     }
 
 
-def _target(lane: TargetLane) -> dict[str, Any]:
+def _target(lane: TimelineTarget) -> dict[str, Any]:
     verdicts = sorted(lane.verdicts, key=_when)[:MAX_VERDICTS]
     return {
         "name": lane.label,
@@ -313,7 +315,7 @@ def _target(lane: TargetLane) -> dict[str, Any]:
     }
 
 
-def _spans(spans: Iterable[Span], *names: str) -> list[list[float]]:
+def _spans(spans: Iterable[TimeSpan], *names: str) -> list[list[float]]:
     """Start, end and some numbers of each."""
     return [[_rounded(span.start_s), _rounded(span.end_s), *(span.args[name] for name in names)] for span in spans]
 
@@ -322,5 +324,5 @@ def _rounded(time_s: float) -> float:
     return round(time_s, 5)
 
 
-def _when(verdict: Verdict) -> float:
+def _when(verdict: TimelineVerdict) -> float:
     return verdict.at_s

@@ -166,7 +166,7 @@ class ProgressBar:
 
 
 @contextmanager
-def quiet(log_file: Path, stage: str) -> Iterator[Callable[[str], None]]:
+def redirect_output(log_file: Path, stage: str) -> Iterator[Callable[[str], None]]:
     """Send standard output and error of this process to a file, and show the stage; the caller may tell others."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -186,14 +186,14 @@ def quiet(log_file: Path, stage: str) -> Iterator[Callable[[str], None]]:
             os.close(copy)
 
 
-class Interrupt:
+class CtrlCGuard:
     """A context manager for the main thread."""
 
     def __init__(self) -> None:
         self.is_asked = False
         self._before: object = None
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> CtrlCGuard:
         self._before = signal.signal(signal.SIGINT, self._note)
         return self
 

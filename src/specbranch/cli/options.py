@@ -17,13 +17,13 @@ from typing import Annotated, Any
 
 import typer
 
-from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, longest_submission
+from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, draft_length_limit
 from specbranch.engines.base import DTYPES
 from specbranch.engines.registry import ENGINES
 from specbranch.errors import UsageError
 from specbranch.launch.draft_process import RemoteDraft
 from specbranch.launch.vllm_flags import Flags
-from specbranch.service.wire.addresses import each_address
+from specbranch.service.wire.addresses import normalize_addresses
 
 FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM
 
@@ -123,7 +123,7 @@ Gamma = Annotated[
         "--gamma",
         metavar="N",
         help=f"Most draft tokens that the target verifies at once. Default: the planner's own, "
-        f"{longest_submission(DEFAULT_PLANNER)} for {DEFAULT_PLANNER}.",
+        f"{draft_length_limit(DEFAULT_PLANNER)} for {DEFAULT_PLANNER}.",
         min=1,
     ),
 ]
@@ -132,7 +132,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Setting of the planner, such as waits=true; repeatable. A wrong key lists the right ones.",
+        help="Setting of the planner, such as wait_for_draft=true; repeatable. A wrong key lists the right ones.",
     ),
 ]
 Predictor = Annotated[
@@ -186,7 +186,7 @@ def example(command: str) -> str:
     return f"Example:\n\n{command}"
 
 
-def refuse_misspelt(context: typer.Context) -> None:
+def check_flag_typos(context: typer.Context) -> None:
     """Raise for an unknown flag that is nearly one of ours: vLLM would refuse it only after the draft has loaded.
 
     Unknown flags before TARGET would be taken for it.
@@ -194,10 +194,10 @@ def refuse_misspelt(context: typer.Context) -> None:
     target = context.params["target"]
     if target.startswith("-"):
         raise UsageError(f"the first word is {target!r}; name TARGET first, then the flags")
-    suspect(context, context.args)
+    check_typos(context, context.args)
 
 
-def suspect(context: typer.Context, words: list[str]) -> None:
+def check_typos(context: typer.Context, words: list[str]) -> None:
     """Raise if one of these words, which are no options of the command, is nearly one."""
     ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     for word in words:
@@ -210,11 +210,11 @@ def suspect(context: typer.Context, words: list[str]) -> None:
 
 def vllm_arguments(context: typer.Context, given: list[str] | None) -> dict[str, Any]:
     """Arguments of `vllm.LLM`: those of `--vllm-arg`, and the flags of vLLM that the command was given."""
-    refuse_misspelt(context)
-    return {**table("--vllm-arg", given), **Flags(context.args).arguments()}
+    check_flag_typos(context)
+    return {**parse_key_values("--vllm-arg", given), **Flags(context.args).arguments()}
 
 
-def draft_words(given: list[str] | None) -> list[str]:
+def draft_arguments(given: list[str] | None) -> list[str]:
     """The options of `--draft-arg` as words of a command line."""
     words: list[str] = []
     for one in given or ():
@@ -232,7 +232,7 @@ def remote_draft(addresses: list[str] | None, keys: Path | None) -> RemoteDraft 
     """What `--draft-address` and `--draft-keys` name together."""
     if keys is not None and not addresses:
         raise UsageError("--draft-keys belongs to --draft-address, which is missing")
-    return RemoteDraft(each_address(addresses), keys) if addresses else None
+    return RemoteDraft(normalize_addresses(addresses), keys) if addresses else None
 
 
 def check_directory(option: str, path: Path | None) -> None:
@@ -241,13 +241,13 @@ def check_directory(option: str, path: Path | None) -> None:
         raise UsageError(f"{option} is {path}, but there is no directory {path.parent}; create it first")
 
 
-def table(option: str, given: Sequence[str] | None) -> dict[str, Any]:
+def parse_key_values(option: str, given: Sequence[str] | None) -> dict[str, Any]:
     """KEY=VALUE pairs as a table; values are JSON if they parse as JSON, else strings."""
     found: dict[str, Any] = {}
     for one in given or ():
         key, is_pair, value = one.partition("=")
         if not key or not is_pair:
-            raise UsageError(f"{option} is {one!r}; give KEY=VALUE, such as waits=true")
+            raise UsageError(f"{option} is {one!r}; give KEY=VALUE, such as wait_for_draft=true")
         try:
             found[key] = json.loads(value)
         except ValueError:

@@ -18,27 +18,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from specbranch.cli.console import ProgressBar, quiet
+from specbranch.cli.console import ProgressBar, redirect_output
 from specbranch.cli.options import check_directory
 from specbranch.cli.preflight import Preflight
-from specbranch.cli.terminal import Answer, Run
+from specbranch.cli.terminal import StreamedAnswer, TextRun
 from specbranch.errors import SpecBranchError
 from specbranch.launch import vllm_worker
-from specbranch.launch.draft_process import DraftOptions, DraftProcess, RemoteDraft
-from specbranch.launch.placement import Cores, divide_cores
-from specbranch.launch.vllm_engine import Piece, Target, TargetOptions
-from specbranch.launch.vllm_log import FailureLog
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft
+from specbranch.launch.placement import CoreSplit, divide_cores
+from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, StepOutput
+from specbranch.launch.vllm_log import FailureParser
 from specbranch.launch.vllm_worker import TargetProcess
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 
 
-class LoadError(SpecBranchError, RuntimeError):
+class ModelLoadError(SpecBranchError, RuntimeError):
     """A model could not be loaded; the message names the log file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairOptions:
+class LocalPairOptions:
     """What to load. `section` holds the proposer's settings without the address. No draft of either kind: bare vLLM.
 
     `remote` runs already. `arguments` are passed to `vllm.LLM`, `draft_arguments` to `specbranch draft`.
@@ -80,17 +80,17 @@ class PairOptions:
         """The proposer's settings, with what is only known later."""
         return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
 
-    def cores(self) -> Cores:
+    def cores(self) -> CoreSplit:
         """The cores of both; a target alone is not pinned, unless somebody asks for it."""
         if self.draft is None and self.target_cores is None:
-            return Cores(None, None)
+            return CoreSplit(None, None)
         return divide_cores(self.draft_device, self.target_cores, self.draft_cores)
 
-    def draft_options(self, cores: Sequence[int] | None) -> DraftOptions | None:
+    def draft_options(self, cores: Sequence[int] | None) -> DraftServiceOptions | None:
         """How the draft is started; None without one."""
         if self.draft is None:
             return None
-        return DraftOptions(
+        return DraftServiceOptions(
             model=self.draft,
             engine=self.draft_engine,
             device=self.draft_device,
@@ -105,29 +105,29 @@ class PairOptions:
         return {"enforce_eager": installed.runs_on_cpu(), **self.arguments}
 
 
-class Pair:
+class LocalPair:
     """A context manager that loads both models; what they print while loading goes to a log file."""
 
-    target: Target
+    target: LocalEngine
 
-    def __init__(self, options: PairOptions) -> None:
+    def __init__(self, options: LocalPairOptions) -> None:
         self._options = options
         self._exit = ExitStack()
         self._address: str | None = None
 
     def use_planner(self, planner: str) -> None:
         """Use another planner from the next request on; `none` is plain decoding."""
-        self.target.use(self._settings(planner=planner, settings={}))
+        self.target.configure(self._settings(planner=planner, settings={}))
 
     def use_own_planner(self) -> None:
         """Go back to the planner and settings of the options."""
-        self.target.use(self._settings())
+        self.target.configure(self._settings())
 
     def wait_s(self) -> float:
         """How long the target has waited for drafts so far."""
         return self.target.proposer_counts().get("wait_s", 0.0) if self._options.is_drafting else 0.0
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> LocalPair:
         directory = Path(tempfile.mkdtemp(prefix="specbranch-log-"))
         cores = os.sched_getaffinity(0)
         try:
@@ -150,22 +150,22 @@ class Pair:
         if cores.target:
             os.sched_setaffinity(0, cores.target)
         loading = f"loading {options.target}" + (f" and {options.draft}" if options.draft else "")
-        with quiet(log_file, loading) as tell:
+        with redirect_output(log_file, loading) as on_progress:
             how_draft = options.draft_options(cores.draft)
-            draft = None if how_draft is None else DraftProcess(how_draft, log_file, tell)
+            draft = None if how_draft is None else DraftProcess(how_draft, log_file, on_progress)
             if draft is not None:
                 self._exit.callback(draft.stop)
                 draft.start()
                 self._address = draft.address
             settings = self._settings() if options.is_drafting else None
-            how = TargetOptions(options.target, settings, options.gamma, options.vllm_arguments())
+            how = LocalEngineOptions(options.target, settings, options.gamma, options.vllm_arguments())
             try:
-                self.target = Target(how)
+                self.target = LocalEngine(how)
             except Exception as error:
                 # Workers in processes of their own tell the cause to the log only.
                 told = f"{log_file.read_text(errors='replace')}\n{type(error).__name__}: {error}"
-                cause = FailureLog(told.splitlines()).cause(None)
-                raise LoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
+                cause = FailureParser(told.splitlines()).cause(None)
+                raise ModelLoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
             self._exit.callback(self.target.close)
             if draft is not None:
                 draft.wait_until_up()
@@ -179,7 +179,7 @@ class Pair:
 _WARM_TOKENS = 4
 
 
-def shared_cores(options: PairOptions) -> tuple[int, ...] | None:
+def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
     """Return the cores that target and draft divide among themselves; None if the draft takes none of the target's."""
     cores = options.cores()
     if not installed.runs_on_cpu() or not cores.target or not cores.draft:
@@ -188,18 +188,18 @@ def shared_cores(options: PairOptions) -> tuple[int, ...] | None:
 
 
 def answer_alone(
-    options: PairOptions, cores: Sequence[int], prompt: Sequence[int], sampling: Mapping[str, Any]
-) -> Answer:
+    options: LocalPairOptions, cores: Sequence[int], prompt: Sequence[int], sampling: Mapping[str, Any]
+) -> StreamedAnswer:
     """Load vLLM without a draft in a process of its own, on `cores`, let it answer, and stop it."""
-    ask = vllm_worker.Ask("", dict(sampling), tokens=list(prompt))
-    warm_up = vllm_worker.Ask("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
-    how = TargetOptions(options.target, None, arguments=options.vllm_arguments())
+    ask = vllm_worker.PromptRequest("", dict(sampling), tokens=list(prompt))
+    warm_up = vllm_worker.PromptRequest("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
+    how = LocalEngineOptions(options.target, None, arguments=options.vllm_arguments())
     with tempfile.TemporaryDirectory(prefix="specbranch-log-") as directory, ProgressBar() as progress:
         progress.show(f"loading {options.target} without a draft, on {describe(cores)}")
         with TargetProcess(how, Path(directory) / "load.log", cores) as target:
             progress.show(f"answering without drafts, on {describe(cores)}")
-            target.run(vllm_worker.Run([warm_up]))
-            (said,) = target.run(vllm_worker.Run([ask])).answers
+            target.run(vllm_worker.DecodeJob([warm_up]))
+            (said,) = target.run(vllm_worker.DecodeJob([ask])).answers
     return _as_answer(said)
 
 
@@ -208,7 +208,7 @@ def describe(cores: Sequence[int]) -> str:
     return f"core {cores[0]}" if len(cores) == 1 else f"cores {','.join(str(core) for core in cores)}"
 
 
-def compare_answers(answer: Answer, plain: Answer) -> dict[str, Any]:
+def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, Any]:
     """Compare two answers: speed, and how many tokens are equal."""
     tokens = zip(answer.tokens, plain.tokens, strict=False)
     return {
@@ -218,7 +218,7 @@ def compare_answers(answer: Answer, plain: Answer) -> dict[str, Any]:
     }
 
 
-def comparison_line(answer: Answer, plain: Answer, cores: Sequence[int] | None, is_greedy: bool) -> str:
+def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequence[int] | None, is_greedy: bool) -> str:
     """Say in one line what the comparison found, and on which cores the answer without drafts was made."""
     found = compare_answers(answer, plain)
     place = f" on the same {describe(cores)}" if cores else ""
@@ -233,13 +233,13 @@ def comparison_line(answer: Answer, plain: Answer, cores: Sequence[int] | None, 
     return f"{where} (nearly equally likely tokens may swap by rounding; --dtype float32 makes that very rare)"
 
 
-def _as_answer(said: vllm_worker.Answer) -> Answer:
+def _as_answer(said: vllm_worker.DecodedOutput) -> StreamedAnswer:
     """Turn what a target's process reports of an answer into one that was followed step by step."""
-    answer, begin = Answer(asked_s=0.0), 0
+    answer, begin = StreamedAnswer(asked_s=0.0), 0
     for (at_s, num_tokens), text in zip(said.steps, said.texts, strict=True):
         tokens = said.tokens[begin : begin + num_tokens]
         begin += num_tokens
         reason = said.finish_reason if begin == len(said.tokens) else None
-        piece = Piece(index=0, tokens=tokens, text=text, finish_reason=reason, at_s=at_s)
-        answer.take(piece, [Run(text, False)] if text else [])
+        piece = StepOutput(index=0, tokens=tokens, text=text, finish_reason=reason, at_s=at_s)
+        answer.take(piece, [TextRun(text, False)] if text else [])
     return answer

@@ -15,23 +15,17 @@ import typer
 
 from specbranch import machine
 from specbranch.cli.commands.draft import draft as draft_command
-from specbranch.engines.models import require_model, weight_bytes
-from specbranch.engines.registry import engine_for, require_device, require_engine
-from specbranch.engines.vocabulary import VocabSample, refuse_other_sample, refuse_other_vocabulary
+from specbranch.engines.models import check_model_exists, weight_bytes
+from specbranch.engines.registry import check_device, check_engine, engine_for
+from specbranch.engines.vocabulary import VocabFingerprint, check_same_fingerprint, check_same_vocabulary
 from specbranch.errors import FlagError, SpecBranchError, UsageError
-from specbranch.launch.draft_process import DraftOptions, RemoteDraft
-from specbranch.launch.placement import refuse_too_few
-from specbranch.launch.vllm_flags import (
-    Flags,
-    known_arguments,
-    layout_of,
-    refuse_unknown_arguments,
-    refuse_unknown_flags,
-)
+from specbranch.launch.draft_process import DraftServiceOptions, RemoteDraft
+from specbranch.launch.placement import check_core_count
+from specbranch.launch.vllm_flags import Flags, check_arguments, check_flags, known_arguments, layout_of
 from specbranch.launch.vllm_install import install_command, target_on_cpu, vllm_flaw
-from specbranch.launch.vllm_server import Endpoint
+from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.plugins.vllm import compat, installed
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 
 _GB = 1e9
 
@@ -41,7 +35,7 @@ Check = Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PreflightFinding:
     """What one check found: all is well, or what is wrong, or why it was skipped, which `cause` says."""
 
     check: str
@@ -63,7 +57,7 @@ class Preflight:
     """
 
     target: str
-    draft: DraftOptions | None = None
+    draft: DraftServiceOptions | None = None
     remote: RemoteDraft | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     flags: Flags = field(default_factory=lambda: Flags([]))
@@ -75,16 +69,16 @@ class Preflight:
         for _, check in self._checks():
             check()
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[PreflightFinding]:
         """What every check finds."""
         return [self._finding(name, check) for name, check in self._checks()]
 
-    def _finding(self, name: str, check: Check) -> Finding:
+    def _finding(self, name: str, check: Check) -> PreflightFinding:
         try:
             skipped = check()
         except SpecBranchError as error:
-            return Finding(name, "fail", str(error))
-        return Finding(name, "skip", skipped) if skipped else Finding(name)
+            return PreflightFinding(name, "fail", str(error))
+        return PreflightFinding(name, "skip", skipped) if skipped else PreflightFinding(name)
 
     def _checks(self) -> list[tuple[str, Check]]:
         """All checks by name, the quickest first; a later one may rely on an earlier one."""
@@ -93,7 +87,7 @@ class Preflight:
             checks.append(("flags", self._check_flags))
         if self.is_server and not self.flags.has("--headless"):
             checks.append(("port", self._check_port))
-        checks.append(("target", lambda: require_model("TARGET", self.target)))
+        checks.append(("target", lambda: check_model_exists("TARGET", self.target)))
         if self.draft is not None:
             checks += [("draft", self._check_draft), ("vocabulary", self._check_vocabulary)]
         elif self.remote is not None:
@@ -118,40 +112,42 @@ class Preflight:
     def _check_flags(self) -> str | None:
         known = known_arguments()
         if known is not None:
-            refuse_unknown_flags(self.flags, known)
-            refuse_unknown_arguments(self.arguments, known)
+            check_flags(self.flags, known)
+            check_arguments(self.arguments, known)
         if self.draft is not None or self.remote is not None:
             if self.arguments.get("speculative_config") is not None:
                 raise FlagError("speculative_config is set by this command; use its own options, or --bare")
-            layout_of(self.flags).refuse()
-            Layout.of_arguments(self.arguments).refuse()
+            layout_of(self.flags).check_supported()
+            ParallelLayout.of_arguments(self.arguments).check_supported()
         if self.target_cores is not None:
-            refuse_too_few(self.target_cores, Layout.of_arguments(self.arguments).num_devices)
+            check_core_count(self.target_cores, ParallelLayout.of_arguments(self.arguments).num_devices)
         return "flags were not checked: vLLM's own list of them cannot be read" if known is None else None
 
     def _check_port(self) -> None:
-        Endpoint.of(self.flags).refuse_if_taken()
+        HttpEndpoint.of(self.flags).check_free()
 
     def _check_draft(self) -> str | None:
         assert self.draft is not None, "only checked with a draft"
-        unknown = require_model("--draft", self.draft.model)
+        unknown = check_model_exists("--draft", self.draft.model)
         engine = self.draft.engine or engine_for(self.draft.model)
-        require_engine(engine)
-        require_device(engine, self.draft.device)
+        check_engine(engine)
+        check_device(engine, self.draft.device)
         _refuse_wrong_words(self.draft)
         return unknown
 
     def _check_remote(self) -> str | None:
         assert self.remote is not None, "only checked with one"
         skipped = [
-            refuse_other_sample(self.target, welcome.model, VocabSample(welcome.vocab_len, welcome.vocab_sample))
+            check_same_fingerprint(
+                self.target, welcome.model, VocabFingerprint(welcome.vocab_len, welcome.vocab_fingerprint)
+            )
             for welcome in self.remote.check()
         ]
         return next((f"the draft service answers, but {reason}" for reason in skipped if reason), None)
 
     def _check_vocabulary(self) -> str | None:
         assert self.draft is not None, "only checked with a draft"
-        return refuse_other_vocabulary(self.target, self.draft.model)
+        return check_same_vocabulary(self.target, self.draft.model)
 
     def _check_memory(self) -> str | None:
         """Weights must fit into memory. What vLLM and the draft take for their caches they find out by themselves."""
@@ -179,7 +175,7 @@ class Preflight:
         return sizes
 
 
-def _refuse_wrong_words(options: DraftOptions) -> None:
+def _refuse_wrong_words(options: DraftServiceOptions) -> None:
     """Raise for options of `specbranch draft` that it would refuse itself, in its own words."""
     one = typer.Typer()
     one.command("draft")(draft_command)

@@ -28,9 +28,9 @@ from specbranch.cli.console import print_json
 from specbranch.core.round import Stats
 from specbranch.core.tree import CAUSES
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.draft_process import why_silent
+from specbranch.launch.draft_process import explain_no_reply
 from specbranch.service.client.interface import client_keys
-from specbranch.service.client.stats import Reach, Reporter, Sample, read_page
+from specbranch.service.client.stats import MetricSample, ServiceStatus, StatsClient, parse_metrics_text
 from specbranch.service.wire.messages import PREFIX, REASONS, Overview
 
 _OF_VLLM = "specbranch_"
@@ -38,7 +38,7 @@ _OWN_LABELS = ("cause", "reason")  # all others tell engines apart, whose figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class StatsReading:
     """Counters since the start and, without them, what is true now. None is what the source does not tell.
 
     `wait_s` of the stats is the time that targets waited, and `target_steps` the steps in which they could.
@@ -65,7 +65,7 @@ class Reading:
     states: Sequence[str] = ()  # of the engines of a vLLM server
     gate: Mapping[str, bool] = field(default_factory=dict)  # by rows in a step: are drafts on, in all engines?
 
-    def follows(self, earlier: Reading) -> bool:
+    def follows(self, earlier: StatsReading) -> bool:
         """Whether this is a later one of the same counters; after a restart they begin anew."""
         grown = self.stats.since(earlier.stats)
         pairs = [(self.target_steps, earlier.target_steps), (self.draft_steps or 0, earlier.draft_steps or 0)]
@@ -73,12 +73,12 @@ class Reading:
         return min(counts) >= 0 and all(now >= before for now, before in pairs)
 
 
-def of_overview(overview: Overview, at_s: float) -> Reading:
+def from_overview(overview: Overview, at_s: float) -> StatsReading:
     """The reading of a draft service that was asked by its own protocol."""
     return _of_service(overview.figures, printable(overview.settings.get("model", "")), at_s)
 
 
-def of_page(samples: Iterable[Sample], at_s: float) -> Reading | None:
+def from_metrics(samples: Iterable[MetricSample], at_s: float) -> StatsReading | None:
     """The reading of a page of metrics, of vLLM's or of a draft service's; None if it has none of ours."""
     ours = [sample for sample in samples if sample.name.startswith(_OF_VLLM) and 0 <= sample.value < math.inf]
     if any(sample.name.startswith(f"{_OF_VLLM}state") for sample in ours):
@@ -92,8 +92,8 @@ def printable(text: object) -> str:
     return "".join(letter for letter in str(text) if letter.isprintable())
 
 
-def _of_service(figures: Mapping[str, float], model: str, at_s: float) -> Reading:
-    return Reading(
+def _of_service(figures: Mapping[str, float], model: str, at_s: float) -> StatsReading:
+    return StatsReading(
         at_s=at_s,
         model=model,
         stats=_stats(figures, rows="rows", submitted="submitted_tokens"),
@@ -115,7 +115,7 @@ def _of_service(figures: Mapping[str, float], model: str, at_s: float) -> Readin
     )
 
 
-def _of_vllm(samples: Sequence[Sample], at_s: float) -> Reading:
+def _of_vllm(samples: Sequence[MetricSample], at_s: float) -> StatsReading:
     figures = _sums(samples, _OF_VLLM)
     models = sorted({printable(sample.labels.get("model_name", "")) for sample in samples})
     states = {
@@ -129,7 +129,7 @@ def _of_vllm(samples: Sequence[Sample], at_s: float) -> Reading:
             rows = printable(sample.labels.get("rows", ""))
             gate[rows] = gate.get(rows, True) and sample.value > 0
     cost = {sample.name.removeprefix(_OF_VLLM): sample.value for sample in samples}
-    return Reading(
+    return StatsReading(
         at_s=at_s,
         model=", ".join(models),
         stats=_stats(figures, rows="draft_rows", submitted="submitted_tokens_sum"),
@@ -164,7 +164,7 @@ def _count(figures: Mapping[str, float], name: str) -> int:
     return round(figures.get(name, 0))
 
 
-def _sums(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
+def _sums(samples: Iterable[MetricSample], prefix: str) -> dict[str, float]:
     """Values by the names that the draft service itself gives them, summed over engines."""
     sums: dict[str, float] = {}
     for sample in samples:
@@ -176,7 +176,7 @@ def _sums(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReadingSpan:
     """What was counted in a time; `is_whole`: since the start, for which there are sums and no rates."""
 
     stats: Stats
@@ -202,7 +202,7 @@ class Measure:
     total: float | None
 
 
-def measures(now: Reading, earlier: Reading | None) -> list[Measure]:
+def top_rows(now: StatsReading, earlier: StatsReading | None) -> list[Measure]:
     """All lines of a reading; without an earlier one nothing is known of the last interval."""
     total = _whole(now)
     last = _between(now, earlier) if earlier is not None else None
@@ -217,8 +217,8 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _whole(reading: Reading) -> Span:
-    return Span(
+def _whole(reading: StatsReading) -> ReadingSpan:
+    return ReadingSpan(
         reading.stats,
         reading.target_steps,
         reading.draft_steps or 0,
@@ -227,8 +227,8 @@ def _whole(reading: Reading) -> Span:
     )
 
 
-def _between(now: Reading, earlier: Reading) -> Span:
-    return Span(
+def _between(now: StatsReading, earlier: StatsReading) -> ReadingSpan:
+    return ReadingSpan(
         now.stats.since(earlier.stats),
         now.target_steps - earlier.target_steps,
         (now.draft_steps or 0) - (earlier.draft_steps or 0),
@@ -238,60 +238,60 @@ def _between(now: Reading, earlier: Reading) -> Span:
     )
 
 
-def _hit_rate(span: Span) -> float | None:
+def _hit_rate(span: ReadingSpan) -> float | None:
     return _ratio(span.stats.hits, span.stats.rounds)
 
 
-def _tokens(span: Span) -> float | None:
+def _tokens(span: ReadingSpan) -> float | None:
     """With the target's own token."""
     return 1.0 + span.stats.accepted_per_round if span.stats.rounds else None
 
 
-def _accepted(span: Span) -> float | None:
+def _accepted(span: ReadingSpan) -> float | None:
     return _ratio(span.stats.accepted, span.stats.submitted)
 
 
-def _wait_ms(span: Span) -> float | None:
+def _wait_ms(span: ReadingSpan) -> float | None:
     return _ratio(1000.0 * span.stats.wait_s, span.target_steps)
 
 
-def _rows(span: Span) -> float | None:
+def _rows(span: ReadingSpan) -> float | None:
     return _ratio(span.stats.rows, span.draft_steps)
 
 
-def _busy(span: Span) -> float | None:
+def _busy(span: ReadingSpan) -> float | None:
     return _ratio(span.draft_step_s, span.seconds)
 
 
-def _step_ms(span: Span) -> float | None:
+def _step_ms(span: ReadingSpan) -> float | None:
     return _ratio(1000.0 * span.draft_step_s, span.draft_steps)
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _TopRow:
     name: str
     label: str
     unit: str
-    value: Callable[[Span], float | None]
+    value: Callable[[ReadingSpan], float | None]
 
 
 _VERDICTS = (
-    _Line("verdicts", "verdicts", "", lambda span: span.amount(span.stats.rounds)),
-    _Line("hit_rate", "hit rate", "%", _hit_rate),
-    _Line("tokens_per_round", "tokens a round", "tokens", _tokens),
-    _Line("accepted_share", "accepted of submitted", "%", _accepted),
-    _Line("rejected", "rolled back: rejected", "", lambda span: span.amount(span.stats.rejected)),
-    _Line("unused", "rolled back: unused", "", lambda span: span.amount(span.stats.unused)),
-    _Line("cut", "rolled back: cut", "", lambda span: span.amount(span.stats.cut)),
+    _TopRow("verdicts", "verdicts", "", lambda span: span.amount(span.stats.rounds)),
+    _TopRow("hit_rate", "hit rate", "%", _hit_rate),
+    _TopRow("tokens_per_round", "tokens a round", "tokens", _tokens),
+    _TopRow("accepted_share", "accepted of submitted", "%", _accepted),
+    _TopRow("rejected", "rolled back: rejected", "", lambda span: span.amount(span.stats.rejected)),
+    _TopRow("unused", "rolled back: unused", "", lambda span: span.amount(span.stats.unused)),
+    _TopRow("cut", "rolled back: cut", "", lambda span: span.amount(span.stats.cut)),
 )
 _STEPS = (
-    _Line("draft_steps", "draft steps", "", lambda span: span.amount(span.draft_steps)),
-    _Line("rows_per_step", "rows of a draft step", "rows", _rows),
-    _Line("draft_step_ms", "time of a draft step", "ms", _step_ms),
-    _Line("busy", "busy with draft steps", "%", _busy),
+    _TopRow("draft_steps", "draft steps", "", lambda span: span.amount(span.draft_steps)),
+    _TopRow("rows_per_step", "rows of a draft step", "rows", _rows),
+    _TopRow("draft_step_ms", "time of a draft step", "ms", _step_ms),
+    _TopRow("busy", "busy with draft steps", "%", _busy),
 )
-_ROWS = (_Line("draft_rows", "draft rows", "", lambda span: span.amount(span.stats.rows)),)
-_WAIT = (_Line("wait_ms", "wait of a target's step", "ms", _wait_ms),)
+_ROWS = (_TopRow("draft_rows", "draft rows", "", lambda span: span.amount(span.stats.rows)),)
+_WAIT = (_TopRow("wait_ms", "wait of a target's step", "ms", _wait_ms),)
 
 _ANSWER_S = 1.0
 _MOST_BYTES = 1 << 24  # of a page
@@ -301,16 +301,16 @@ _HINT = (
 )
 
 
-class Outage(SpecBranchError, RuntimeError):
+class ServiceUnavailable(SpecBranchError, RuntimeError):
     """Nothing could be read now; the message says why. It may be back at any time."""
 
 
 @contextlib.contextmanager
-def ending_at_outage(address: str, as_json: bool) -> Iterator[None]:
+def exit_if_unavailable(address: str, as_json: bool) -> Iterator[None]:
     """Where nothing can be read, end with code 1: say why and what would help; for machines, as JSON too."""
     try:
         yield
-    except Outage as outage:
+    except ServiceUnavailable as outage:
         hint = f"; {_HINT}" if str(outage).startswith("nobody") else ""
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(outage))}{hint}", highlight=False, soft_wrap=True)
         if as_json:
@@ -318,13 +318,13 @@ def ending_at_outage(address: str, as_json: bool) -> Iterator[None]:
         raise typer.Exit(1) from outage
 
 
-class Source(Protocol):
+class StatsSource(Protocol):
     """Somebody who counts."""
 
     name: str
 
-    def read(self) -> Reading:
-        """What is true now; raises `Outage`."""
+    def read(self) -> StatsReading:
+        """What is true now; raises `ServiceUnavailable`."""
         ...
 
     def close(self) -> None:
@@ -332,7 +332,7 @@ class Source(Protocol):
         ...
 
 
-def open_source(address: str, keys: Path | None) -> Source:
+def open_source(address: str, keys: Path | None) -> StatsSource:
     """The source at an address of either kind; raises for one that cannot be right."""
     if address.startswith(("http://", "https://")):
         if keys is not None:
@@ -348,23 +348,25 @@ class ServiceSource:
         self.name = f"draft service at {address}"
         self._address = address
         self._keys = keys
-        self._reporter = Reporter(address, None, client_keys(str(keys) if keys else None))
+        self._reporter = StatsClient(address, None, client_keys(str(keys) if keys else None))
 
-    def read(self) -> Reading:
-        return of_overview(self.overview(), time.monotonic())
+    def read(self) -> StatsReading:
+        return from_overview(self.overview(), time.monotonic())
 
     def overview(self) -> Overview:
-        """What the service says of itself; raises `Outage`."""
-        reach = self._reporter.ask(_ANSWER_S)
+        """What the service says of itself; raises `ServiceUnavailable`."""
+        reach = self._reporter.poll(_ANSWER_S)
         if self._reporter.refusal is not None:
             raise UsageError(
                 f"the draft service at {self._address} is of an older version, which tells nothing of itself; update it"
             )
-        if reach is Reach.ABSENT:
-            raise Outage(why_silent(self._address, self._keys) or f"nobody listens at {self._address}")
+        if reach is ServiceStatus.ABSENT:
+            raise ServiceUnavailable(
+                explain_no_reply(self._address, self._keys) or f"nobody listens at {self._address}"
+            )
         overview = self._reporter.overview
-        if reach is not Reach.ANSWERS or overview is None:
-            raise Outage(f"the draft service at {self._address} does not answer")
+        if reach is not ServiceStatus.ANSWERS or overview is None:
+            raise ServiceUnavailable(f"the draft service at {self._address} does not answer")
         return overview
 
     def close(self) -> None:
@@ -378,10 +380,12 @@ class PageSource:
         self._url = url.rstrip("/").removesuffix("/metrics")
         self.name = f"server at {self._url}"
 
-    def read(self) -> Reading:
-        reading = of_page(read_page(self._text()), time.monotonic())
+    def read(self) -> StatsReading:
+        reading = from_metrics(parse_metrics_text(self._text()), time.monotonic())
         if reading is None:
-            raise Outage(f"{self._url}/metrics has no metrics of specbranch: the server runs without our proposer")
+            raise ServiceUnavailable(
+                f"{self._url}/metrics has no metrics of specbranch: the server runs without our proposer"
+            )
         self.name = f"{'vLLM' if reading.uptime_s is None else 'draft service'} at {self._url}"
         return reading
 
@@ -391,9 +395,13 @@ class PageSource:
                 return str(page.read(_MOST_BYTES).decode(errors="replace"))
         except urllib.error.HTTPError as error:
             error.close()
-            raise Outage(f"{self._url}/metrics answers with {error.code} {printable(error.reason)}") from error
+            raise ServiceUnavailable(
+                f"{self._url}/metrics answers with {error.code} {printable(error.reason)}"
+            ) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Outage(f"no answer from {self._url}: {printable(getattr(error, 'reason', error))}") from error
+            raise ServiceUnavailable(
+                f"no answer from {self._url}: {printable(getattr(error, 'reason', error))}"
+            ) from error
 
     def close(self) -> None:
         pass

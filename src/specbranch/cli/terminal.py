@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TextIO
 
-from specbranch.launch.vllm_engine import Piece
+from specbranch.launch.vllm_engine import StepOutput
 
 Message = dict[str, str]
 COMMANDS = "/quit leaves the chat, /clear clears the history, Ctrl-C stops an answer."
@@ -71,14 +71,14 @@ _BROKEN = "\ufffd"  # what a decoder shows for a character that is not complete 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TextRun:
     """A piece of text that was either drafted or not."""
 
     text: str
     is_drafted: bool
 
 
-class Painter:
+class DraftHighlighter:
     """Splits the text of one answer into runs. `decode` turns token ids into text.
 
     Tokens are decoded one by one, in the context of those before, to count the characters of each. A character of
@@ -92,17 +92,17 @@ class Painter:
         self._num_complete = 0
         self._owed: deque[bool] = deque()  # whether each character was drafted that the engine has not sent yet
 
-    def paint(self, tokens: Sequence[int], text: str) -> list[Run]:
+    def split(self, tokens: Sequence[int], text: str) -> list[TextRun]:
         """The engine's next text as runs; all new tokens but the last were drafted."""
         for index, token in enumerate(tokens):
             self._owed.extend([index < len(tokens) - 1] * self._num_new_characters(token))
-        runs: list[Run] = []
+        runs: list[TextRun] = []
         for character in text:
             is_drafted = self._owed.popleft() if self._owed else False
             if runs and runs[-1].is_drafted == is_drafted:
-                runs[-1] = Run(runs[-1].text + character, is_drafted)
+                runs[-1] = TextRun(runs[-1].text + character, is_drafted)
             else:
-                runs.append(Run(character, is_drafted))
+                runs.append(TextRun(character, is_drafted))
         return runs
 
     def _num_new_characters(self, token: int) -> int:
@@ -124,7 +124,7 @@ _EVERY_S = 0.1
 _HARMLESS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
-class Screen:
+class TerminalView:
     """Writes runs of text, drafted ones in green. Inside the context the terminal's last line shows stats."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Screen:
         self._shown: tuple[int, int] | None = None  # the terminal size for which the last line is reserved
         self._drawn_s = -1.0
 
-    def write(self, runs: Iterable[Run]) -> None:
+    def write(self, runs: Iterable[TextRun]) -> None:
         """Append text."""
         for run in runs:
             text = run.text.translate(_HARMLESS) if self._is_terminal else run.text
@@ -163,7 +163,7 @@ class Screen:
         self._file.write(f"{_SAVE}\x1b[{lines};1H{_CLEAR}{line}{_RESTORE}")
         self._file.flush()
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> TerminalView:
         if self._is_terminal:
             # Move up one line if the cursor is on the last one.
             self._file.write("\n\x1b[A")
@@ -185,7 +185,7 @@ class Screen:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """An answer that grows piece by piece. The first piece ends the prefill; every later one is a round."""
 
     asked_s: float
@@ -196,12 +196,12 @@ class Answer:
     wait_s: float = 0.0
     finish_reason: str | None = None
     is_stopped: bool = False  # by the user
-    pieces: list[tuple[float, list[Run]]] = field(default_factory=list)  # seconds since it was asked for; text
+    pieces: list[tuple[float, list[TextRun]]] = field(default_factory=list)  # seconds since it was asked for; text
     _first_s: float | None = None
     _last_s: float | None = None
     _num_first: int = 0
 
-    def take(self, piece: Piece, runs: list[Run]) -> None:
+    def take(self, piece: StepOutput, runs: list[TextRun]) -> None:
         """Add the output of one engine step, whose text was split into what was drafted and what was not."""
         self.pieces.append((piece.at_s - self.asked_s, runs))
         self.text += piece.text

@@ -1,1 +1,1 @@
-"""The pure algorithm: standard library and NumPy only. Randomness comes in as a `Chance`, time as a number."""
+"""The pure algorithm: standard library and NumPy only. Randomness comes in as a `RandomSource`, time as a number."""

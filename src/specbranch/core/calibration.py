@@ -24,7 +24,7 @@ _KEPT_PRIOR = 0.5, 1.2  # slope and shift: 0.79 of the tokens drawn from a distr
 Grounds = tuple[str, int]  # of a guess: who made it, and how many tokens before it agreed
 
 
-class _Line:
+class _LogisticFit:
     """The odds of something as a straight line over the odds that a distribution gives its first choice."""
 
     def __init__(self, keep: float, slope: float, shift: float) -> None:
@@ -32,12 +32,12 @@ class _Line:
         self._slope, self._shift = slope, shift
         self._slope_sq, self._shift_sq = 0.1, 0.1  # sums of squared gradients, which set the pace of learning
 
-    def chance(self, distribution: Distribution) -> float:
+    def prob(self, distribution: Distribution) -> float:
         return 1 / (1 + math.exp(-(self._slope * _log_odds(distribution) + self._shift)))
 
     def observe(self, distribution: Distribution, is_right: bool) -> None:
         """Move the line against its error: a gradient step of logistic loss, shorter the more was learned already."""
-        error = self.chance(distribution) - is_right
+        error = self.prob(distribution) - is_right
         gradient = error * _log_odds(distribution)
         self._slope_sq = self._slope_sq * self._keep + gradient * gradient
         self._shift_sq = self._shift_sq * self._keep + error * error
@@ -47,7 +47,7 @@ class _Line:
         self._slope = max(self._slope, 0.0)  # a draft that is surer is never right less often
 
 
-class _Ranks:
+class _RankFrequencies:
     """Where the token is that came instead of the first one: by its rank among the others."""
 
     def __init__(self, keep: float) -> None:
@@ -55,7 +55,7 @@ class _Ranks:
         self._found = [0.0] * _RANKS  # tokens of this rank
         self._expected = [0.0] * _RANKS  # and how many the distributions spoke of
 
-    def chance(self, distribution: Distribution, token: int, first: int) -> float:
+    def prob(self, distribution: Distribution, token: int, first: int) -> float:
         rank = 0
         for other, prob in zip(distribution.ids, distribution.probs, strict=True):
             if other == token:
@@ -78,29 +78,29 @@ class Calibration:
 
     def __init__(self, half_life: float = 400.0) -> None:
         self._keep = 0.5 ** (1 / half_life)
-        self._first = _Line(self._keep, 1.0, 0.0)
-        self._kept = _Line(self._keep, *_KEPT_PRIOR)
-        self._others, self._others_of_drawn = _Ranks(self._keep), _Ranks(self._keep)
+        self._first = _LogisticFit(self._keep, 1.0, 0.0)
+        self._kept = _LogisticFit(self._keep, *_KEPT_PRIOR)
+        self._others, self._others_of_drawn = _RankFrequencies(self._keep), _RankFrequencies(self._keep)
         self._guesses: dict[Grounds, tuple[float, float]] = {}  # how often seen, how often right
 
-    def first_chance(self, distribution: Distribution) -> float:
+    def top1_accept_prob(self, distribution: Distribution) -> float:
         """How likely the distribution's first choice is right."""
-        return self._first.chance(distribution)
+        return self._first.prob(distribution)
 
-    def kept_chance(self, q: Distribution) -> float:
+    def sampled_accept_prob(self, q: Distribution) -> float:
         """How likely a token drawn from q is kept by a test against it (rule B), whichever token that is."""
-        return self._kept.chance(q)
+        return self._kept.prob(q)
 
-    def chance(self, distribution: Distribution, token: int) -> float:
+    def accept_prob(self, distribution: Distribution, token: int) -> float:
         """How likely a token of the top-k is right."""
-        first = self.first_chance(distribution)
+        first = self.top1_accept_prob(distribution)
         if token == distribution.ids[0]:
             return first
-        return (1 - first) * self._others.chance(distribution, token, distribution.ids[0])
+        return (1 - first) * self._others.prob(distribution, token, distribution.ids[0])
 
-    def chance_beside(self, distribution: Distribution, token: int, drawn: int, q: Distribution) -> float:
+    def alternative_accept_prob(self, distribution: Distribution, token: int, drawn: int, q: Distribution) -> float:
         """How likely a token of the top-k is right where another one, drawn from q, is tested first."""
-        return (1 - self.kept_chance(q)) * self._others_of_drawn.chance(distribution, token, drawn)
+        return (1 - self.sampled_accept_prob(q)) * self._others_of_drawn.prob(distribution, token, drawn)
 
     def observe(self, distribution: Distribution, token: int) -> None:
         """Take in what the target said where the draft had this distribution."""
@@ -117,7 +117,7 @@ class Calibration:
         if drawn != token:
             self._others_of_drawn.observe(distribution, token, drawn)
 
-    def guess_chance(self, grounds: Grounds) -> float:
+    def guess_accept_prob(self, grounds: Grounds) -> float:
         """How likely a token is right that was guessed on these grounds."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         return (right + _PRIOR / 2) / (seen + _PRIOR)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from specbranch.core.calibration import Calibration
-from specbranch.core.ngram import AnswerMemory
+from specbranch.core.ngram import OutputHistory
 
 # Before the first step with drafts is seen, one is only sent where much of it will be accepted: its cost is unknown.
 _FEARED_PRICE, _FEARED_ENTRY = 0.5, 1.0
@@ -18,23 +18,23 @@ _SURE_STEPS = 16  # with drafts: what fewer have shown may be chance, and fades 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Time of one step: `first_s` for the first row, `more_s` for each further row.
+    """Time of one step: `base_s` for the first row, `per_row_s` for each further row.
 
-    `read_s` is for each token that is only read, in prefill; 0 if that is not known.
+    `per_prefill_token_s` is for each token that is only read, in prefill; 0 if that is not known.
     """
 
-    first_s: float
-    more_s: float = 0.0
-    read_s: float = 0.0
+    base_s: float
+    per_row_s: float = 0.0
+    per_prefill_token_s: float = 0.0
 
     def at(self, rows: float) -> float:
         """Time of a step with that many rows."""
-        return self.first_s + self.more_s * (rows - 1)
+        return self.base_s + self.per_row_s * (rows - 1)
 
     @property
     def share_of_more(self) -> float:
         """Time of a further row as a share of the first row's."""
-        return self.more_s / max(self.first_s, 1e-9)
+        return self.per_row_s / max(self.base_s, 1e-9)
 
     def best_rows(self, gains: Sequence[float]) -> int:
         """How many of the rows with these gains, largest first, give the most gain for the time of the step."""
@@ -43,7 +43,7 @@ class StepCost:
         return rates.index(max(rates)) + 1 if rates else 0
 
 
-class StepEstimate:
+class StepTimeModel:
     """A `StepCost` learned online by least squares that forgets: a sample counts half after `half_life` later ones."""
 
     def __init__(self, half_life: float = 64.0) -> None:
@@ -81,7 +81,7 @@ class StepEstimate:
         return StepCost(first, slope)
 
 
-class TargetEstimate:
+class TargetTimeModel:
     """A target's step times: those of plain steps and, apart, those of steps with drafts.
 
     The first draft token of a step may cost more than the next one: a product of one row reads weights another way
@@ -91,7 +91,7 @@ class TargetEstimate:
 
     def __init__(self, half_life: float = 256.0) -> None:
         self._half_life = half_life
-        self._all, self._plain, self._drafted = StepEstimate(), StepEstimate(), StepEstimate()
+        self._all, self._plain, self._drafted = StepTimeModel(), StepTimeModel(), StepTimeModel()
         self._num_rows = 1
         self._belief = 0.0  # in what is known of steps with drafts
         self._num_steps = self._num_drafted = 0
@@ -116,7 +116,7 @@ class TargetEstimate:
         return self._all.cost
 
     @property
-    def fear(self) -> float:
+    def cold_start_weight(self) -> float:
         """How much to fear of steps with drafts, from 1 to 0, before the first was seen."""
         return 0.0 if self._drafted.cost else 0.5 ** (self._num_steps / _FEARFUL_STEPS)
 
@@ -132,24 +132,24 @@ class TargetEstimate:
         return self._num_rows * committed / max(cost.at(self._num_rows * (1 + submitted)), 1e-9) if cost else 0.0
 
     @property
-    def more_s(self) -> float:
+    def per_token_s(self) -> float:
         """Time of a further draft token."""
         drafted, both = self._drafted.cost, self._all.cost
         if drafted is None or both is None:
             return 0.0
-        return self._belief * (drafted.more_s or both.more_s)
+        return self._belief * (drafted.per_row_s or both.per_row_s)
 
     @property
     def entry_s(self) -> float:
         """Time that each sequence's first draft token takes beyond that of a further one, as the batch is now."""
         drafted, plain = self._drafted.cost, self._plain.cost
-        if drafted is None or plain is None or not drafted.more_s:
+        if drafted is None or plain is None or not drafted.per_row_s:
             return 0.0
         without = drafted.at(self._num_rows)  # as if no drafts were in a step of that kind
         return self._belief * max(without - plain.at(self._num_rows), 0.0) / self._num_rows
 
 
-class Pace:
+class TokensPerStep:
     """What a sequence gets out of a step of the target; a step counts half after `half_life` later ones.
 
     By sequence, so that it still holds when others come or end.
@@ -177,46 +177,48 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Costs:
+class PairModel:
     """What was learned of a pair: both devices' step times, how often the draft is right, and past answers.
 
     The target's step time is by the tokens in it, of all sequences together: those to verify and one more for each.
     """
 
-    draft: StepEstimate = field(default_factory=StepEstimate)
-    target: TargetEstimate = field(default_factory=TargetEstimate)
+    draft: StepTimeModel = field(default_factory=StepTimeModel)
+    target: TargetTimeModel = field(default_factory=TargetTimeModel)
     calibration: Calibration = field(default_factory=Calibration)
     sampled: Calibration = field(default_factory=Calibration)  # of sequences that are sampled by rule B
-    memory: AnswerMemory = field(default_factory=AnswerMemory)
-    pace: Pace = field(default_factory=Pace)
+    history: OutputHistory = field(default_factory=OutputHistory)
+    tokens_per_step: TokensPerStep = field(default_factory=TokensPerStep)
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
         """Take in a step of the target: its sequences, their draft tokens, the tokens that they gained, its time."""
         self.target.observe(num_rows, num_submitted, step_s)
-        self.pace.observe(num_rows, num_submitted, num_committed)
+        self.tokens_per_step.observe(num_rows, num_submitted, num_committed)
 
-    def copy_for_one(self) -> Costs:
+    def copy_for_one(self) -> PairModel:
         """Copy how often the draft is right, for one sequence to go on learning from; the rest stays shared."""
         return replace(self, calibration=copy.deepcopy(self.calibration), sampled=copy.deepcopy(self.sampled))
 
     @property
-    def price(self) -> float:
+    def min_accept_prob(self) -> float:
         """The chance below which a further draft token is not worth verifying.
 
         A token in the target's step takes time in which the whole batch would have emitted that many tokens. Where
         verifying is free, everything is worth it.
         """
-        return _FEARED_PRICE * self.target.fear + min(1.0, self.target.more_s * self._rate)
+        return _FEARED_PRICE * self.target.cold_start_weight + min(1.0, self.target.per_token_s * self._rate)
 
     @property
-    def entry(self) -> float:
+    def min_gain(self) -> float:
         """What a submission must bring beyond the prices of its tokens, in tokens: the first costs more."""
-        return _FEARED_ENTRY * self.target.fear + self.target.entry_s * self._rate
+        return _FEARED_ENTRY * self.target.cold_start_weight + self.target.entry_s * self._rate
 
     @property
     def _rate(self) -> float:
         """Tokens per second that time is worth: what the batch that runs now gets, or would get without drafts."""
-        return max(self.target.rate(self.pace.committed, self.pace.submitted), self.target.plain_rate)
+        return max(
+            self.target.rate(self.tokens_per_step.committed, self.tokens_per_step.submitted), self.target.plain_rate
+        )
 
     def draft_steps_per_target_step(self, rows: int) -> float | None:
         """The speed ratio c for draft steps of that many rows; None until both devices have been seen."""

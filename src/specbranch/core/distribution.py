@@ -96,7 +96,7 @@ _SCALE = 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class RequestSampling:
     """How the target samples one sequence: above temperature 0, with top-p and top-k (0: all tokens)."""
 
     temperature: float
@@ -104,7 +104,7 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
 
-    def shape(self, distribution: Distribution) -> Distribution:
+    def apply(self, distribution: Distribution) -> Distribution:
         """A draft's distribution as the target would sample from it: what tokens are drawn from.
 
         In float32, as it goes over the wire. The tokens that the draft does not name are left out.
@@ -122,14 +122,14 @@ class Sampling:
         return Distribution(ids[: len(kept)], tuple(kept.tolist()), distribution.entropy)
 
 
-def number(seed: int, position: int, text: Sequence[int]) -> float:
+def seeded_uniform(seed: int, position: int, text: Sequence[int]) -> float:
     """A number from 0 to 1 for the token at a position behind a text, of which the last `TEXT_LEN` tokens count."""
     tail = text[-TEXT_LEN:]
     key = struct.pack(f"<Qq{len(tail)}i", seed, position, *tail)
     return float(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * _SCALE
 
 
-def pick(probs: Sequence[Prob], number: float) -> int:
+def inverse_cdf(probs: Sequence[Prob], number: float) -> int:
     """Which of these a number from 0 to 1 falls on, each as often as its probability says."""
     left = number * float(sum(probs))
     for index, prob in enumerate(probs):
@@ -139,7 +139,7 @@ def pick(probs: Sequence[Prob], number: float) -> int:
     return len(probs) - 1  # rounding can leave a crumb
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """A source of random choices."""
 
     def pick(self, weights: Sequence[Prob]) -> int:
@@ -147,7 +147,7 @@ class Chance(Protocol):
         ...
 
 
-class RandomChance:
+class SeededRandom:
     """Choices from a pseudo-random stream. One pick takes exactly one number from the stream."""
 
     def __init__(self, rng: random.Random) -> None:

@@ -33,20 +33,20 @@ SOURCES = (TEXT, MEMORY)
 Guess = list[tuple[int, Grounds]]  # tokens in a row
 
 
-class Guesser:
+class NgramDrafter:
     """Guesses for one sequence. `answer` is its own part of the memory, which it does not guess from."""
 
-    def __init__(self, tokens: list[int], memory: AnswerMemory, answer: Answer | None = None) -> None:
+    def __init__(self, tokens: list[int], memory: OutputHistory, answer: PastOutput | None = None) -> None:
         self._tokens = tokens
-        self._suffixes = SuffixIndex(tokens)
+        self._suffixes = NgramIndex(tokens)
         self._memory = memory
         self._answer = answer
 
-    def catch_up(self, most: int = 2048) -> None:
+    def index_new_tokens(self, most: int = 2048) -> None:
         """Take in what the sequence has gained, at most so many tokens."""
-        self._suffixes.catch_up(most)
+        self._suffixes.index_new_tokens(most)
 
-    def plant(self, tree: Tree, tip: Node, count: int, least: float, sources: Collection[str] = SOURCES) -> list[Node]:
+    def extend(self, tree: Tree, tip: Node, count: int, least: float, sources: Collection[str] = SOURCES) -> list[Node]:
         """Plant below a node that was not run what is guessed to follow it; the chain that is planted.
 
         At most `count` tokens, and none that is less likely than `least` to come true.
@@ -59,9 +59,9 @@ class Guesser:
             if not guess:
                 break
             token, grounds = guess.pop(0)
-            if tree.chance(tip) * tree.calibration.guess_chance(grounds) < least:
+            if tree.path_prob(tip) * tree.calibration.guess_accept_prob(grounds) < least:
                 break
-            tip = tree.plant(tip, token, grounds)
+            tip = tree.add_guess(tip, token, grounds)
             chain.append(tip)
         return chain
 
@@ -70,11 +70,11 @@ class Guesser:
         tail = tip.path(most=LENGTHS[0])
         found: list[Guess] = []
         if TEXT in sources:
-            found.append(_repeated(TEXT, *self._suffixes.after(tail, count)))
+            found.append(_repeated(TEXT, *self._suffixes.continuation(tail, count)))
         if MEMORY in sources:
             end = [*self._tokens[-LENGTHS[0] :], *tail][-LENGTHS[0] :]
-            found.append(_repeated(MEMORY, *self._memory.after(end, count, other_than=self._answer)))
-        chance = tree.calibration.guess_chance
+            found.append(_repeated(MEMORY, *self._memory.continuation(end, count, other_than=self._answer)))
+        chance = tree.calibration.guess_accept_prob
         return max(filter(None, found), key=lambda guess: chance(guess[0][1]), default=[])
 
 
@@ -86,7 +86,7 @@ def _repeated(source: str, tokens: Sequence[int], num_agreed: int) -> Guess:
 LENGTHS = (5, 4, 3, 2)  # of the tokens that must agree, the longest tried first
 
 
-class SuffixIndex:
+class NgramIndex:
     """Positions in a sequence by the tokens before them. It follows a list that only grows, a bounded part at a time.
 
     Memory: one entry for each position and length.
@@ -97,7 +97,7 @@ class SuffixIndex:
         self._num_read = 1
         self._positions: dict[tuple[int, ...], int] = {}
 
-    def catch_up(self, most: int = 2048) -> None:
+    def index_new_tokens(self, most: int = 2048) -> None:
         """Take in what the sequence has gained, at most so many tokens; a long prompt takes several calls."""
         end = min(len(self._tokens), self._num_read + most)
         for position in range(self._num_read, end):
@@ -106,7 +106,7 @@ class SuffixIndex:
                     self._positions[tuple(self._tokens[position - length : position])] = position
         self._num_read = max(self._num_read, end)
 
-    def after(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
+    def continuation(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
         """What followed the sequence's end and `tail` last time, at most `count` tokens, and how many tokens agreed.
 
         Nothing, and 0, if they did not occur before.
@@ -125,7 +125,7 @@ _CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
 _SHORTEST = 3  # fewer tokens that agree with another answer mean little
 
 
-class Answer:
+class PastOutput:
     """One answer, while it grows and afterwards. An answer that was forgotten is not remembered again."""
 
     __slots__ = ("is_forgotten", "is_used", "tokens")
@@ -136,16 +136,16 @@ class Answer:
         self.is_forgotten = False
 
 
-class Room:
+class HistoryBudget:
     """What all memories together may hold. The largest and the longest idle forgets first: its size times its rest."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
         self._num_tokens = 0
         self._now = 0
-        self._last: dict[AnswerMemory, int] = {}  # when it grew last
+        self._last: dict[OutputHistory, int] = {}  # when it grew last
 
-    def take(self, memory: AnswerMemory, num_tokens: int) -> None:
+    def take(self, memory: OutputHistory, num_tokens: int) -> None:
         """A memory has grown by so many tokens."""
         self._now += 1
         self._last[memory] = self._now
@@ -157,20 +157,20 @@ class Room:
                 del self._last[fullest]
 
 
-class AnswerMemory:
+class OutputHistory:
     """Positions in answers by the tokens before them. Read by one thread while another writes: each change is whole."""
 
-    def __init__(self, room: Room | None = None) -> None:
-        self._room = room or Room()
-        self._answers: deque[Answer] = deque()
-        self._positions: dict[tuple[int, ...], tuple[Answer, int]] = {}
+    def __init__(self, room: HistoryBudget | None = None) -> None:
+        self._room = room or HistoryBudget()
+        self._answers: deque[PastOutput] = deque()
+        self._positions: dict[tuple[int, ...], tuple[PastOutput, int]] = {}
         self.num_tokens = 0
 
-    def begin(self) -> Answer:
+    def begin(self) -> PastOutput:
         """A new answer, to be passed to `add`; it is remembered from its first token on."""
-        return Answer()
+        return PastOutput()
 
-    def add(self, answer: Answer, tokens: Sequence[int]) -> None:
+    def add(self, answer: PastOutput, tokens: Sequence[int]) -> None:
         """Take in the next tokens of an answer."""
         if answer.is_forgotten or not tokens:
             return
@@ -185,7 +185,9 @@ class AnswerMemory:
         self.num_tokens += len(tokens)
         self._room.take(self, len(tokens))
 
-    def after(self, tail: Sequence[int], count: int, other_than: Answer | None = None) -> tuple[list[int], int]:
+    def continuation(
+        self, tail: Sequence[int], count: int, other_than: PastOutput | None = None
+    ) -> tuple[list[int], int]:
         """What followed the last tokens of `tail` in an answer, at most `count` tokens, and how many tokens agreed.
 
         Nothing, and 0, if they occurred in no answer, or only in `other_than`.
@@ -208,7 +210,7 @@ class AnswerMemory:
             return 0
         return self._forget(answer)
 
-    def _forget(self, answer: Answer) -> int:
+    def _forget(self, answer: PastOutput) -> int:
         answer.is_forgotten = True
         tokens = answer.tokens
         for position in range(len(tokens)):

@@ -4,8 +4,9 @@ A node of the draft tree: one drafted token, what is known after it, and what be
 
 How draft tokens are drawn: most likely first (rule A), or by chance (rule B).
 
-Of rule B there are two forms. `ServedDraw` is what a stock engine can verify: one drawn token at a place. `SampledDraw`
-is the paper's, for reference: several at a place, drawn without replacement and tested in turn.
+Of rule B there are two forms. `RejectionPicker` is what a stock engine can verify: one drawn token at a place.
+`WithoutReplacementPicker` is the paper's, for reference: several at a place, drawn without replacement and tested in
+turn.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from enum import Enum
 from typing import Protocol
 
 from specbranch.core.calibration import Calibration, Grounds
-from specbranch.core.distribution import TEXT_LEN, Chance, Distribution, Prob, Sampling, number, pick
+from specbranch.core.distribution import (
+    TEXT_LEN,
+    Distribution,
+    Prob,
+    RandomSource,
+    RequestSampling,
+    inverse_cdf,
+    seeded_uniform,
+)
 
 
-class Fate(Enum):
+class TokenOutcome(Enum):
     """What became of a drafted token."""
 
     USED = "used"  # a verdict committed it
@@ -35,15 +44,17 @@ class Node:
     token: int
     parent: Node | None
     position: int
-    born: int  # after so many submissions
+    submission_index: int  # after so many submissions
     children: list[Node] = field(default_factory=list)
     distribution: Distribution | None = None  # of the next token, once the node was run
     is_submitted: bool = False
-    fate: Fate | None = None
-    grounds: Grounds | None = None  # of a token that was guessed, not drawn from a distribution
-    drawn_from: Distribution | None = None  # by chance, to be tested against it; None for the likeliest and for guesses
-    has_served: bool = False  # a token drawn after this one was committed
-    log_chance: float = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
+    outcome: TokenOutcome | None = None
+    guess_source: Grounds | None = None  # of a token that was guessed, not drawn from a distribution
+    sampled_from: Distribution | None = (
+        None  # by chance, to be tested against it; None for the likeliest and for guesses
+    )
+    has_committed_child: bool = False  # a token drawn after this one was committed
+    log_prob: float = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
 
     def child_with(self, token: int) -> Node | None:
         """The child that holds `token`, if it has been drawn."""
@@ -65,7 +76,7 @@ class Node:
 First = tuple[int, Distribution | None]  # a token, and the distribution that it was drawn from by chance
 
 
-class Draw(Protocol):
+class TokenPicker(Protocol):
     """Draws the tokens that follow one node that was run, one at a time."""
 
     def first(self, node: Node, is_tested: bool) -> First | None:
@@ -80,7 +91,7 @@ class Draw(Protocol):
         ...
 
 
-class TopDraw:
+class GreedyPicker:
     """The most likely token not yet taken.
 
     Exact together with rule A, which never asks for the draft's distribution.
@@ -94,10 +105,10 @@ class TopDraw:
         return next((token for token in distribution.ids if token not in taken), None)
 
 
-class SampledDraw:
+class WithoutReplacementPicker:
     """A sample without replacement, as rule B requires. Exact only if top-k is the whole distribution."""
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, chance: RandomSource) -> None:
         self._chance = chance
 
     def first(self, node: Node, is_tested: bool) -> First | None:
@@ -115,7 +126,7 @@ class SampledDraw:
         return free[self._chance.pick([prob for _, prob in free])][0]
 
 
-class ServedDraw(TopDraw):
+class RejectionPicker(GreedyPicker):
     """The token to submit is drawn by chance where that is kept more often; the others are the most likely ones.
 
     Which of the two it is depends on the distribution and on what was learned, never on the token.
@@ -136,16 +147,16 @@ class ServedDraw(TopDraw):
         if distribution is None or not distribution.ids or not is_tested:
             return super().first(node, is_tested)
         q = self._shape(distribution)
-        if self._calibration.kept_chance(q) < self._calibration.first_chance(distribution):
+        if self._calibration.sampled_accept_prob(q) < self._calibration.top1_accept_prob(distribution):
             return distribution.ids[0], None
         return q.ids[self._pick(node, q.probs)], q
 
 
-def served_draw(sampling: Sampling, tokens: Sequence[int], calibration: Calibration) -> ServedDraw:
+def rejection_picker(sampling: RequestSampling, tokens: Sequence[int], calibration: Calibration) -> RejectionPicker:
     """The draw for a request; `tokens` are the committed ones of its sequence, which grow."""
 
     def pick_at(node: Node, probs: Sequence[Prob]) -> int:
         text = [*tokens[-TEXT_LEN:], *node.path()]
-        return pick(probs, number(sampling.seed, node.position + 1, text))
+        return inverse_cdf(probs, seeded_uniform(sampling.seed, node.position + 1, text))
 
-    return ServedDraw(sampling.shape, pick_at, calibration)
+    return RejectionPicker(sampling.apply, pick_at, calibration)

@@ -5,9 +5,9 @@ What the settings of planners may be. Bad values raise when a planner is made, n
 The planner. A method of speculative decoding is a few answers over the same draft tree.
 
 A planner decides what is drafted and what is submitted, never what is accepted. So by rule A, the default, no planner
-can change the output distribution. Where tokens are drawn by chance (`Node.drawn_from`, rule B) there is one condition:
-whether one is submitted may depend on the distribution that it was drawn from, not on which token it is, nor on what
-follows it.
+can change the output distribution. Where tokens are drawn by chance (`Node.sampled_from`, rule B) there is one
+condition: whether one is submitted may depend on the distribution that it was drawn from, not on which token it is, nor
+on what follows it.
 
 One planner object serves one sequence. It is asked on every verdict, so its answers must cost microseconds.
 """
@@ -121,7 +121,7 @@ class Planner(ABC, Generic[S]):
         self.predictor = predictor
 
     @property
-    def lets_wait(self) -> bool:
+    def may_block_target(self) -> bool:
         """Whether `submit` may let the target wait. Of one that never does, little time is given to the answer."""
         return True
 
@@ -133,10 +133,10 @@ class Planner(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         """The nodes worth running in the next draft step, most valuable first. Asked between draft steps."""
 
-    def foresee(self, round: Round, start: Node) -> Sequence[Node] | None:
+    def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
         """What `submit` would answer if the verdict that is awaited took the sequence to `start`.
 
         None if that cannot be said before. A target that is told ahead need not ask.

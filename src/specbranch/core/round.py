@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
 
-from specbranch.core.costs import Costs
-from specbranch.core.ngram import Guesser
-from specbranch.core.tree import Settled, Tree
+from specbranch.core.costs import PairModel
+from specbranch.core.ngram import NgramDrafter
+from specbranch.core.tree import RollbackCounts, Tree
 
 
 class Signal(IntEnum):
@@ -31,7 +31,7 @@ MAX_WINDOW = 64  # draft tokens in one submission
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class AcceptanceHint:
     """What the target's own state tells about the next window of draft tokens."""
 
     signal: Signal
@@ -43,11 +43,11 @@ class Round:
 
     index: int
     tree: Tree
-    costs: Costs
-    guesser: Guesser
+    costs: PairModel
+    ngrams: NgramDrafter
     is_hit: bool = False
     signal: Signal | None = None
-    outlook: Outlook | None = None  # told by the target with the verdict that opened the round
+    hint: AcceptanceHint | None = None  # told by the target with the verdict that opened the round
 
     @property
     def is_waiting(self) -> bool:
@@ -109,7 +109,7 @@ class Stats:
         """What was counted after `earlier` was read."""
         return Stats(**{name: getattr(self, name) - getattr(earlier, name) for name in _NAMES})
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: RollbackCounts) -> None:
         """Count what became of drafted tokens."""
         self.used += settled.used
         self.rejected += settled.rejected

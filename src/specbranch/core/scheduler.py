@@ -25,34 +25,34 @@ _BESIDE_DRAFTING = 4  # prefill beside sessions that draft gets this part of a p
 
 
 @dataclass(slots=True, kw_only=True)
-class Wish(Generic[K]):
+class RowRequest(Generic[K]):
     """What one session would like to run in the next step, and what it was granted."""
 
     session: K
     nodes: Sequence[Node]
-    worths: Sequence[float]  # of the nodes
-    is_awaited: bool = False  # a target waits for this session
-    num_unread: int = 0  # committed tokens that the draft has yet to prefill
+    priorities: Sequence[float]  # of the nodes
+    is_target_waiting: bool = False  # a target waits for this session
+    num_unprefilled: int = 0  # committed tokens that the draft has yet to prefill
     round_index: int = 0  # when it was made
     tenant: Hashable = None  # whose session it is
-    num_read: float = 0.0  # tokens that were read for its tenant lately
+    num_prefilled: float = 0.0  # tokens that were read for its tenant lately
     granted: list[Node] = field(default_factory=list)
 
     @property
     def is_in_prefill(self) -> bool:
         """Whether more than the newest token has to be fed before it can draft."""
-        return self.num_unread > 1
+        return self.num_unprefilled > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule(Generic[K]):
     """The wishes that take part in the next step, and how many tokens each may prefill in it."""
 
-    wishes: list[Wish[K]]
-    piece_len: int
+    requests: list[RowRequest[K]]
+    prefill_chunk: int
 
 
-def wish_for(
+def request_rows(
     session: K,
     round: Round,
     nodes: Sequence[Node],
@@ -60,26 +60,26 @@ def wish_for(
     num_unread: int = 0,
     tenant: Hashable = None,
     num_read: float = 0.0,
-) -> Wish[K]:
+) -> RowRequest[K]:
     """A session's wish to run these nodes of its tree in this round."""
     lead = 1.0 if is_awaited else 0.0
-    worths = [lead + round.tree.chance(node) for node in nodes]
-    return Wish(
+    worths = [lead + round.tree.path_prob(node) for node in nodes]
+    return RowRequest(
         session=session,
         nodes=nodes,
-        worths=worths,
-        is_awaited=is_awaited,
-        num_unread=num_unread,
+        priorities=worths,
+        is_target_waiting=is_awaited,
+        num_unprefilled=num_unread,
         round_index=round.index,
         tenant=tenant,
-        num_read=num_read,
+        num_prefilled=num_read,
     )
 
 
-def schedule(
-    wishes: Sequence[Wish[K]],
+def select_rows(
+    wishes: Sequence[RowRequest[K]],
     row_limit: int,
-    piece_len: int,
+    prefill_chunk: int,
     cost: StepCost | None = None,
     is_shared: bool = False,
 ) -> Schedule[K]:
@@ -97,10 +97,10 @@ def schedule(
     equal, more = _shares(tenants, row_limit, most=1 if is_shared and is_alone else row_limit)
     spare_s = cost.at(len(equal)) if cost is not None and (is_shared or not is_alone) else None
     num_more = row_limit - len(equal)
-    if spare_s is not None and cost is not None and cost.more_s:
+    if spare_s is not None and cost is not None and cost.per_row_s:
         has_text = any(wish.is_in_prefill for wish in wishes)
-        num_more = min(num_more, int(spare_s / cost.more_s / (2 if has_text else 1)))
-        spare_s -= cost.more_s * min(num_more, len(more))
+        num_more = min(num_more, int(spare_s / cost.per_row_s / (2 if has_text else 1)))
+        spare_s -= cost.per_row_s * min(num_more, len(more))
     for index in sorted([*equal, *more[:num_more]]):
         _, number, node = ranked[index]
         wishes[number].granted.append(node)
@@ -108,11 +108,11 @@ def schedule(
     # Whoever drafts already must not wait long for others in prefill. These go by smaller pieces, unless a target waits
     # for one of them.
     in_prefill = [wish for wish in granted if wish.is_in_prefill]
-    if len(in_prefill) < len(granted) and not any(wish.is_awaited for wish in in_prefill):
-        piece_len = max(1, piece_len // _BESIDE_DRAFTING)
-    if spare_s is not None and cost is not None and cost.read_s:
-        piece_len = min(piece_len, max(LEAST_PIECE, int(spare_s / cost.read_s)))
-    return Schedule(_within_a_piece(granted, piece_len), piece_len)
+    if len(in_prefill) < len(granted) and not any(wish.is_target_waiting for wish in in_prefill):
+        prefill_chunk = max(1, prefill_chunk // _BESIDE_DRAFTING)
+    if spare_s is not None and cost is not None and cost.per_prefill_token_s:
+        prefill_chunk = min(prefill_chunk, max(LEAST_PIECE, int(spare_s / cost.per_prefill_token_s)))
+    return Schedule(_within_a_piece(granted, prefill_chunk), prefill_chunk)
 
 
 def _shares(tenants: Sequence[Hashable], row_limit: int, most: int) -> tuple[list[int], list[int]]:
@@ -128,21 +128,21 @@ def _shares(tenants: Sequence[Hashable], row_limit: int, most: int) -> tuple[lis
     return shares[0][:row_limit], sorted([*beyond, *shares[1]])
 
 
-def _within_a_piece(wishes: list[Wish[K]], piece_len: int) -> list[Wish[K]]:
+def _within_a_piece(wishes: list[RowRequest[K]], prefill_chunk: int) -> list[RowRequest[K]]:
     """Without those that would prefill more than one step should; the first always may.
 
     First come those that a target waits for, then the tenants for whom least was read lately.
     """
     in_prefill = [wish for wish in wishes if wish.is_in_prefill]
     left_out, num_read = set(), 0
-    for wish in sorted(in_prefill, key=lambda wish: (not wish.is_awaited, wish.num_read)):
-        size = min(wish.num_unread, piece_len)
-        if num_read and num_read + size > piece_len:
+    for wish in sorted(in_prefill, key=lambda wish: (not wish.is_target_waiting, wish.num_prefilled)):
+        size = min(wish.num_unprefilled, prefill_chunk)
+        if num_read and num_read + size > prefill_chunk:
             left_out.add(id(wish))
         else:
             num_read += size
     return [wish for wish in wishes if id(wish) not in left_out]
 
 
-def _pairs(wish: Wish[K]) -> list[tuple[float, Node]]:
-    return list(zip(wish.worths, wish.nodes, strict=True))
+def _pairs(wish: RowRequest[K]) -> list[tuple[float, Node]]:
+    return list(zip(wish.priorities, wish.nodes, strict=True))

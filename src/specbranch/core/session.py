@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbranch.core.costs import Costs
-from specbranch.core.distribution import Distribution, Sampling
-from specbranch.core.ngram import Guesser
-from specbranch.core.node import Draw, Node, served_draw
+from specbranch.core.costs import PairModel
+from specbranch.core.distribution import Distribution, RequestSampling
+from specbranch.core.ngram import NgramDrafter
+from specbranch.core.node import Node, TokenPicker, rejection_picker
 from specbranch.core.planner import Planner
-from specbranch.core.round import MAX_WINDOW, Outlook, Round, Stats, Verdict
+from specbranch.core.round import MAX_WINDOW, AcceptanceHint, Round, Stats, Verdict
 from specbranch.core.tree import Tree
 
 _LEAST_CHANCE = 0.01  # of a verdict that is looked at before it comes
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class StopCondition:
     """When a sequence is over: after so many new tokens, or at one of these tokens."""
 
     max_new_tokens: int | None = None
@@ -41,7 +41,12 @@ class Session:
     """A sequence and everything that is prepared for it. Only verified tokens ever enter `tokens`."""
 
     def __init__(
-        self, prompt: Sequence[int], planner: Planner[Any], draw: Draw, costs: Costs, ending: Ending | None = None
+        self,
+        prompt: Sequence[int],
+        planner: Planner[Any],
+        draw: TokenPicker,
+        costs: PairModel,
+        ending: StopCondition | None = None,
     ) -> None:
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
@@ -50,12 +55,12 @@ class Session:
         self.longest: int | None = None  # the most tokens that the request lets be submitted at once
         self._planner = planner
         self._draw = draw
-        self._sampling: Sampling | None = None
-        self._ending = ending or Ending()
-        self._answer = costs.memory.begin()
+        self._sampling: RequestSampling | None = None
+        self._ending = ending or StopCondition()
+        self._answer = costs.history.begin()
         self._is_secluded = False
         tree = Tree(prompt, draw, costs.calibration)
-        self.round = Round(0, tree, costs, Guesser(self.tokens, costs.memory, self._answer))
+        self.round = Round(0, tree, costs, NgramDrafter(self.tokens, costs.history, self._answer))
 
     @property
     def tree(self) -> Tree:
@@ -73,16 +78,16 @@ class Session:
         return self.tokens[self.prompt_len :]
 
     @property
-    def drawn_from(self) -> list[Distribution | None]:
+    def sampled_from(self) -> list[Distribution | None]:
         """What each token under verification was drawn from by chance; None for those that were not."""
-        return [node.drawn_from for node in self.tree.submitted or ()]
+        return [node.sampled_from for node in self.tree.submitted or ()]
 
     @property
     def is_sampled(self) -> bool:
         """Whether tokens are drawn by chance."""
         return self._sampling is not None
 
-    def sample(self, sampling: Sampling | None) -> None:
+    def set_sampling(self, sampling: RequestSampling | None) -> None:
         """Draw further tokens by chance, as the target samples (rule B); None: propose the likeliest (rule A)."""
         if sampling != self._sampling:
             self._sampling = sampling
@@ -108,30 +113,30 @@ class Session:
             self.tree.submit(nodes[: self.longest])
         return self.submitted
 
-    def foresee(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
+    def drafts_by_verdict(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
         """What `propose` will answer after the verdict that is awaited: committed tokens, and the chain to submit then.
 
         For the likeliest verdicts, at most `count` of them. Nothing where the planner cannot say it before, or has
         nothing to submit so far: the verdict itself may help.
         """
         foreseen: list[tuple[list[int], Sequence[Node]]] = []
-        for node in () if self.round.is_waiting else self.tree.outcomes(count, _LEAST_CHANCE):
-            nodes = self._planner.foresee(self.round, node)
+        for node in () if self.round.is_waiting else self.tree.likely_verdicts(count, _LEAST_CHANCE):
+            nodes = self._planner.submit_after(self.round, node)
             if nodes:
                 foreseen.append((self.tree.path(node), nodes[: self.longest]))
         return foreseen
 
-    def adopt(self, tokens: Sequence[int]) -> None:
+    def mark_submitted(self, tokens: Sequence[int]) -> None:
         """The target verifies these tokens now, which were foreseen; those that the tree has lost do not count."""
         if self.round.is_waiting:
             self.tree.submit(self.tree.find(tokens))
 
-    def stand_aside(self) -> None:
+    def skip_round(self) -> None:
         """Let this round go without a draft: the deadline has passed, or nothing can be drafted."""
         if self.round.is_waiting:
             self.tree.submit(())
 
-    def give_up(self) -> None:
+    def submit_ready(self) -> None:
         """The deadline has passed while the planner let the target wait: this round goes without a draft.
 
         Where tokens were drawn by chance, with what was drafted in time: how long a planner waits depends on what
@@ -139,30 +144,30 @@ class Session:
         """
         if self.is_sampled and self.round.is_waiting:
             gamma = getattr(self._planner.settings, "gamma", MAX_WINDOW)
-            self.tree.submit(self.tree.walk_run(self.tree.root, gamma)[: self.longest])
-        self.stand_aside()
+            self.tree.submit(self.tree.drafted_chain(self.tree.root, gamma)[: self.longest])
+        self.skip_round()
 
     def rows(self) -> Sequence[Node]:
         """The nodes that the draft should run next, most valuable first."""
-        self.settle()
-        return self._planner.prepare(self.round)
+        self.count_rollback()
+        return self._planner.rows_to_run(self.round)
 
-    def grow(self, node: Node, distribution: Distribution) -> None:
+    def add_distribution(self, node: Node, distribution: Distribution) -> None:
         """Take in the distribution after a node that was run. A node that was rolled back meanwhile does no harm."""
         self.tree.set_distribution(node, distribution)
         self.stats.rows += 1
 
-    def settle(self) -> None:
+    def count_rollback(self) -> None:
         """Count what verdicts have rolled back, and remember what was said.
 
         Done before drafting goes on, not before the target is answered.
         """
-        self.stats.settle(self.tree.settle())
+        self.stats.settle(self.tree.count_rollback())
         if not self._is_secluded:
-            self.round.costs.memory.add(self._answer, self.tokens[self.prompt_len + len(self._answer.tokens) :])
+            self.round.costs.history.add(self._answer, self.tokens[self.prompt_len + len(self._answer.tokens) :])
 
     def commit(
-        self, tokens: Sequence[int], num_submitted: int | None = None, outlook: Outlook | None = None
+        self, tokens: Sequence[int], num_submitted: int | None = None, outlook: AcceptanceHint | None = None
     ) -> list[int]:
         """End a round by content: the target committed these tokens after `num_submitted` had been sent.
 
@@ -174,9 +179,9 @@ class Session:
             raise ValueError("a verdict commits at least the target's own token")
         if self.is_finished:
             raise ValueError("the sequence is over; no more tokens can be committed")
-        self.stand_aside()
+        self.skip_round()
         if num_submitted is not None:
-            self.tree.retract(num_submitted)
+            self.tree.unsubmit(num_submitted)
         submitted = self.submitted
         verdict = Verdict.of(tokens, submitted)
         self._planner.learn(self.round, verdict)
@@ -189,16 +194,16 @@ class Session:
     def _use_calibration(self) -> None:
         costs, sampling = self.round.costs, self._sampling
         if sampling is None:
-            self.tree.use(self._draw, costs.calibration)
+            self.tree.set_sampling(self._draw, costs.calibration)
         else:
-            self.tree.use(served_draw(sampling, self.tokens, costs.sampled), costs.sampled)
+            self.tree.set_sampling(rejection_picker(sampling, self.tokens, costs.sampled), costs.sampled)
 
-    def _begin_round(self, committed: Sequence[int], outlook: Outlook | None) -> None:
+    def _begin_round(self, committed: Sequence[int], outlook: AcceptanceHint | None) -> None:
         tree, old = self.tree, self.round
-        tree.learn(committed)
+        tree.update_calibration(committed)
         tree.commit(committed)
         is_hit = tree.root.distribution is not None
-        self.round = Round(old.index + 1, tree, old.costs, old.guesser, is_hit=is_hit, outlook=outlook)
+        self.round = Round(old.index + 1, tree, old.costs, old.ngrams, is_hit=is_hit, hint=outlook)
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:
         stats = self.stats

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from specbranch.core.calibration import Calibration, Grounds
 from specbranch.core.distribution import Distribution
-from specbranch.core.node import Draw, Fate, Node
+from specbranch.core.node import Node, TokenOutcome, TokenPicker
 
 _LEAST = 1e-30  # the last of top-k may have been rounded to nothing
 
@@ -29,18 +29,18 @@ _LEAST = 1e-30  # the last of top-k may have been rounded to nothing
 class Tree:
     """A tree of drafted tokens below the last committed one."""
 
-    def __init__(self, tokens: Sequence[int], draw: Draw, calibration: Calibration | None = None) -> None:
+    def __init__(self, tokens: Sequence[int], draw: TokenPicker, calibration: Calibration | None = None) -> None:
         if not tokens:
             raise ValueError("a draft tree needs at least one committed token to start from")
-        self.use(draw, calibration or Calibration())
+        self.set_sampling(draw, calibration or Calibration())
         self.root = Node(tokens[-1], None, len(tokens) - 1, 0)
         self.submitted: list[Node] | None = None
         self.num_drafted = 0
         self.num_alive = 0
         self._submissions = 0
-        self._unsettled: list[Abandoned] = []
+        self._unsettled: list[DiscardedBranches] = []
 
-    def use(self, draw: Draw, calibration: Calibration) -> None:
+    def set_sampling(self, draw: TokenPicker, calibration: Calibration) -> None:
         """Draw further tokens this way from now on, and judge them by this."""
         self._draw = draw
         self.calibration = calibration
@@ -56,7 +56,7 @@ class Tree:
             pass
         return node.children[:count]
 
-    def walk(self, start: Node, length: int) -> list[Node]:
+    def chain(self, start: Node, length: int) -> list[Node]:
         """The principal chain below `start`, first children all the way, drawn as far as distributions are known.
 
         At most `length` nodes. If it is shorter, its last node (or `start`) is the one to run next.
@@ -68,7 +68,7 @@ class Tree:
             chain.append(node)
         return chain
 
-    def walk_run(self, start: Node, length: int) -> list[Node]:
+    def drafted_chain(self, start: Node, length: int) -> list[Node]:
         """The principal chain below `start` as far as the draft itself proposes it: behind nodes that were run."""
         chain: list[Node] = []
         node = start
@@ -77,12 +77,12 @@ class Tree:
             chain.append(node)
         return chain
 
-    def unrun(self, start: Node, length: int) -> Node | None:
+    def next_unrun(self, start: Node, length: int) -> Node | None:
         """The node to run so that the chain below `start` grows to `length` tokens; None if it is that long already.
 
         None also where the distribution has no token left to draw.
         """
-        chain = self.walk(start, length)
+        chain = self.chain(start, length)
         tip = chain[-1] if chain else start
         return tip if len(chain) < length and tip.distribution is None else None
 
@@ -122,13 +122,13 @@ class Tree:
             if node is not start and node.parent is not None:
                 nexts.append((node.parent, node.parent.children.index(node) + 2))
             for parent, rank in nexts:
-                child = self._child_at(parent, rank, least * math.exp(start.log_chance - parent.log_chance))
+                child = self._child_at(parent, rank, least * math.exp(start.log_prob - parent.log_prob))
                 if child is not None:
-                    heapq.heappush(heap, (start.log_chance - child.log_chance, num_seen, child))
+                    heapq.heappush(heap, (start.log_prob - child.log_prob, num_seen, child))
                     num_seen += 1
         return found
 
-    def outcomes(self, count: int, least: float) -> list[Node]:
+    def likely_verdicts(self, count: int, least: float) -> list[Node]:
         """Where the sequence may be after the verdict on what was submitted, the likeliest first: at most `count`.
 
         A verdict accepts some of the submission and adds a token of its own. None is named with a chance below `least`.
@@ -136,12 +136,12 @@ class Tree:
         found: list[Node] = []
         submitted = self.submitted or []
         for parent, accepted in zip([self.root, *submitted], [*submitted, None], strict=True):
-            lowest = least * math.exp(self.root.log_chance - parent.log_chance)
+            lowest = least * math.exp(self.root.log_prob - parent.log_prob)
             rank = 1
             while (child := self._child_at(parent, rank, lowest)) is not None:
                 found += [child] if child is not accepted else []
                 rank += 1
-        return sorted(found, key=lambda node: -node.log_chance)[:count]
+        return sorted(found, key=lambda node: -node.log_prob)[:count]
 
     def find(self, tokens: Sequence[int]) -> list[Node]:
         """The drafted nodes along these tokens below the root, as far as there are any."""
@@ -157,23 +157,23 @@ class Tree:
     def _child_at(self, node: Node, rank: int, least: float) -> Node | None:
         """A node's child of that rank, from 1; drawn only if the rest can give it the least chance."""
         if len(node.children) < rank:
-            left = 1.0 - sum(math.exp(child.log_chance - node.log_chance) for child in node.children)
+            left = 1.0 - sum(math.exp(child.log_prob - node.log_prob) for child in node.children)
             if left < least:
                 return None
         children = self.children(node, rank)
-        if len(children) < rank or children[-1].log_chance - node.log_chance < math.log(least):
+        if len(children) < rank or children[-1].log_prob - node.log_prob < math.log(least):
             return None
         return children[-1]
 
-    def plant(self, parent: Node, token: int, grounds: Grounds) -> Node:
+    def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
         """A child that is guessed, below a node that was not run; how likely it is right was learned by its grounds.
 
         Only for verification by match (rule A), which takes any proposal.
         """
         child = parent.child_with(token)
         if child is None:
-            child = self._add(parent, token, self.calibration.guess_chance(grounds))
-            child.grounds = grounds
+            child = self._add(parent, token, self.calibration.guess_accept_prob(grounds))
+            child.guess_source = grounds
         return child
 
     def set_distribution(self, node: Node, distribution: Distribution) -> None:
@@ -181,30 +181,30 @@ class Tree:
         node.distribution = distribution
         if not node.children:
             return
-        left = 1 - self.calibration.first_chance(distribution)
+        left = 1 - self.calibration.top1_accept_prob(distribution)
         for child in node.children:
             if child.token not in distribution.ids:
-                self._shift(child, math.log(max(left, _LEAST)))
+                self._shift_log_prob(child, math.log(max(left, _LEAST)))
         self._draw_first(node)
-        self._judge_children(node)
+        self._rescore_children(node)
 
-    def _judge_children(self, node: Node) -> None:
+    def _rescore_children(self, node: Node) -> None:
         """Give the children of a node that was run their chances: the one to submit first, then the likeliest."""
         distribution, drawn = node.distribution, _drawn_child(node)
         assert distribution is not None, "a node that was run"
         for child in node.children:
             if child.token in distribution.ids:
                 chance = self._chance(distribution, child.token, drawn)
-                self._shift(child, node.log_chance + math.log(max(chance, _LEAST)) - child.log_chance)
-        node.children.sort(key=lambda child: (child is not drawn, -child.log_chance))
+                self._shift_log_prob(child, node.log_prob + math.log(max(chance, _LEAST)) - child.log_prob)
+        node.children.sort(key=lambda child: (child is not drawn, -child.log_prob))
 
     def _chance(self, distribution: Distribution, token: int, drawn: Node | None) -> float:
         """How likely a token is right behind a node with this distribution, of which one child may have been drawn."""
-        if drawn is None or drawn.drawn_from is None:
-            return self.calibration.chance(distribution, token)
+        if drawn is None or drawn.sampled_from is None:
+            return self.calibration.accept_prob(distribution, token)
         if token == drawn.token:
-            return self.calibration.kept_chance(drawn.drawn_from)
-        return self.calibration.chance_beside(distribution, token, drawn.token, drawn.drawn_from)
+            return self.calibration.sampled_accept_prob(drawn.sampled_from)
+        return self.calibration.alternative_accept_prob(distribution, token, drawn.token, drawn.sampled_from)
 
     def submit(self, nodes: Sequence[Node]) -> None:
         """Mark a chain that starts below the root as sent for verification."""
@@ -219,19 +219,19 @@ class Tree:
         drawn = _drawn_child(self.end)
         if drawn is not None:
             # It is not tested: the target will say its own token here. So it is one guess of that among others.
-            drawn.drawn_from = None
-            self._judge_children(self.end)
+            drawn.sampled_from = None
+            self._rescore_children(self.end)
 
-    def retract(self, length: int) -> None:
+    def unsubmit(self, length: int) -> None:
         """Take back what was not sent after all: only the first `length` submitted tokens are under verification."""
         if self.submitted is not None:
             for node in self.submitted[length:]:
                 node.is_submitted = False
             del self.submitted[length:]
 
-    def chance(self, node: Node, start: Node | None = None) -> float:
+    def path_prob(self, node: Node, start: Node | None = None) -> float:
         """How likely it is that the sequence goes on to this node, seen from the root or from a node on the way."""
-        return math.exp(node.log_chance - (start or self.root).log_chance)
+        return math.exp(node.log_prob - (start or self.root).log_prob)
 
     def path(self, node: Node) -> list[int]:
         """The tokens from the root, which does not count, to a node below it."""
@@ -246,25 +246,25 @@ class Tree:
         is_drafted = len(path) == len(tokens)
         root = path[-1] if is_drafted else Node(tokens[-1], None, old.position + len(tokens), self._submissions)
         end = self.end if self.submitted is not None else None
-        self._unsettled.append(Abandoned(old, root, end, len(path), self._submissions))
+        self._unsettled.append(DiscardedBranches(old, root, end, len(path), self._submissions))
         root.parent = None
         self.root = root
         self.submitted = None
 
-    def settle(self) -> Settled:
+    def count_rollback(self) -> RollbackCounts:
         """Give every token that verdicts have left behind its fate, and count them.
 
         Apart from `commit`, because an answer to the target must not wait for it: the answer costs the length of the
         verdict, settling costs the size of what is lost.
         """
-        total = Settled()
+        total = RollbackCounts()
         for left in self._unsettled:
-            total.add(left.settle())
+            total.add(left.count_rollback())
         self._unsettled.clear()
         self.num_alive -= total.used + total.rolled_back
         return total
 
-    def learn(self, tokens: Sequence[int]) -> None:
+    def update_calibration(self, tokens: Sequence[int]) -> None:
         """Let the calibration see where distributions and guesses were right, before these tokens are committed."""
         node: Node | None = self.root
         for token in tokens:
@@ -273,11 +273,11 @@ class Tree:
             if node.distribution is not None:
                 self.calibration.observe(node.distribution, token)
                 drawn = _drawn_child(node)
-                if drawn is not None and drawn.drawn_from is not None and drawn.is_submitted:
-                    self.calibration.observe_drawn(node.distribution, token, drawn.token, drawn.drawn_from)
+                if drawn is not None and drawn.sampled_from is not None and drawn.is_submitted:
+                    self.calibration.observe_drawn(node.distribution, token, drawn.token, drawn.sampled_from)
             for child in node.children:
-                if child.grounds is not None:
-                    self.calibration.observe_guess(child.grounds, child.token == token)
+                if child.guess_source is not None:
+                    self.calibration.observe_guess(child.guess_source, child.token == token)
             node = node.child_with(token)
 
     def distributions(self, tokens: Sequence[int]) -> list[Distribution | None]:
@@ -317,47 +317,55 @@ class Tree:
         token, q = first
         child = node.child_with(token)
         if child is None:
-            chance = self.calibration.chance(distribution, token) if q is None else self.calibration.kept_chance(q)
+            chance = (
+                self.calibration.accept_prob(distribution, token)
+                if q is None
+                else self.calibration.sampled_accept_prob(q)
+            )
             child = self._add(node, token, chance)
-        child.drawn_from = q
+        child.sampled_from = q
         return True
 
     def _add(self, node: Node, token: int, chance: float) -> Node:
         child = Node(token, node, node.position + 1, self._submissions)
-        child.log_chance = node.log_chance + math.log(max(chance, _LEAST))
+        child.log_prob = node.log_prob + math.log(max(chance, _LEAST))
         node.children.append(child)
         self.num_drafted += 1
         self.num_alive += 1
         return child
 
-    def _shift(self, node: Node, change: float) -> None:
+    def _shift_log_prob(self, node: Node, change: float) -> None:
         """Change the chance of a node and of all below it."""
         stack = [node]
         while stack:
             one = stack.pop()
-            one.log_chance += change
+            one.log_prob += change
             stack += one.children
 
     def _walk_used(self, tokens: Sequence[int]) -> list[Node]:
         """The drafted nodes along a verdict's tokens, which are thereby used."""
         path = self.find(tokens)
         for node in path:
-            node.fate = Fate.USED
+            node.outcome = TokenOutcome.USED
             assert node.parent is not None, "below the root"
-            node.parent.has_served = True
+            node.parent.has_committed_child = True
         return path
 
 
 def _drawn_child(node: Node) -> Node | None:
     """The child that was drawn by chance, if one was."""
-    return next((child for child in node.children if child.drawn_from is not None), None)
+    return next((child for child in node.children if child.sampled_from is not None), None)
 
 
-CAUSES = (Fate.REJECTED.value, Fate.UNUSED.value, Fate.CUT.value)  # why drafted tokens are rolled back
+CAUSES = (
+    TokenOutcome.REJECTED.value,
+    TokenOutcome.UNUSED.value,
+    TokenOutcome.CUT.value,
+)  # why drafted tokens are rolled back
 
 
 @dataclass(slots=True, kw_only=True)
-class Settled:
+class RollbackCounts:
     """What a verdict did to drafted tokens; `losing`: lost on a root that was not the draft's first choice."""
 
     used: int = 0
@@ -371,7 +379,7 @@ class Settled:
         """Tokens lost, whatever the cause."""
         return self.rejected + self.unused + self.cut
 
-    def add(self, other: Settled) -> None:
+    def add(self, other: RollbackCounts) -> None:
         """Add another count to this one."""
         self.used += other.used
         self.rejected += other.rejected
@@ -381,7 +389,7 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
+class DiscardedBranches:
     """What one verdict left behind: all below `old` that is not below `root`."""
 
     old: Node
@@ -390,15 +398,15 @@ class Abandoned:
     num_used: int
     submissions: int
 
-    def settle(self) -> Settled:
+    def count_rollback(self) -> RollbackCounts:
         """Give every abandoned node its fate, and count them."""
-        settled = Settled(used=self.num_used)
+        settled = RollbackCounts(used=self.num_used)
         stack = [(self.old, False, False)]
         while stack:
             node, is_behind, is_losing = stack.pop()
             if node is self.root:
                 continue
-            if node.fate is None and node is not self.old:
+            if node.outcome is None and node is not self.old:
                 settled.losing += is_losing
                 self._give_fate(node, is_behind, settled)
             if node.children:
@@ -410,13 +418,13 @@ class Abandoned:
                 node.children = []
         return settled
 
-    def _give_fate(self, node: Node, is_behind: bool, settled: Settled) -> None:
+    def _give_fate(self, node: Node, is_behind: bool, settled: RollbackCounts) -> None:
         if node.is_submitted:
-            node.fate = Fate.REJECTED
+            node.outcome = TokenOutcome.REJECTED
             settled.rejected += 1
-        elif is_behind and node.born < self.submissions:
-            node.fate = Fate.CUT
+        elif is_behind and node.submission_index < self.submissions:
+            node.outcome = TokenOutcome.CUT
             settled.cut += 1
         else:
-            node.fate = Fate.UNUSED
+            node.outcome = TokenOutcome.UNUSED
             settled.unused += 1

@@ -31,10 +31,10 @@ class EngineInfo:
     row_limit: int  # rows in one step
     max_handles: int  # handles open at once
     max_tokens: int  # tokens in the cache, shared ones counted once
-    rest_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing down the others
+    idle_cache_tokens: int = 1 << 30  # of idle sessions, that may stay in the cache without slowing down the others
     dtype: str = ""  # of the weights, where the engine chose or was told one
     weight_bytes: int | None = None  # of the model: what one step must at least read; None if the engine cannot tell
-    vocab_sample: bytes = b""  # of the tokens, by `vocabulary.read_sample`; without it targets compare sizes only
+    vocab_fingerprint: bytes = b""  # by `vocabulary.read_fingerprint`; without it targets compare sizes only
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Row:
     num_outputs: int = 1
 
 
-def require_rows(rows: Sequence[Row]) -> None:
+def check_rows(rows: Sequence[Row]) -> None:
     """Raise `ValueError` unless the rows have different handles, a token and an output each.
 
     Every engine's `run` must check.
@@ -62,7 +62,7 @@ def require_rows(rows: Sequence[Row]) -> None:
         raise ValueError("a row has from one output to as many as it has tokens")
 
 
-def require_length(handle: int, held: int, length: int) -> None:
+def check_length(handle: int, held: int, length: int) -> None:
     """Raise `ValueError` unless a handle with `held` tokens has a prefix of `length`. For `fork` and `truncate`."""
     if not 0 <= length <= held:
         raise ValueError(f"handle {handle} holds {held} tokens, not {length}")
@@ -128,7 +128,7 @@ class DraftEngine(Protocol):
         handle's tokens only, up to rounding: not on other rows, their order, or how the tokens came into the cache. It
         has the most likely tokens at temperature 1, most likely first, and the entropy over the whole vocabulary.
 
-        Raises `EngineFull` if the tokens of all rows do not fit, and `ValueError` as `require_rows` does; no handle is
+        Raises `EngineFull` if the tokens of all rows do not fit, and `ValueError` as `check_rows` does; no handle is
         changed then. A token outside the vocabulary may raise, but must not end the process. After any other
         exception the rows' handles may hold some of the new tokens, but must still accept `truncate` to the length
         they had before, and `close`; other handles must be unharmed.
@@ -166,7 +166,7 @@ class EngineOptions:
     max_handles: int = 128  # open at once
     row_limit: int = 64  # rows in one step
     top_k: int = 32  # tokens of a distribution
-    tell: Callable[[str], None] = field(default=_silent, compare=False, repr=False)  # hears what loading does
+    on_progress: Callable[[str], None] = field(default=_silent, compare=False, repr=False)  # hears what loading does
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_tokens", "max_handles", "row_limit", "top_k"):

@@ -17,16 +17,16 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from specbranch.engines.base import Row, require_length, require_rows
+from specbranch.engines.base import Row, check_length, check_rows
 from specbranch.errors import EngineFull
 
-CellIds = NDArray[np.int64]
-_NO_CELLS: CellIds = np.empty(0, dtype=np.int64)
+SlotIds = NDArray[np.int64]
+_NO_CELLS: SlotIds = np.empty(0, dtype=np.int64)
 _LOOK = 64  # cells that are looked at for free ones, beyond as many as are needed; then twice as many, and so on
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class SlotRegion:
     """A handle that was opened, and all forks. Its cells lie close together, as far as others leave room for it."""
 
     first: int  # where its cells begin
@@ -38,11 +38,11 @@ class Session:
 class _Held:
     """What a handle holds: a path of cells."""
 
-    session: Session
-    path: CellIds
+    session: SlotRegion
+    path: SlotIds
 
 
-class Cells:
+class SlotAllocator:
     """The handles of one cache and the cells they hold. Handles are small numbers, reused after they are closed."""
 
     def __init__(self, max_cells: int, max_handles: int) -> None:
@@ -57,29 +57,29 @@ class Cells:
         """Handles open now."""
         return len(self._held)
 
-    def session(self, handle: int) -> Session:
+    def session(self, handle: int) -> SlotRegion:
         """The session that a handle belongs to."""
         return self._held[handle].session
 
-    def path(self, handle: int) -> CellIds:
+    def path(self, handle: int) -> SlotIds:
         """The cells of a handle's tokens, in order."""
         return self._held[handle].path
 
     def open(self) -> int:
         """A handle with no cells, in a new session."""
         first = self._widest_room()
-        return self._hold(_Held(Session(first, first, first), _NO_CELLS))
+        return self._hold(_Held(SlotRegion(first, first, first), _NO_CELLS))
 
     def fork(self, handle: int, length: int) -> int:
         """A handle that shares the first `length` cells of another."""
         origin = self._held[handle]
-        require_length(handle, len(origin.path), length)
+        check_length(handle, len(origin.path), length)
         return self._hold(_Held(origin.session, origin.path[:length]))
 
     def truncate(self, handle: int, length: int) -> None:
         """Release all cells behind the first `length`."""
         held = self._held[handle]
-        require_length(handle, len(held.path), length)
+        check_length(handle, len(held.path), length)
         self._release(held.session, held.path[length:])
         held.path = held.path[:length]
 
@@ -89,9 +89,9 @@ class Cells:
         del self._held[handle]
         heappush(self._free_handles, handle)
 
-    def extend(self, rows: Sequence[Row]) -> None:
+    def allocate(self, rows: Sequence[Row]) -> None:
         """Take new cells for every row's tokens: for all rows or, if there is no room, for none."""
-        require_rows(rows)
+        check_rows(rows)
         wanted, room = sum(len(row.tokens) for row in rows), self.max_cells - self.num_used
         if wanted > room:
             raise EngineFull(f"the cache has room for {room} more tokens, not {wanted}; close handles or truncate them")
@@ -112,9 +112,9 @@ class Cells:
         self._held[handle] = held
         return handle
 
-    def _take(self, session: Session, count: int) -> CellIds:
+    def _take(self, session: SlotRegion, count: int) -> SlotIds:
         """New cells with one holder, the next free ones of the session; there must be room for them."""
-        found: list[CellIds] = []
+        found: list[SlotIds] = []
         start, missing, look = session.low, count, _LOOK
         while missing:
             stop, look = start + missing + look, 2 * look
@@ -129,7 +129,7 @@ class Cells:
         self.num_used += count
         return taken
 
-    def _release(self, session: Session, cells: CellIds) -> None:
+    def _release(self, session: SlotRegion, cells: SlotIds) -> None:
         self._num_holders[cells] -= 1
         free = cells[self._num_holders[cells] == 0]
         if len(free):

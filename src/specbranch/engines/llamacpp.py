@@ -18,14 +18,14 @@ import numpy as np
 
 from specbranch.core.distribution import Distribution, top_k_of
 from specbranch.engines.base import EngineInfo, EngineOptions, Row
-from specbranch.engines.kv_cache import CacheSize, Cells, cache_size
+from specbranch.engines.kv_cache import CacheSize, SlotAllocator, cache_size
 from specbranch.engines.models import local_model
-from specbranch.engines.vocabulary import read_sample
+from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.errors import EngineError, EngineFull
-from specbranch.extensions import extra
+from specbranch.extensions import optional_import
 from specbranch.machine import free_host_memory
 
-with extra("llamacpp"):
+with optional_import("llamacpp"):
     import llama_cpp
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,9 @@ class LlamaCppEngine:
         llama_cpp.llama_backend_init()
         params = model_params(options.device)
         if local_model(options.model) is None:
-            options.tell(f"fetching {options.model} from the Hugging Face hub, or its cache")
+            options.on_progress(f"fetching {options.model} from the Hugging Face hub, or its cache")
         path = gguf_path(options.model)
-        options.tell("loading weights")
+        options.on_progress("loading weights")
         self._model = _load_model(path, params)
         try:
             _require_attention_only(self._model, path, "use a model with attention only as draft")
@@ -78,7 +78,7 @@ class LlamaCppEngine:
         max_handles = min(options.max_handles, llama_cpp.llama_max_parallel_sequences())
         size = self._cache_size(params.main_gpu)
         log.info("the draft's KV cache: %s", size)
-        self._cells = Cells(size.tokens, max_handles)
+        self._cells = SlotAllocator(size.tokens, max_handles)
         self._top_k = options.top_k
         self._context = self._make_context(size, max_handles)
         self._memory = llama_cpp.llama_get_memory(self._context)
@@ -90,9 +90,9 @@ class LlamaCppEngine:
             row_limit=options.row_limit,
             max_handles=max_handles,
             max_tokens=size.tokens,
-            rest_tokens=_REST_TOKENS if options.device == "cpu" else size.tokens,
+            idle_cache_tokens=_REST_TOKENS if options.device == "cpu" else size.tokens,
             weight_bytes=int(llama_cpp.llama_model_size(self._model)),
-            vocab_sample=read_sample(str(path)),
+            vocab_fingerprint=read_fingerprint(str(path)),
         )
 
     @property
@@ -117,7 +117,7 @@ class LlamaCppEngine:
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
         lengths = [len(self._cells.path(row.handle)) for row in rows]
-        self._cells.extend(rows)
+        self._cells.allocate(rows)
         distributions: list[Distribution] = []
         fed = list(_fed(rows, lengths))
         for start in range(0, len(fed), _BATCH):

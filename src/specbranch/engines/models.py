@@ -37,7 +37,7 @@ class HubAnswer:
     unknown: str | None = None
 
 
-def require_model(what: str, model: str) -> str | None:
+def check_model_exists(what: str, model: str) -> str | None:
     """Raise `EngineError` if there is no such model; return why that could not be found out, or None if it is there.
 
     `what` names it in the messages, such as TARGET.
@@ -184,7 +184,7 @@ def load_config(source: str) -> Any:
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
-def found_model(model: str) -> str:
+def resolve_model(model: str) -> str:
     """The path of a model on this machine, or else its name, for callers that download from the hub themselves."""
     return str(local_model(model) or model)
 

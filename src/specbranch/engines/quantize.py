@@ -16,9 +16,9 @@ from typing import Any
 
 from specbranch.engines.models import load_config
 from specbranch.errors import SpecBranchError
-from specbranch.extensions import extra
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file

@@ -15,7 +15,7 @@ from functools import cache
 from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.models import local_model
 from specbranch.errors import EngineError
-from specbranch.extensions import offers, require_extra
+from specbranch.extensions import check_extra, has_entry_point
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,13 @@ def open_engine(name: str, options: EngineOptions) -> DraftEngine:
     return _opener(name)(options)
 
 
-def require_engine(name: str) -> None:
+def check_engine(name: str) -> None:
     """Raise if there is no engine of this name, or if the libraries of one of ours are not installed."""
     _opener(name)
-    require_extra(name, _MODULES.get(name, ()))
+    check_extra(name, _MODULES.get(name, ()))
 
 
-def require_device(name: str, device: str) -> None:
+def check_device(name: str, device: str) -> None:
     """Raise if an engine of ours cannot use a device at all; nothing is loaded."""
     if name == "llamacpp" and device != "cpu":
         from specbranch.engines.llamacpp import model_params
@@ -119,7 +119,7 @@ def _opener(name: str) -> Opener:
 def _discover() -> dict[str, str]:
     """Register what installed packages offer, once; for names that could not be registered, why."""
     broken: dict[str, str] = {}
-    for package, point in offers(GROUP):
+    for package, point in has_entry_point(GROUP):
         try:
             register_engine(point.name, point.load())
         except Exception as error:  # code of another package: anything can go wrong in it

@@ -18,7 +18,7 @@ from specbranch.errors import EngineFull
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class EngineRow:
     """A row for the engine, the nodes that its outputs belong to, and how many tokens its handle holds before.
 
     A node of None only reads a part of the sequence, and its distribution is not needed.
@@ -28,14 +28,14 @@ class Feed:
     nodes: tuple[Node | None, ...]
     held: int
 
-    def with_child(self, node: Node) -> Feed:
+    def with_child(self, node: Node) -> EngineRow:
         """The same with a child of the last node, which is guessed and runs in the same step."""
         row = self.row
         longer = Row(row.handle, (*row.tokens, node.token), row.num_outputs + 1)
-        return Feed(longer, (*self.nodes, node), self.held)
+        return EngineRow(longer, (*self.nodes, node), self.held)
 
 
-class Binding:
+class TreeCache:
     """The handles of one session. If a step fails, `close` the binding: the next rows start from the sequence again."""
 
     def __init__(self, engine: DraftEngine) -> None:
@@ -48,17 +48,19 @@ class Binding:
         """Handles held now."""
         return len(self._tips) + (self._trunk is not None)
 
-    def num_unread(self, tree: Tree) -> int:
+    def num_unprefilled(self, tree: Tree) -> int:
         """How many committed tokens no handle holds yet: a long sequence that is still being prefilled."""
         if self._tips:
             return 0  # after a miss there is little to catch up with
         return tree.root.position + 1 - (self._trunk[1] if self._trunk else 0)
 
-    def feeds(self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], piece_len: int = 1 << 30) -> list[Feed]:
+    def rows_for(
+        self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], prefill_chunk: int = 1 << 30
+    ) -> list[EngineRow]:
         """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed.
 
         A node may follow its parent: both then run in this step, in one row. Of a sequence that is still to be read at
-        most `piece_len` tokens are fed.
+        most `prefill_chunk` tokens are fed.
         """
         self._reattach(tokens, tree)
         if nodes and not self._tips:
@@ -66,7 +68,7 @@ class Binding:
             nodes = (tree.root, *_chain_below(tree.root, nodes))
         covered = self._covered()
         free = set(self._tips)
-        feeds: list[Feed] = []
+        feeds: list[EngineRow] = []
         fed: dict[Node, int] = {}  # the feed whose last node this is
         for node in nodes:
             number = fed.pop(node.parent, None) if node.parent is not None else None
@@ -77,7 +79,7 @@ class Binding:
                 continue
             try:
                 feed = (
-                    self._feed_root(tokens, node, piece_len)
+                    self._feed_root(tokens, node, prefill_chunk)
                     if node is tree.root
                     else self._feed_below(node, covered, free)
                 )
@@ -89,7 +91,7 @@ class Binding:
             fed[node] = len(feeds) - 1
         return feeds
 
-    def lend(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
+    def fork_prefix(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
         """A new handle that holds the first `length` committed tokens, for another session; None if none is held."""
         self._reattach(tokens, tree)
         if self._tips:
@@ -98,7 +100,7 @@ class Binding:
             return self._engine.fork(self._trunk[0], length)
         return None
 
-    def adopt(self, handle: int, length: int) -> None:
+    def start_from(self, handle: int, length: int) -> None:
         """Begin with a handle that already holds the first `length` tokens of the sequence."""
         assert not self.num_handles, "this session has begun to read"
         self._trunk = (handle, length)
@@ -112,18 +114,18 @@ class Binding:
         self._tips.clear()
         self._trunk = None
 
-    def _feed_root(self, tokens: Sequence[int], root: Node, piece_len: int) -> Feed:
+    def _feed_root(self, tokens: Sequence[int], root: Node, prefill_chunk: int) -> EngineRow:
         handle, start = self._trunk or (self._engine.open(), 0)
-        end = min(root.position + 1, start + piece_len)
+        end = min(root.position + 1, start + prefill_chunk)
         row = Row(handle, tuple(tokens[start:end]))
         if end <= root.position:
             self._trunk = (handle, end)
-            return Feed(row, (None,), start)
+            return EngineRow(row, (None,), start)
         self._trunk = None
         self._tips[handle] = root
-        return Feed(row, (root if root.distribution is None else None,), start)
+        return EngineRow(row, (root if root.distribution is None else None,), start)
 
-    def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> Feed:
+    def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> EngineRow:
         path, parent = [node.token], node.parent
         while parent not in covered:  # handles were given back meanwhile: what they held is fed again
             assert parent is not None, "only the root has no parent"
@@ -135,7 +137,7 @@ class Binding:
         else:
             handle = self._engine.fork(handle, parent.position + 1)
         self._tips[handle] = node
-        return Feed(Row(handle, tuple(reversed(path))), (node,), parent.position + 1)
+        return EngineRow(Row(handle, tuple(reversed(path))), (node,), parent.position + 1)
 
     def _reattach(self, tokens: Sequence[int], tree: Tree) -> None:
         """Bring the handles to the tree's present root. A tip is alive if the way up from it ends there."""

@@ -62,32 +62,32 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabSample:
+class VocabFingerprint:
     """A vocabulary as it goes over the wire: its size, and hashes of every 257th token or nothing."""
 
     size: int | None
     hashes: bytes = b""
 
 
-def refuse_other_vocabulary(target: str, draft: str) -> str | None:
+def check_same_vocabulary(target: str, draft: str) -> str | None:
     """Raise `VocabularyError` if the draft's tokens are not the target's; return why they were not compared, or None.
 
     Takes names as the engines do. Loads no model and downloads nothing.
     """
     nothing = Vocabulary(None, None)
     ours, theirs = read_vocabulary(target) or nothing, read_vocabulary(draft) or nothing
-    flaw = difference(ours, theirs)
+    flaw = vocabulary_mismatch(ours, theirs)
     if flaw is not None:
         raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
     unread = [model for model, read in ((target, ours), (draft, theirs)) if read.tokens is None]
     return _not_compared(unread, ours.size, theirs.size)
 
 
-def refuse_other_sample(target: str, draft: str, sample: VocabSample) -> str | None:
+def check_same_fingerprint(target: str, draft: str, sample: VocabFingerprint) -> str | None:
     """The same for a draft of which a sample is known, from a service that runs already."""
     ours = read_vocabulary(target)
-    own = VocabSample(ours.size, sampled(ours)) if ours is not None else VocabSample(None)
-    flaw = sample_difference(own, sample)
+    own = VocabFingerprint(ours.size, fingerprint_of(ours)) if ours is not None else VocabFingerprint(None)
+    flaw = fingerprint_mismatch(own, sample)
     if flaw is not None:
         raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
     unread = [model for model, hashes in ((target, own.hashes), (draft, sample.hashes)) if not hashes]
@@ -118,7 +118,7 @@ def read_vocabulary(model: str) -> Vocabulary | None:
     return _from_gguf(path) if path.suffix == ".gguf" else None
 
 
-def difference(target: Vocabulary, draft: Vocabulary) -> str | None:
+def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
     """Why a draft does not fit a target, and what to do; None if it fits, or if too little is known."""
     if target.tokens is None or draft.tokens is None:
         return _size_difference(target.size, draft.size)
@@ -140,7 +140,7 @@ def difference(target: Vocabulary, draft: Vocabulary) -> str | None:
     return None
 
 
-def sample_difference(target: VocabSample, draft: VocabSample) -> str | None:
+def fingerprint_mismatch(target: VocabFingerprint, draft: VocabFingerprint) -> str | None:
     """The same from samples, or from sizes where one side has none."""
     if not target.hashes or not draft.hashes:
         return _size_difference(target.size, draft.size)
@@ -154,7 +154,7 @@ def sample_difference(target: VocabSample, draft: VocabSample) -> str | None:
     return None
 
 
-def sampled(vocabulary: Vocabulary) -> bytes:
+def fingerprint_of(vocabulary: Vocabulary) -> bytes:
     """The hashes of every 257th token of a vocabulary; nothing if its tokens are unknown."""
     tokens = vocabulary.tokens
     if not tokens:
@@ -163,14 +163,14 @@ def sampled(vocabulary: Vocabulary) -> bytes:
     return b"".join(_hash(tokens[token]) if token in tokens else bytes(HASH_LEN) for token in ids)
 
 
-def read_sample(model: str) -> bytes:
+def read_fingerprint(model: str) -> bytes:
     """The sample of a model's vocabulary; nothing, with a line in the log, if it cannot be read. Never raises."""
     try:
         vocabulary = read_vocabulary(model)
     except Exception as error:
         log.warning("the tokens of %s cannot be read, so vocabularies are compared by size only: %s", model, error)
         return b""
-    return sampled(vocabulary) if vocabulary else b""
+    return fingerprint_of(vocabulary) if vocabulary else b""
 
 
 class _Added(msgspec.Struct):
@@ -298,7 +298,7 @@ def _quoted(text: str) -> str:
 _SPACE = "\u2581"  # SentencePiece writes it for a space
 
 
-def speller(model: str | None) -> Callable[[int], str]:
+def token_text(model: str | None) -> Callable[[int], str]:
     """What each token id of a model is spelled like; `#7` for those of which nothing is known here."""
     try:
         vocabulary = read_vocabulary(model) if model else None

@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specbranch.errors import SpecBranchError
-from specbranch.launch.vllm_worker import Ask
-from specbranch.service.client.stats import read_page
+from specbranch.launch.vllm_worker import PromptRequest
+from specbranch.service.client.stats import parse_metrics_text
 
 _SHOWN = 300  # characters of a server's message
 _SUBMITTED, _ACCEPTED = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
@@ -36,12 +36,12 @@ class Unavailable(ServerError):
     """A server that might do it, but not now or not for us: nothing can be said of it."""
 
 
-class Refused(ServerError):
+class RequestRefused(ServerError):
     """A request that the server is able to read and does not take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftCounts:
     """Draft tokens that a server verified and accepted since it started, or since we asked it first."""
 
     submitted: int = 0
@@ -50,8 +50,8 @@ class Drafts:
     def __str__(self) -> str:
         return f"{self.accepted} of {self.submitted} draft tokens accepted"
 
-    def __sub__(self, other: Drafts) -> Drafts:
-        return Drafts(self.submitted - other.submitted, self.accepted - other.accepted)
+    def __sub__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.submitted - other.submitted, self.accepted - other.accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Address:
         return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else f'{path}/v1'}"
 
 
-class Server:
+class OpenAIServer:
     """A server with one of its models; it is asked from several threads at a time.
 
     `takes` are the paths of the API that it answers.
@@ -87,14 +87,14 @@ class Server:
         self.model = model or self._only_model()
         self.takes = [path for path in (COMPLETIONS, CHAT) if self._has(path)]
         self._lock = threading.Lock()
-        self._timed = Drafts()
+        self._timed = DraftCounts()
 
     @property
     def url(self) -> str:
         """The address, for people."""
         return self._base
 
-    def ask_all(self, asks: Sequence[Ask], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
+    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
         """The choices of every answer, in the order of the requests; `heard` is told how many there are."""
         answers = []
         with ThreadPoolExecutor(at_once) as pool:
@@ -108,18 +108,18 @@ class Server:
                 raise
         return answers
 
-    def drafts(self) -> Drafts | None:
+    def drafts(self) -> DraftCounts | None:
         """Draft tokens so far: by vLLM's metrics, or as llama.cpp tells with each answer; None if it tells nothing."""
         try:
             page = self._open(f"{self._base.removesuffix('/v1')}/metrics").decode()
         except (ServerError, UnicodeDecodeError):
             page = ""
         counted: dict[str, int] = {}
-        for sample in read_page(page):
+        for sample in parse_metrics_text(page):
             if sample.name in (_SUBMITTED, _ACCEPTED):
                 counted[sample.name] = counted.get(sample.name, 0) + int(sample.value)
         if counted:
-            return Drafts(counted.get(_SUBMITTED, 0), counted.get(_ACCEPTED, 0))
+            return DraftCounts(counted.get(_SUBMITTED, 0), counted.get(_ACCEPTED, 0))
         return self._timed if self._timed.submitted else None
 
     def is_up(self) -> bool:
@@ -134,7 +134,7 @@ class Server:
         option = {"--endpoint": "--model"}.get(self._address.option, f"{self._address.option}-model")
         try:
             names = [one["id"] for one in self._get("/models")["data"]]
-        except Refused as error:
+        except RequestRefused as error:
             raise ServerError(f"{error}; name the model by {option}") from error
         except (KeyError, TypeError) as error:
             raise ServerError(f"{self._base}/models is no list of models; name the model by {option}") from error
@@ -144,12 +144,12 @@ class Server:
 
     def _has(self, path: str) -> bool:
         try:
-            self._ask(Ask("Hello", {"max_tokens": 1, "temperature": 0}, is_chat=path == CHAT))
-        except Refused:
+            self._ask(PromptRequest("Hello", {"max_tokens": 1, "temperature": 0}, is_chat=path == CHAT))
+        except RequestRefused:
             return False
         return True
 
-    def _ask(self, ask: Ask) -> list[Reply]:
+    def _ask(self, ask: PromptRequest) -> list[Reply]:
         path = CHAT if ask.is_chat else COMPLETIONS
         document = self._get(path, body_of(ask, self.model))
         try:
@@ -157,7 +157,7 @@ class Server:
             if "draft_n" in timings:
                 with self._lock:
                     timed = self._timed
-                    self._timed = Drafts(
+                    self._timed = DraftCounts(
                         timed.submitted + timings["draft_n"], timed.accepted + timings.get("draft_n_accepted", 0)
                     )
             return read_replies(document)
@@ -200,7 +200,7 @@ class Server:
             ) from error
 
 
-def body_of(ask: Ask, model: str) -> dict[str, Any]:
+def body_of(ask: PromptRequest, model: str) -> dict[str, Any]:
     """A request as OpenAI's API has it."""
     body = {"model": model, **ask.sampling}
     if ask.schema is not None:
@@ -219,7 +219,7 @@ def _refusal(url: str, code: int, body: bytes) -> ServerError:
         return Unavailable(f"{says}; put its key into a variable of the environment and name that by --api-key-env")
     if code in (429, 502, 503, 504):
         return Unavailable(f"{says}; try again later, or lower --concurrency")
-    return Refused(says) if 400 <= code < 500 or code == 501 else ServerError(says)
+    return RequestRefused(says) if 400 <= code < 500 or code == 501 else ServerError(says)
 
 
 def _message(body: bytes) -> str:

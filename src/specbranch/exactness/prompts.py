@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
-from specbranch.launch.vllm_worker import Ask
+from specbranch.launch.vllm_worker import PromptRequest
 
 GREEDY = (
     "def is_palindrome(text):\n",
@@ -90,11 +90,11 @@ class Feature:
     schema: dict[str, Any] | None = None
     is_seeded: bool = False
 
-    def asks(self, num_samples: int, temperature: float = 1.0, sample: int = 0) -> list[Ask]:
+    def asks(self, num_samples: int, temperature: float = 1.0, sample: int = 0) -> list[PromptRequest]:
         """The requests of the bare (`sample` 0) or the other (1) sample."""
         common = {"temperature": temperature, "max_tokens": self.num_tokens, **self.sampling}
         return [
-            Ask(
+            PromptRequest(
                 self.prompt,
                 {**common, "seed": sample * _SEEDS + index} if self.is_seeded else common,
                 self.schema,

@@ -9,7 +9,15 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from specbranch.exactness.openai_server import CHAT, COMPLETIONS, Drafts, Refused, Reply, ServerError, Unavailable
+from specbranch.exactness.openai_server import (
+    CHAT,
+    COMPLETIONS,
+    DraftCounts,
+    Reply,
+    RequestRefused,
+    ServerError,
+    Unavailable,
+)
 from specbranch.exactness.prompts import (
     CHOICES,
     NUM_CHOICES,
@@ -24,7 +32,7 @@ from specbranch.exactness.server_findings import (
     Answers,
     Greedy,
     Sampled,
-    always,
+    check_server_property,
     drafting,
     flat,
     greedy_equality,
@@ -32,9 +40,9 @@ from specbranch.exactness.server_findings import (
     same_distribution,
     unasked,
 )
-from specbranch.exactness.vllm_check import FULL, Listener, Size
+from specbranch.exactness.vllm_check import FULL, CheckSize, Listener
 from specbranch.exactness.vllm_findings import FAILED, HOLDS, NOTE, SKIPPED, Finding, is_json
-from specbranch.launch.vllm_worker import Ask
+from specbranch.launch.vllm_worker import PromptRequest
 from specbranch.version import __version__
 
 T = TypeVar("T")
@@ -43,7 +51,7 @@ _NUM_REPEATS = 8
 _STAGE = "asking both servers"
 
 
-class Asked(Protocol):
+class ServerApi(Protocol):
     """A server, or what a test has in its place."""
 
     @property
@@ -61,11 +69,11 @@ class Asked(Protocol):
         """The paths of the API that it answers."""
         ...
 
-    def ask_all(self, asks: Sequence[Ask], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
+    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
         """The choices of every answer, in order."""
         ...
 
-    def drafts(self) -> Drafts | None:
+    def drafts(self) -> DraftCounts | None:
         """Draft tokens so far, if the server tells."""
         ...
 
@@ -78,7 +86,7 @@ class Asked(Protocol):
 class CompareOptions:
     """How much is asked, and how it is judged. Greedy answers may part where the gap is at most `tie`."""
 
-    size: Size = FULL
+    size: CheckSize = FULL
     alpha: float = 1e-3
     seed: int = 0
     tie: float = 0.25
@@ -111,7 +119,7 @@ class Comparison:
         }
 
 
-def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: Listener) -> Comparison:
+def compare(endpoint: ServerApi, reference: ServerApi, options: CompareOptions, listen: Listener) -> Comparison:
     """Ask both servers the same, first the reference, and judge the answers."""
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
@@ -134,7 +142,7 @@ def compare(endpoint: Asked, reference: Asked, options: CompareOptions, listen: 
 class _Questions:
     """Asks both servers; what one of them refuses is skipped, and so is all that follows once the endpoint is down."""
 
-    def __init__(self, endpoint: Asked, reference: Asked, options: CompareOptions, listen: Listener) -> None:
+    def __init__(self, endpoint: ServerApi, reference: ServerApi, options: CompareOptions, listen: Listener) -> None:
         self._servers = {"reference": reference, "endpoint": endpoint}
         self._options = options
         self._listen = listen
@@ -154,7 +162,7 @@ class _Questions:
         """Greedy answers, one at a time and together; where they differ, the reference explains itself."""
         size = self._options.size
         prompts = greedy_prompts(size.num_prompts)
-        asks = [Ask(prompt, {"temperature": 0, "max_tokens": size.num_tokens}) for prompt in prompts]
+        asks = [PromptRequest(prompt, {"temperature": 0, "max_tokens": size.num_tokens}) for prompt in prompts]
         found = []
         for name, at_once in (("greedy", 1), (f"greedy, {self._options.at_once} at once", self._options.at_once)):
             answers = self._both(name, {"reference": asks, "endpoint": asks}, at_once)
@@ -198,7 +206,9 @@ class _Questions:
         """As many choices as there are samples."""
         return max(2, self._options.size.num_samples // int(feature.sampling.get("n", 1)))
 
-    def _both(self, name: str, asks: Mapping[str, Sequence[Ask]], at_once: int) -> tuple[Answers, Answers] | Finding:
+    def _both(
+        self, name: str, asks: Mapping[str, Sequence[PromptRequest]], at_once: int
+    ) -> tuple[Answers, Answers] | Finding:
         """The answers of the reference and of the endpoint; or why there are none."""
         if self.is_over:
             return unasked(name, SKIPPED, self.is_over)
@@ -206,7 +216,7 @@ class _Questions:
         for role in self._servers:
             try:
                 answers[role] = self._ask(role, asks[role], at_once)
-            except Refused as error:
+            except RequestRefused as error:
                 return unasked(name, SKIPPED, f"the {role} refuses it", str(error))
             except Unavailable:
                 raise
@@ -220,7 +230,7 @@ class _Questions:
                 return unasked(name, SKIPPED, "the reference cannot do it", str(error))
         return answers["reference"], answers["endpoint"]
 
-    def _ask(self, role: str, asks: Sequence[Ask], at_once: int) -> Answers:
+    def _ask(self, role: str, asks: Sequence[PromptRequest], at_once: int) -> Answers:
         placed = [msgspec.structs.replace(ask, is_chat=self._is_chat(ask)) for ask in asks]
         start = self._num_done
         self._num_done += len(placed)  # also if it is refused: there is no more to come
@@ -228,14 +238,16 @@ class _Questions:
             placed, at_once, lambda number: self._listen(_STAGE, start + number, self._num_asks)
         )
 
-    def _is_chat(self, ask: Ask) -> bool:
+    def _is_chat(self, ask: PromptRequest) -> bool:
         """Schemas are a part of the chat API first, plain prompts of the other one; each server has one at least."""
         first = CHAT if ask.schema is not None else COMPLETIONS
         return (first if first in self._takes else self._takes[0]) == CHAT
 
-    def _explained(self, asks: Sequence[Ask], indexes: Sequence[int]) -> dict[int, Reply]:
+    def _explained(self, asks: Sequence[PromptRequest], indexes: Sequence[int]) -> dict[int, Reply]:
         """The reference's answers to these prompts with log-probabilities; none if it has none to give."""
-        again = [Ask(asks[index].prompt, {**asks[index].sampling, "logprobs": _NUM_LOGPROBS}) for index in indexes]
+        again = [
+            PromptRequest(asks[index].prompt, {**asks[index].sampling, "logprobs": _NUM_LOGPROBS}) for index in indexes
+        ]
         try:
             self._num_asks += len(again)
             answers = self._ask("reference", again, 1)
@@ -281,19 +293,19 @@ def _property(
 ) -> list[Finding]:
     if sampled is None:
         return []
-    return [always(name, compared, items(sampled.reference), items(sampled.endpoint), is_right)]
+    return [check_server_property(name, compared, items(sampled.reference), items(sampled.endpoint), is_right)]
 
 
 def _is_constant(answers: Answers) -> bool:
     return len({reply.text for reply in flat(answers)}) == 1
 
 
-def _named(server: Asked) -> dict[str, str]:
+def _named(server: ServerApi) -> dict[str, str]:
     return {"url": server.url, "model": server.model}
 
 
-def _grown(before: Drafts | None, after: Drafts | None) -> Drafts | None:
-    return None if after is None else after - (before or Drafts())
+def _grown(before: DraftCounts | None, after: DraftCounts | None) -> DraftCounts | None:
+    return None if after is None else after - (before or DraftCounts())
 
 
 def _listed(paths: Sequence[str]) -> str:

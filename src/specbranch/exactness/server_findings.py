@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from specbranch.exactness.openai_server import Drafts, Reply
-from specbranch.exactness.statistics import Compared, Outcomes, Surprises, compare_all
+from specbranch.exactness.openai_server import DraftCounts, Reply
+from specbranch.exactness.statistics import Compared, LogprobMeans, Outcomes, compare_all
 from specbranch.exactness.vllm_findings import FAILED, HOLDS, NOTE, SKIPPED, Finding, figures_of, noticeable
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Sampled:
     name: str
     reference: Answers
     endpoint: Answers
-    drafts: Drafts | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _Difference:
     character: int
     was: str
     became: str
-    parting: Parting | None
+    parting: TokenDivergence | None
     is_references: bool  # an answer that the reference gave too
 
     def is_explained(self, tie: float) -> bool:
@@ -113,7 +113,7 @@ def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.G
     return [*findings, _distribution_finding("all together", n, together, alpha, None)]
 
 
-def always(
+def check_server_property(
     name: str, compared: str, reference: Sequence[T], endpoint: Sequence[T], is_right: Callable[[T], bool]
 ) -> Finding:
     """A property that every answer of the endpoint must have, if the reference's have it."""
@@ -135,7 +135,7 @@ def always(
     )
 
 
-def drafting(reference: Drafts | None, endpoint: Drafts | None) -> Finding:
+def drafting(reference: DraftCounts | None, endpoint: DraftCounts | None) -> Finding:
     """Whether the endpoint accepted draft tokens meanwhile; if none, its speculative decoding was not checked."""
     result, says = NOTE, "the server does not tell; make sure that speculative decoding is on"
     if endpoint is not None:
@@ -178,7 +178,7 @@ def _differences(greedy: Greedy, ones: Sequence[Reply], others: Sequence[Reply])
                 character,
                 _shown(one, character),
                 _shown(other, character),
-                part(explained, other) if explained else None,
+                find_divergence(explained, other) if explained else None,
                 any(_is_same(other, answer) for answer in answers),
             )
         )
@@ -216,10 +216,10 @@ def _greedy_finding(name: str, compared: str, greedy: Greedy, found: Sequence[_D
     )
 
 
-def _pair(sampled: Sampled) -> Outcomes | Surprises:
+def _pair(sampled: Sampled) -> Outcomes | LogprobMeans:
     if all(reply.logprobs for reply in (*flat(sampled.reference), *flat(sampled.endpoint))):
-        return Surprises(_surprises(sampled.reference), _surprises(sampled.endpoint))
-    return Outcomes(*in_cells(_outcomes(sampled.reference), _outcomes(sampled.endpoint)))
+        return LogprobMeans(_surprises(sampled.reference), _surprises(sampled.endpoint))
+    return Outcomes(*group_by_prefix(_outcomes(sampled.reference), _outcomes(sampled.endpoint)))
 
 
 def _outcomes(answers: Answers) -> list[str]:
@@ -236,7 +236,7 @@ def _surprises(answers: Answers) -> list[float]:
     return [sum(reply.surprise for reply in replies) for replies in answers]
 
 
-def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, drafts: Drafts | None) -> Finding:
+def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, drafts: DraftCounts | None) -> Finding:
     result = FAILED if compared.p_value <= alpha else HOLDS
     could_not_fail = compared.shift == 1 or (drafts is not None and not drafts.accepted)
     says = [] if drafts is None else [str(drafts)]
@@ -256,7 +256,7 @@ _SHOWN_TEXT = 20  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class TokenDivergence:
     """The reference's token at a position, and the other answer's.
 
     `gap` is by how much the reference preferred its own, in log-probability; more than that if `is_least`, because the
@@ -274,26 +274,26 @@ class Parting:
         return self.gap <= tie and not self.is_least
 
 
-def part(reference: Reply, other: Reply) -> Parting | None:
+def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
     """Where the other text leaves the reference's, by the smallest gap that explains it; None if tokens do not tell.
 
     Only the reference needs log-probabilities. Which tokens the other text is made of is not known, and one token can
     be the beginning of another, so there may be several explanations.
     """
     at = 0
-    found: list[Parting] = []
+    found: list[TokenDivergence] = []
     for position, (token, likely) in enumerate(zip(reference.tokens, reference.logprobs, strict=True)):
         here, there = reference.text[at:], other.text[at:]
         is_over = not there and other.finish_reason == "stop"
         found += [
-            Parting(position, token, candidate, likely[token] - logprob)
+            TokenDivergence(position, token, candidate, likely[token] - logprob)
             for candidate, logprob in likely.items()
             if (_ends(candidate) if is_over else _leads(candidate, here, there))
         ]
         if not there.startswith(token):
             if not found and (here.startswith(token) or not here):
                 gap = likely[token] - min(likely.values())
-                return Parting(position, token, there[:_SHOWN_TEXT], gap, is_least=True)
+                return TokenDivergence(position, token, there[:_SHOWN_TEXT], gap, is_least=True)
             break
         at += len(token)
     return min(found, key=lambda one: one.gap, default=None)
@@ -319,7 +319,7 @@ _MOST_CELLS = 50
 _RARE = 5
 
 
-def in_cells(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
+def group_by_prefix(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
     """Each text as the longest beginning that it shares with enough others of both samples.
 
     The cells depend on the pooled texts only, which a permutation leaves alone: a permutation test stays exact.

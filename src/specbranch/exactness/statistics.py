@@ -58,12 +58,12 @@ class Outcomes:
         """Test them; the p-value is not corrected yet."""
         ones, others = count_pairs(self.ones, self.others)
         test = compare_counts(ones, others, level, rng)
-        shift = noticed_shift(ones, others, test.critical, rng)
+        shift = detectable_shift(ones, others, test.critical, rng)
         return Compared(f"joint distribution, {len(ones)} cells", test, test.p_value, shift)
 
 
 @dataclass(frozen=True, slots=True)
-class Surprises:
+class LogprobMeans:
     """Two samples of the log-probabilities of whole outputs, whose means are compared."""
 
     ones: Sequence[float]
@@ -76,7 +76,7 @@ class Surprises:
 
 
 def compare_all(
-    pairs: Sequence[Outcomes | Surprises], alpha: float, rng: np.random.Generator, together: bool = False
+    pairs: Sequence[Outcomes | LogprobMeans], alpha: float, rng: np.random.Generator, together: bool = False
 ) -> list[Compared]:
     """One test for each pair of samples; a false alarm anywhere among them has probability at most `alpha`.
 
@@ -174,7 +174,7 @@ def combined(p_values: Sequence[float]) -> float:
     return min(1.0, product * tail)
 
 
-def noticed_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:
+def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:
     """The least total-variation distance that `compare_counts` notices with this power; 1.0 if it notices none.
 
     Simulated, to 0.01, for a distribution like the pooled one and for the shift that is hardest to see: mass taken

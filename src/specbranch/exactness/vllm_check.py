@@ -18,9 +18,9 @@ from specbranch.exactness.prompts import FEATURES, STOP, TOSS_KEYS, UNDRAFTED, F
 from specbranch.exactness.vllm_findings import (
     FAILED,
     Finding,
-    always,
+    check_property,
     divergence_rates,
-    ended,
+    drop_truncated,
     greedy_equality,
     has_all_logprobs,
     is_json,
@@ -29,9 +29,9 @@ from specbranch.exactness.vllm_findings import (
     seeds_repeat,
 )
 from specbranch.extensions import load_planners
-from specbranch.launch.draft_process import DraftOptions, DraftProcess
-from specbranch.launch.vllm_engine import Engine, TargetOptions
-from specbranch.launch.vllm_worker import Ask, Done, Run, TargetProcess
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
+from specbranch.launch.vllm_engine import Engine, LocalEngineOptions
+from specbranch.launch.vllm_worker import DecodeJob, DecodeResult, PromptRequest, TargetProcess
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.version import __version__
@@ -43,7 +43,7 @@ _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class CheckSize:
     """How much is decoded. More samples detect smaller shifts."""
 
     num_prompts: int = 32
@@ -52,7 +52,7 @@ class Size:
     num_repeats: int = 16
 
 
-FULL, QUICK = Size(), Size(8, 24, 64, 8)
+FULL, QUICK = CheckSize(), CheckSize(8, 24, 64, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class CheckOptions:
     """
 
     target: str
-    draft: DraftOptions
+    draft: DraftServiceOptions
     planners: Sequence[str] = (DEFAULT_PLANNER,)
     dtype: str = "auto"
     num_speculative_tokens: int = 4
     deadline_ms: float = 2000.0
     alpha: float = 1e-3
     seed: int = 0
-    size: Size = FULL
+    size: CheckSize = FULL
     target_cores: Sequence[int] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     wrong_temperature: float | None = None
@@ -137,7 +137,7 @@ def check(options: CheckOptions, listen: Listener) -> Report:
     load_planners()
     with contextlib.ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-check-"))
-        draft = stack.enter_context(DraftProcess(options.draft, tell=lambda stage: listen(stage, None, None)))
+        draft = stack.enter_context(DraftProcess(options.draft, on_progress=lambda stage: listen(stage, None, None)))
         settings = options.settings(draft.address)
         stages = _Stages(options, listen, Path(logs))
         bare = stages.run(None, _exact_runs(options, None), is_exact=True)
@@ -156,7 +156,7 @@ class _Stage:
     """What one engine has decoded, by the name of the run."""
 
     engine: Engine
-    done: Mapping[str, Done]
+    done: Mapping[str, DecodeResult]
 
 
 class _Stages:
@@ -168,7 +168,7 @@ class _Stages:
         self._logs = logs
         self.stage_s: dict[str, float] = {}
 
-    def run(self, settings: ProposerSettings | None, runs: Mapping[str, Run], is_exact: bool = False) -> _Stage:
+    def run(self, settings: ProposerSettings | None, runs: Mapping[str, DecodeJob], is_exact: bool = False) -> _Stage:
         options = self._options
         name = f"{'bare' if settings is None else 'proposer'}, {'exact' if is_exact else 'as served'}"
         total, finished = sum(len(run.asks) for run in runs.values()), 0
@@ -180,7 +180,9 @@ class _Stages:
             self._listen(name, finished, total)
 
         start_s = time.monotonic()
-        target = TargetOptions(options.target, settings, options.num_speculative_tokens, self._arguments(), is_exact)
+        target = LocalEngineOptions(
+            options.target, settings, options.num_speculative_tokens, self._arguments(), is_exact
+        )
         with TargetProcess(target, self._logs / f"{len(self.stage_s)}.log", options.target_cores) as process:
             done = {key: process.run(run, on_finished) for key, run in runs.items()}
         self.stage_s[name] = time.monotonic() - start_s
@@ -196,28 +198,28 @@ class _Stages:
         }
 
 
-def _greedy_asks(size: Size, num_logprobs: int | None) -> list[Ask]:
+def _greedy_asks(size: CheckSize, num_logprobs: int | None) -> list[PromptRequest]:
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": size.num_tokens}
     if num_logprobs is not None:
         sampling["logprobs"] = num_logprobs
-    return [Ask(text, sampling) for text in greedy_prompts(size.num_prompts)]
+    return [PromptRequest(text, sampling) for text in greedy_prompts(size.num_prompts)]
 
 
-def _exact_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, Run]:
+def _exact_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, DecodeJob]:
     size = options.size
     if settings is None:
-        return {"greedy with logprobs": Run(_greedy_asks(size, 5))}
+        return {"greedy with logprobs": DecodeJob(_greedy_asks(size, 5))}
     asks = _greedy_asks(size, None)
     runs = {f"greedy: {name}": _run(asks, 0, replace(settings, planner=name)) for name in options.planners}
     return {**runs, "greedy with logprobs": _run(_greedy_asks(size, 5)[:_BATCH], 0, settings)}
 
 
-def _served_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, Run]:
+def _served_runs(options: CheckOptions, settings: ProposerSettings | None) -> dict[str, DecodeJob]:
     size, is_bare = options.size, settings is None
     temperature = 1.0 if is_bare or options.wrong_temperature is None else options.wrong_temperature
     runs = {"greedy together": _run(_greedy_asks(size, 5), _BATCH, settings)}
     if is_bare:
-        runs["greedy alone"] = Run(_greedy_asks(size, None), 1)
+        runs["greedy alone"] = DecodeJob(_greedy_asks(size, None), 1)
     for feature in FEATURES:
         asks = feature.asks(size.num_samples, temperature, 0 if is_bare else 1)
         runs[feature.name] = _sampled_run(asks, settings, feature)
@@ -226,19 +228,25 @@ def _served_runs(options: CheckOptions, settings: ProposerSettings | None) -> di
     return runs
 
 
-def _sampled_run(asks: list[Ask], settings: ProposerSettings | None, feature: Feature) -> Run:
+def _sampled_run(asks: list[PromptRequest], settings: ProposerSettings | None, feature: Feature) -> DecodeJob:
     run = _run(asks, _BATCH, settings, gamma=_SAMPLED_GAMMA)
     return msgspec.structs.replace(run, attempts=1) if feature.name in UNDRAFTED else run
 
 
-def _run(asks: list[Ask], batch: int, settings: ProposerSettings | None, **planner_settings: Any) -> Run:
+def _run(
+    asks: list[PromptRequest], batch: int, settings: ProposerSettings | None, **planner_settings: Any
+) -> DecodeJob:
     """A run on a bare engine, or one whose drafts are waited for: short outputs would end before the first draft."""
     if settings is None:
-        return Run(asks, batch)
+        return DecodeJob(asks, batch)
     names = setting_names(settings.planner)
-    wanted = {"waits": True, "prices": False, **planner_settings}  # so that drafts are submitted, also in vain
+    wanted = {
+        "wait_for_draft": True,
+        "cost_aware": False,
+        **planner_settings,
+    }  # so that drafts are submitted, also in vain
     chosen = {name: value for name, value in wanted.items() if name in names}
-    return Run(asks, batch, replace(settings, settings=chosen), _ATTEMPTS)
+    return DecodeJob(asks, batch, replace(settings, settings=chosen), _ATTEMPTS)
 
 
 def _seeded() -> Feature:
@@ -246,7 +254,7 @@ def _seeded() -> Feature:
 
 
 def _exact_findings(
-    options: CheckOptions, computes_in: str, bare: Mapping[str, Done], ours: Mapping[str, Done]
+    options: CheckOptions, computes_in: str, bare: Mapping[str, DecodeResult], ours: Mapping[str, DecodeResult]
 ) -> list[Finding]:
     asks, reference = _greedy_asks(options.size, None), bare["greedy with logprobs"]
     equal = [
@@ -254,25 +262,27 @@ def _exact_findings(
         for name in options.planners
     ]
     logprobs = ours["greedy with logprobs"]
-    same_prompts = Done(answers=reference.answers[: len(logprobs.answers)])
+    same_prompts = DecodeResult(answers=reference.answers[: len(logprobs.answers)])
     return [*equal, logprob_agreement(same_prompts, logprobs)]
 
 
 def _served_findings(
-    options: CheckOptions, dtype: str, bare: Mapping[str, Done], ours: Mapping[str, Done]
+    options: CheckOptions, dtype: str, bare: Mapping[str, DecodeResult], ours: Mapping[str, DecodeResult]
 ) -> list[Finding]:
     rng = np.random.default_rng(options.seed)
     distributions = [(feature.name, bare[feature.name], ours[feature.name]) for feature in FEATURES]
     return [
         divergence_rates(dtype, bare["greedy alone"], bare["greedy together"], ours["greedy together"]),
         *same_distribution(distributions, options.alpha, rng),
-        always(
+        check_property(
             "JSON parses",
             "outputs that were not cut off",
-            ended(ours["JSON schema"]),
+            drop_truncated(ours["JSON schema"]),
             lambda one: is_json(one.text, TOSS_KEYS),
         ),
-        always("stop string absent", f"{STOP!r} in the text", ours["stop string"], lambda one: STOP not in one.text),
-        always("logprobs complete", "every sampled token", ours["logprobs"], has_all_logprobs),
+        check_property(
+            "stop string absent", f"{STOP!r} in the text", ours["stop string"], lambda one: STOP not in one.text
+        ),
+        check_property("logprobs complete", "every sampled token", ours["logprobs"], has_all_logprobs),
         seeds_repeat(*((runs["seeds, time 1"], runs["seeds, time 2"]) for runs in (bare, ours))),
     ]

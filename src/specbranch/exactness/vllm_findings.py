@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from specbranch.exactness.prompts import UNDRAFTED
-from specbranch.exactness.statistics import Compared, Outcomes, Surprises, compare_all
-from specbranch.launch.vllm_worker import Answer, Ask, Done
+from specbranch.exactness.statistics import Compared, LogprobMeans, Outcomes, compare_all
+from specbranch.launch.vllm_worker import DecodedOutput, DecodeResult, PromptRequest
 
 HOLDS, FAILED, NOTE, SKIPPED = "holds", "FAILED", "note", "skipped"
 TIE = 1e-5  # log-probabilities in float32 that are this close count as equal
@@ -49,7 +49,7 @@ class Divergence:
         return self.gap is not None and self.gap <= TIE
 
 
-def divergences(bare: Sequence[Answer], other: Sequence[Answer]) -> list[Divergence]:
+def divergences(bare: Sequence[DecodedOutput], other: Sequence[DecodedOutput]) -> list[Divergence]:
     """Where outputs first differ, for all prompts where they do."""
     found = []
     for index, (one, two) in enumerate(zip(bare, other, strict=True)):
@@ -65,7 +65,7 @@ def divergences(bare: Sequence[Answer], other: Sequence[Answer]) -> list[Diverge
     return found
 
 
-def greedy_equality(name: str, asks: Sequence[Ask], bare: Done, other: Done) -> Finding:
+def greedy_equality(name: str, asks: Sequence[PromptRequest], bare: DecodeResult, other: DecodeResult) -> Finding:
     """Outputs must be equal token by token; they may differ only where both tokens were equally likely."""
     found = divergences(bare.answers, other.answers)
     real = [one for one in found if not one.is_tie]
@@ -87,7 +87,7 @@ def greedy_equality(name: str, asks: Sequence[Ask], bare: Done, other: Done) -> 
     )
 
 
-def logprob_agreement(bare: Done, other: Done) -> Finding:
+def logprob_agreement(bare: DecodeResult, other: DecodeResult) -> Finding:
     """Each chosen token has a log-probability, and it is the one that bare vLLM reports."""
     missing, largest, num_compared = 0, 0.0, 0
     for one, two in zip(bare.answers, other.answers, strict=True):
@@ -113,7 +113,7 @@ def logprob_agreement(bare: Done, other: Done) -> Finding:
     )
 
 
-def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Finding:
+def divergence_rates(dtype: str, alone: DecodeResult, together: DecodeResult, other: DecodeResult) -> Finding:
     """How often rounding in the serving dtype changes an output: with the proposer, and in bare vLLM. Never fails."""
     own, ours = (divergences(together.answers, done.answers) for done in (alone, other))
     n = len(together.answers)
@@ -137,21 +137,21 @@ def divergence_rates(dtype: str, alone: Done, together: Done, other: Done) -> Fi
 
 
 def same_distribution(
-    features: Sequence[tuple[str, Done, Done]], alpha: float, rng: np.random.Generator
+    features: Sequence[tuple[str, DecodeResult, DecodeResult]], alpha: float, rng: np.random.Generator
 ) -> list[Finding]:
     """One finding for each feature's two samples; a false alarm anywhere among them has probability at most `alpha`."""
-    named: list[tuple[str, Done, Outcomes | Surprises]] = []
+    named: list[tuple[str, DecodeResult, Outcomes | LogprobMeans]] = []
     for name, bare, other in features:
         named.append((name, other, Outcomes(_values(name, bare), _values(name, other))))
         if _has_surprise(bare, other):
-            named.append((f"{name}: surprise", other, Surprises(_surprises(bare), _surprises(other))))
+            named.append((f"{name}: surprise", other, LogprobMeans(_surprises(bare), _surprises(other))))
     compared = compare_all([pair for _, _, pair in named], alpha, rng)
     return [
         _distribution_finding(name, other, one, alpha) for (name, other, _), one in zip(named, compared, strict=True)
     ]
 
 
-def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], bool]) -> Finding:
+def check_property(name: str, compared: str, other: DecodeResult, is_right: Callable[[DecodedOutput], bool]) -> Finding:
     """A property that every output with the proposer must have."""
     wrong = [answer for answer in other.answers if not is_right(answer)]
     says = f"{len(wrong)} of {len(other.answers)} outputs break it"
@@ -170,7 +170,7 @@ def always(name: str, compared: str, other: Done, is_right: Callable[[Answer], b
     )
 
 
-def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
+def seeds_repeat(bare: tuple[DecodeResult, DecodeResult], other: tuple[DecodeResult, DecodeResult]) -> Finding:
     """Whether a request with a seed gives the same tokens when it is repeated, bare and with the proposer."""
     own, ours = (
         sum(one.tokens == two.tokens for one, two in zip(first.answers, second.answers, strict=True))
@@ -182,7 +182,7 @@ def seeds_repeat(bare: tuple[Done, Done], other: tuple[Done, Done]) -> Finding:
     return Finding(name="seed repeats", compared="the same request twice", n=n, result=NOTE, says=says, figures=figures)
 
 
-def ended(done: Done) -> Done:
+def drop_truncated(done: DecodeResult) -> DecodeResult:
     """The run without the outputs that were cut off at `max_tokens`."""
     return msgspec.structs.replace(done, answers=[one for one in done.answers if one.finish_reason != "length"])
 
@@ -196,12 +196,12 @@ def is_json(text: str, keys: Sequence[str]) -> bool:
     return isinstance(value, dict) and sorted(value) == sorted(keys)
 
 
-def has_all_logprobs(answer: Answer) -> bool:
+def has_all_logprobs(answer: DecodedOutput) -> bool:
     """Whether the chosen token's log-probability was reported for each token."""
     return _num_missing(answer) == 0
 
 
-def _distribution_finding(name: str, other: Done, compared: Compared, alpha: float) -> Finding:
+def _distribution_finding(name: str, other: DecodeResult, compared: Compared, alpha: float) -> Finding:
     says = f"{other.accepted} of {other.submitted} draft tokens accepted"
     if compared.shift is not None:
         says += f"; {noticeable(compared.shift)}"
@@ -229,48 +229,48 @@ def figures_of(compared: Compared) -> dict[str, Any]:
     return {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": compared.shift}
 
 
-def _values(name: str, done: Done) -> list[Hashable]:
+def _values(name: str, done: DecodeResult) -> list[Hashable]:
     # A stop string may cut a token in two, so there the text is the output.
     if name == "stop string":
         return [(answer.text, answer.finish_reason) for answer in done.answers]
     return [tuple(answer.tokens) for answer in done.answers]
 
 
-def _has_surprise(bare: Done, other: Done) -> bool:
+def _has_surprise(bare: DecodeResult, other: DecodeResult) -> bool:
     return all(answer.logprobs for done in (bare, other) for answer in done.answers)
 
 
-def _surprises(done: Done) -> list[float]:
+def _surprises(done: DecodeResult) -> list[float]:
     return [
         sum(reported.get(token, 0.0) for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
         for answer in done.answers
     ]
 
 
-def _checked(other: Done, result: str, says: str) -> tuple[str, str]:
+def _checked(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
     """A run in which no draft token was accepted has checked nothing, so it fails."""
     if not other.accepted:
         return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
     return result, says if other.attempts == 1 else f"{says}; in attempt {other.attempts}, none accepted before"
 
 
-def _checked_undrafted(other: Done, result: str, says: str) -> tuple[str, str]:
+def _checked_undrafted(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
     """A run of requests that get no drafts fails if any draft token was verified."""
     if other.submitted:
         return FAILED, f"such requests must get no drafts ({says})"
     return result, says.replace("0 of 0 draft tokens accepted", "such requests get no drafts")
 
 
-def _drafts(other: Done) -> dict[str, int]:
+def _drafts(other: DecodeResult) -> dict[str, int]:
     return {"submitted": other.submitted, "accepted": other.accepted, "attempts": other.attempts}
 
 
-def _num_missing(answer: Answer) -> int:
+def _num_missing(answer: DecodedOutput) -> int:
     num_reported = sum(token in reported for token, reported in zip(answer.tokens, answer.logprobs, strict=False))
     return len(answer.tokens) - num_reported
 
 
-def _gap(answer: Answer, position: int, token: int | None, other: int | None) -> float | None:
+def _gap(answer: DecodedOutput, position: int, token: int | None, other: int | None) -> float | None:
     """By how much the token was preferred; a lower bound if the other one is not among those reported."""
     if token is None or other is None or position >= len(answer.logprobs):
         return None

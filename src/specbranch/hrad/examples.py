@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.models import found_model, load_model, load_tokenizer
+from specbranch.engines.models import load_model, load_tokenizer, resolve_model
 from specbranch.errors import SpecBranchError
 from specbranch.machine import provenance
 from specbranch.trace import Answer, Header, Trace, read_trace, write_trace
@@ -44,7 +44,7 @@ class ExamplesError(SpecBranchError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ExamplesCard:
     """What the examples of a directory were collected from."""
 
     target: str
@@ -66,7 +66,7 @@ class Examples:
     holds how the draft's next distribution looks: confidence, second probability, entropy.
     """
 
-    card: Card
+    card: ExamplesCard
     features: Array  # [n, d_in] float16
     distributions: Array  # [n, 3] float32
     runs: Array  # [n] int32
@@ -148,18 +148,18 @@ def _beside(part: Path) -> Path:
     return part.with_suffix(".jsonl.gz")
 
 
-def write_card(directory: Path, card: Card) -> None:
+def write_examples_card(directory: Path, card: ExamplesCard) -> None:
     """Write what the examples come from."""
     (directory / "card.json").write_text(json.dumps(card.as_json(), indent=1) + "\n")
 
 
-def read_card(directory: Path) -> Card:
+def read_examples_card(directory: Path) -> ExamplesCard:
     """What the examples of a directory come from."""
     try:
         document = json.loads((directory / "card.json").read_bytes())
         if document.pop("format") != FORMAT or document.pop("version") != VERSION:
             raise ExamplesError(f"{directory} holds no examples of this version; collect them anew")
-        return Card(**{**document, "tasks": tuple(document["tasks"])})
+        return ExamplesCard(**{**document, "tasks": tuple(document["tasks"])})
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ExamplesError(f"{directory} holds no examples; `specbranch train collect` makes them") from error
 
@@ -168,7 +168,7 @@ def read_examples(directories: Sequence[Path]) -> Examples:
     """All examples of collections of one pair, with their features."""
     from safetensors.numpy import load_file
 
-    cards = [read_card(directory) for directory in directories]
+    cards = [read_examples_card(directory) for directory in directories]
     for card, directory in zip(cards, directories, strict=True):
         if replace(card, temperature=0.0) != replace(cards[0], temperature=0.0):
             raise ExamplesError(f"{directory} is of another pair, other layers or other tasks than {directories[0]}")
@@ -182,7 +182,7 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
     """The answers of a collection in the order of its examples, each with its task and the name of its prompt."""
     from safetensors.numpy import load_file
 
-    card = read_card(directory)
+    card = read_examples_card(directory)
     found = []
     for path in sorted(directory.glob("part-*.safetensors")):
         part = load_file(str(path))
@@ -217,7 +217,7 @@ class CollectOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptTokens:
     """A prompt: the index of its task, its name, and its tokens as a chat."""
 
     task: int
@@ -226,19 +226,21 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _TargetAnswer:
     """An answer and its features [tokens, d_in]."""
 
     tokens: list[int]
     features: Any
 
 
-def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out: Path, tell: CollectProgress) -> None:
-    """Write examples and traces of all messages by task; `tell` hears how many parts of how many are there."""
+def collect(
+    options: CollectOptions, messages: Mapping[str, Sequence[str]], out: Path, on_progress: CollectProgress
+) -> None:
+    """Write examples and traces of all messages by task; `on_progress` hears how many parts of how many are there."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
-    paths = [found_model(options.target), found_model(options.draft)]
+    paths = [resolve_model(options.target), resolve_model(options.draft)]
     tokenizer = load_tokenizer(paths[0])
     groups = groups_of(tokenizer, messages, options.batch)
     missing = [number for number in range(len(groups)) if not part_path(out, number).exists()]
@@ -248,16 +250,18 @@ def collect(options: CollectOptions, messages: Mapping[str, Sequence[str]], out:
         share_keys(target)
         names = (Path(paths[0]).name, Path(paths[1]).name)
         hidden_len = int(target.config.hidden_size)
-        write_card(out, Card(*names, options.num_layers, hidden_len, options.temperature, tuple(messages)))
+        write_examples_card(
+            out, ExamplesCard(*names, options.num_layers, hidden_len, options.temperature, tuple(messages))
+        )
         header = Header(target=names[0], draft=names[1], temperature=options.temperature)
         for number in missing:
-            tell(number, len(groups))
+            on_progress(number, len(groups))
             torch.manual_seed(options.seed + number)
             said = _answer(target, tokenizer, groups[number], options)
             answers = _read_over(draft, groups[number], said, options.device)
             write_trace(trace_path(out, number), Trace(header, tuple(answers)))
             write_part(out, number, _arrays(groups[number], said, answers))
-    tell(len(groups), len(groups))
+    on_progress(len(groups), len(groups))
 
 
 def _dtype(device: str) -> Any:
@@ -292,16 +296,16 @@ def share_keys(model: Any) -> None:
     model.set_attn_implementation(_ATTENTION)
 
 
-def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[Asked]]:
+def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[PromptTokens]]:
     """Prompts as chats, those of like length together, so that little is padded."""
     asked = []
     for task, texts in enumerate(messages.values()):
         for text in texts:
             chat = [{"role": "user", "content": text}]
             templated = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            asked.append(Asked(task, name_of(text), tokenizer(templated, add_special_tokens=False).input_ids))
+            asked.append(PromptTokens(task, name_of(text), tokenizer(templated, add_special_tokens=False).input_ids))
     asked.sort(key=lambda one: len(one.tokens))
-    groups: list[list[Asked]] = [[]]
+    groups: list[list[PromptTokens]] = [[]]
     for one in asked:
         if len(groups[-1]) >= max(1, min(size, _TOKENS_AT_ONCE // len(one.tokens))):
             groups.append([])
@@ -309,7 +313,7 @@ def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) 
     return groups
 
 
-def _answer(target: Any, tokenizer: Any, group: Sequence[Asked], options: CollectOptions) -> list[_Said]:
+def _answer(target: Any, tokenizer: Any, group: Sequence[PromptTokens], options: CollectOptions) -> list[_TargetAnswer]:
     """What the target says, token by token for the whole group, and the features of each token."""
     import torch
 
@@ -348,7 +352,7 @@ def _answer(target: Any, tokenizer: Any, group: Sequence[Asked], options: Collec
     by_step = np.stack(tokens, axis=1)  # [answers, steps]
     rows = np.stack(features, axis=1)
     ends_at = [length or by_step.shape[1] for length in lengths]
-    return [_Said(by_step[i, :end].tolist(), rows[i, :end].copy()) for i, end in enumerate(ends_at)]
+    return [_TargetAnswer(by_step[i, :end].tolist(), rows[i, :end].copy()) for i, end in enumerate(ends_at)]
 
 
 def _choose(logits: Any, temperature: float) -> Any:
@@ -363,7 +367,7 @@ def end_ids(target: Any, tokenizer: Any) -> set[int]:
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
-def _read_over(draft: Any, group: Sequence[Asked], said: Sequence[_Said], device: str) -> list[Answer]:
+def _read_over(draft: Any, group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], device: str) -> list[Answer]:
     """The answers with the draft's distribution before every token."""
     import torch
 
@@ -395,7 +399,7 @@ def _distributions(logits: Any) -> tuple[Distribution, ...]:
     )
 
 
-def _arrays(group: Sequence[Asked], said: Sequence[_Said], answers: Sequence[Answer]) -> dict[str, Any]:
+def _arrays(group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], answers: Sequence[Answer]) -> dict[str, Any]:
     """The positions of a part; the last token of an answer is none, because nothing is known behind it."""
     looks = [positions(answer) for answer in answers]
     counts = [len(runs) for _, runs, _ in looks]

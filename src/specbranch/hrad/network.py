@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from specbranch.core.round import MAX_WINDOW, Outlook, Signal
+from specbranch.core.round import MAX_WINDOW, AcceptanceHint, Signal
 from specbranch.errors import SpecBranchError
 
 FORMAT = "specbranch-hrad"
@@ -35,7 +35,7 @@ class HradError(SpecBranchError, ValueError):
     """A trained predictor that cannot be read, or does not fit."""
 
 
-class Card(msgspec.Struct, frozen=True):
+class HradCard(msgspec.Struct, frozen=True):
     """What a predictor was trained for, and on what: its labels depend on the pair, its input on the target."""
 
     format: str
@@ -61,7 +61,7 @@ class Hrad:
     A second head, for the chances that 1, 2, 3 ... tokens are accepted, helps training and serves evaluation only.
     """
 
-    def __init__(self, tensors: Mapping[str, _Array], card: Card) -> None:
+    def __init__(self, tensors: Mapping[str, _Array], card: HradCard) -> None:
         self.card = card
         _check_shapes(tensors, card)
         # Copies: memory that a file was mapped to need not be aligned, and then every product would copy it first.
@@ -72,7 +72,9 @@ class Hrad:
         """Length of the input of one sequence."""
         return self.card.d_in
 
-    def predict(self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul) -> list[Outlook]:
+    def predict(
+        self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
+    ) -> list[AcceptanceHint]:
         """The outlook of every sequence. `features` # [n, d_in], float32.
 
         `product` multiplies matrices; a process that minds its threads may have one of its own.
@@ -83,7 +85,7 @@ class Hrad:
             classes = class_logits(self.tensors, features, product)
         if not np.isfinite(classes).all():
             raise HradError("the target's features are not finite numbers, or too large for the predictor")
-        return [Outlook(Signal(int(signal))) for signal in classes.argmax(axis=1)]
+        return [AcceptanceHint(Signal(int(signal))) for signal in classes.argmax(axis=1)]
 
 
 def class_logits(
@@ -106,10 +108,10 @@ def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_A
     return hidden
 
 
-def read_card(directory: Path) -> Card:
+def read_hrad_card(directory: Path) -> HradCard:
     """Read what the predictor in a directory was trained for; `HradError` names what is wrong and what to do."""
     try:
-        card = msgspec.json.decode((directory / CARD).read_bytes(), type=Card)
+        card = msgspec.json.decode((directory / CARD).read_bytes(), type=HradCard)
     except OSError as error:
         raise HradError(f"{error.filename}: {error.strerror}; give the directory of a trained predictor") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -124,7 +126,7 @@ def read_card(directory: Path) -> Card:
 
 def read_hrad(directory: Path) -> Hrad:
     """The trained predictor in a directory; `HradError` names what is wrong with it and what to do."""
-    card = read_card(directory)
+    card = read_hrad_card(directory)
     try:
         return Hrad(_read_tensors(directory / WEIGHTS), card)
     except HradError as error:
@@ -135,7 +137,7 @@ def write_hrad(directory: Path, tensors: Mapping[str, _Array], card: Mapping[str
     """Write a trained predictor. The card may leave out `format` and `version`; what could not be read back raises."""
     document = {"format": FORMAT, "version": VERSION, **card}
     try:
-        _check_shapes(tensors, msgspec.convert(document, Card))
+        _check_shapes(tensors, msgspec.convert(document, HradCard))
     except msgspec.ValidationError as error:
         raise HradError(f"the card of a predictor is wrong: {error}") from error
     save = _safetensors("save_file")
@@ -144,7 +146,7 @@ def write_hrad(directory: Path, tensors: Mapping[str, _Array], card: Mapping[str
     (directory / CARD).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _check_shapes(tensors: Mapping[str, _Array], card: Card) -> None:
+def _check_shapes(tensors: Mapping[str, _Array], card: HradCard) -> None:
     """Refuse tensors that are not those of the card's network; the lengths of the hidden layers are theirs to say."""
     h0, h1 = (tensors[name].shape[-1] if name in tensors and tensors[name].ndim else 0 for name in ("b0", "b1"))
     shapes = {

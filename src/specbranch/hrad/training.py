@@ -62,7 +62,7 @@ class Network:
     def foresee(self, examples: Examples, rows: int = 4096) -> tuple[Array, Array]:
         """Chances of the three classes [n, 3], and that at least 1, 2, ... tokens are accepted [n, window]."""
         parts = [
-            self._forward(look(examples.take(slice(start, start + rows)), self.inputs))
+            self._forward(select_inputs(examples.take(slice(start, start + rows)), self.inputs))
             for start in range(0, len(examples), rows)
         ]
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
@@ -73,7 +73,7 @@ class Network:
         return classes / classes.sum(-1, keepdims=True), survival(self.tensors, x)
 
 
-def look(examples: Examples, inputs: Inputs) -> Array:
+def select_inputs(examples: Examples, inputs: Inputs) -> Array:
     """The network's input as float32 [n, d_in]: the draft's next distribution, the target's features, or both."""
     confidence, second, entropy = examples.distributions.T
     odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
@@ -84,8 +84,8 @@ def look(examples: Examples, inputs: Inputs) -> Array:
     return features if inputs == "features" else np.concatenate([features, distributions], axis=-1)
 
 
-def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, tell: FitProgress) -> Network:
-    """Train on one split and stop by the other; `tell` hears the epoch, how many there may be, the held-out loss."""
+def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, on_progress: FitProgress) -> Network:
+    """Train on one split and stop by the other; call `on_progress` with epoch, most epochs and held-out loss."""
     import torch
     from torch import nn
 
@@ -110,7 +110,7 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
         each = nn.functional.binary_cross_entropy_with_logits(to_survival(x), stands, reduction="none")
         return classes + (each * is_asked).sum() / is_asked.sum()
 
-    seen, seen_held_out = lens.see(train), lens.see(held_out)
+    seen, seen_held_out = lens.transform(train), lens.transform(held_out)
     order = np.random.default_rng(options.seed)
     best, best_loss, stale, epoch = _arrays(body, to_class, to_survival), float("inf"), 0, 0
     for epoch in range(1, options.epochs + 1):
@@ -123,7 +123,7 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
         with torch.inference_mode():
             pieces = _batches(np.arange(len(held_out)), 4096)
             loss = sum(float(loss_of(held_out, seen_held_out, piece)) * len(piece) for piece in pieces) / len(held_out)
-        tell(epoch, options.epochs, loss)
+        on_progress(epoch, options.epochs, loss)
         if loss < best_loss:
             best, best_loss, stale = _arrays(body, to_class, to_survival), loss, 0
         else:
@@ -135,7 +135,7 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
 
 
 @dataclass(frozen=True, slots=True)
-class _Lens:
+class _Whitening:
     """What is learned from: inputs less their mean, by their spread, along few directions."""
 
     inputs: Inputs
@@ -143,26 +143,28 @@ class _Lens:
     scale: Array  # [d_in]
     directions: Array  # [d_in, d_seen]
 
-    def see(self, examples: Examples, rows: int = 4096) -> Array:
+    def transform(self, examples: Examples, rows: int = 4096) -> Array:
         """Examples through the lens, [n, d_seen]."""
         parts = [examples.take(slice(start, start + rows)) for start in range(0, len(examples), rows)]
-        return np.concatenate([(look(part, self.inputs) - self.mean) * self.scale @ self.directions for part in parts])
+        return np.concatenate(
+            [(select_inputs(part, self.inputs) - self.mean) * self.scale @ self.directions for part in parts]
+        )
 
 
-def _lens(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Lens:
+def _lens(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
     """Made from as many examples as are needed for it. What the draft's distribution says is seen as it is."""
     import torch
 
     chosen = np.random.default_rng(0).permutation(len(examples))[:most]
-    x = look(examples.take(chosen), inputs)
+    x = select_inputs(examples.take(chosen), inputs)
     mean, scale = x.mean(0), (1 / np.maximum(x.std(0), 1e-3)).astype(np.float32)
     num_features = 0 if inputs == "confidence" else examples.features.shape[1]
     if not num_features:
-        return _Lens(inputs, mean, scale, np.eye(len(mean), dtype=np.float32))
+        return _Whitening(inputs, mean, scale, np.eye(len(mean), dtype=np.float32))
     features = torch.from_numpy(((x - mean) * scale)[:, :num_features])
     _, spread, axes = torch.pca_lowrank(features, q=min(rank, *features.shape), center=False)
     axes = axes / (spread / len(features) ** 0.5).clamp(min=1e-3)
-    return _Lens(inputs, mean, scale, torch.block_diag(axes, torch.eye(len(mean) - num_features)).numpy())
+    return _Whitening(inputs, mean, scale, torch.block_diag(axes, torch.eye(len(mean) - num_features)).numpy())
 
 
 def _class_weights(classes: Array, balance: float) -> Array:
@@ -300,7 +302,7 @@ class Evaluation:
         draw_scores(self.scores, SHOWN, directory / "scores.png")
 
 
-def evaluate(data: Examples, options: FitOptions, is_across: bool, tell: EvaluationProgress) -> Evaluation:
+def evaluate(data: Examples, options: FitOptions, is_across: bool, on_progress: EvaluationProgress) -> Evaluation:
     """Fit one network for each kind of input; `is_across` also fits one for each task and tests it on all tasks."""
     splits = {name: data.split(name) for name in SPLITS}
     for name, part in splits.items():
@@ -309,13 +311,13 @@ def evaluate(data: Examples, options: FitOptions, is_across: bool, tell: Evaluat
                 f"the {name} split has no prompts; collect more prompts with `specbranch train collect`"
             )
     networks: dict[str, Network] = {
-        inputs: _fit(splits["train"], splits["held-out"], inputs, options, inputs, tell) for inputs in INPUTS
+        inputs: _fit(splits["train"], splits["held-out"], inputs, options, inputs, on_progress) for inputs in INPUTS
     }
     truth = splits["test"].classes(options.window)
     scores = {"majority": majority(splits["train"].classes(options.window), truth)}
     for name, network in networks.items():
         scores[name] = score(network.foresee(splits["test"])[0], truth)
-    across = _across(splits, options, tell) if is_across else {}
+    across = _across(splits, options, on_progress) if is_across else {}
     return Evaluation(splits=splits, options=options, networks=networks, scores=scores, across=across)
 
 
@@ -331,20 +333,22 @@ def scores_by_task(network: Network, test: Examples, window: int) -> dict[str, d
 
 
 def _fit(
-    train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, name: str, tell: EvaluationProgress
+    train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, name: str, on_progress: EvaluationProgress
 ) -> Network:
-    return fit(train, held_out, inputs, options, lambda epoch, most, loss: tell(f"fitting on {name}", epoch, most))
+    return fit(
+        train, held_out, inputs, options, lambda epoch, most, loss: on_progress(f"fitting on {name}", epoch, most)
+    )
 
 
 def _across(
-    splits: Mapping[str, Examples], options: FitOptions, tell: EvaluationProgress
+    splits: Mapping[str, Examples], options: FitOptions, on_progress: EvaluationProgress
 ) -> dict[str, dict[str, float]]:
     """Accuracy on every task of a network that was trained on one."""
     found = {}
     for task in splits["train"].card.tasks:
         parts = [splits[name].of_task(task) for name in ("train", "held-out")]
         if all(len(part) for part in parts):
-            network = _fit(parts[0], parts[1], SHOWN, options, task, tell)
+            network = _fit(parts[0], parts[1], SHOWN, options, task, on_progress)
             by_task = scores_by_task(network, splits["test"], options.window)
             found[task] = {name: one["accuracy"] for name, one in by_task.items()}
     return found

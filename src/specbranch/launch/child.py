@@ -74,7 +74,7 @@ class Child:
         return self.returncode is None
 
     @property
-    def ending(self) -> str:
+    def exit_summary(self) -> str:
         """How it ended, in words."""
         code = self.returncode
         if code is None:
@@ -144,7 +144,7 @@ class Child:
         counts = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
         return ticks / os.sysconf("SC_CLK_TCK"), counts["rchar"] + counts["wchar"] + counts["read_bytes"]
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log; empty if it has none."""
         return self._log_file.read_text(errors="replace")[-_TAIL_LEN:].strip() if self._log_file else ""
 

@@ -27,7 +27,7 @@ from specbranch.errors import SpecBranchError, UsageError
 from specbranch.launch.child import PIPE, Child, Idleness
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
-from specbranch.service.wire.addresses import check_reachable
+from specbranch.service.wire.addresses import check_address
 from specbranch.service.wire.messages import Welcome
 
 IDLE_S = 60.0  # a start that does nothing for so long is given up
@@ -36,7 +36,7 @@ _STOP_S = 10.0
 _PROBE_S = 0.5
 _ERROR = "error: "  # how a command's last line begins
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 def _silent(_: str) -> None:
@@ -48,7 +48,7 @@ class StartError(SpecBranchError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOptions:
+class DraftServiceOptions:
     """The options of `specbranch draft`. `address` None means a new socket that only this user can reach.
 
     `timeline` and `record` are files that the service writes. `extra` are more words for its command line.
@@ -85,13 +85,15 @@ class DraftOptions:
 class DraftProcess:
     """A running `specbranch draft`; a context manager that starts it, waits until it answers, and stops it.
 
-    While it is waited for, `tell` hears again and again what it does.
+    While it is waited for, `on_progress` hears again and again what it does.
     """
 
-    def __init__(self, options: DraftOptions, log_file: Path | None = None, tell: Tell = _silent) -> None:
+    def __init__(
+        self, options: DraftServiceOptions, log_file: Path | None = None, on_progress: OnProgress = _silent
+    ) -> None:
         self._options = options
         self._log_file = log_file
-        self._tell = tell
+        self._on_progress = on_progress
         self._exit = contextlib.ExitStack()
         self._child: Child | None = None
         self._stage = "starting"
@@ -109,9 +111,9 @@ class DraftProcess:
         return self._child is not None and self._child.is_running
 
     @property
-    def ending(self) -> str:
+    def exit_summary(self) -> str:
         """How the process ended, in words."""
-        return self._started.ending
+        return self._started.exit_summary
 
     def start(self) -> None:
         """Start the process; `wait_until_up` waits for it."""
@@ -123,7 +125,7 @@ class DraftProcess:
             stdin=PIPE,  # the service ends when it closes, also when this process is killed
             stdout=PIPE,  # it says there what it does until it is up
         )
-        self._child.listen(self._hear)
+        self._child.listen(self._on_line)
 
     def wait_until_up(self) -> Welcome:
         """What the service says of itself, as soon as it answers.
@@ -136,19 +138,19 @@ class DraftProcess:
                 self.welcome = client.hello(_PROBE_S)
                 if self.welcome is not None:
                     return self.welcome
-                self._tell(f"draft: {self._stage}")
-        state = f"has done nothing for {idle_s:.0f} s while {self._stage}" if self.is_running else self.ending
+                self._on_progress(f"draft: {self._stage}")
+        state = f"has done nothing for {idle_s:.0f} s while {self._stage}" if self.is_running else self.exit_summary
         raise StartError(f"the draft service for {self._options.model} {state}{self._cause()}")
 
     def _cause(self) -> str:
         """What the service said last, or where to read it."""
         if self._log_file is None:
             return "; its own message is above"
-        lines = [line for line in self._started.last_words().splitlines() if line.strip()]
+        lines = [line for line in self._started.log_tail().splitlines() if line.strip()]
         words = next((line for line in reversed(lines) if line.startswith(_ERROR)), None)
         return f": {words.removeprefix(_ERROR)}" if words else f"; see {self._log_file}"
 
-    def _hear(self, line: str) -> None:
+    def _on_line(self, line: str) -> None:
         """Remember what the service does until it is up."""
         self._stage = line.strip() or self._stage
 
@@ -197,17 +199,22 @@ _LONGEST_PAUSE_S = 30.0
 _STEADY_S = 60.0  # a service that ran this long is not in a crash loop
 
 
-class DraftKeeper:
+class DraftSupervisor:
     """Keeps one draft service alive. `say` gets one line for each event, from another thread.
 
-    At the start, `tell` hears again and again what the service does.
+    At the start, `on_progress` hears again and again what the service does.
     """
 
-    def __init__(self, options: DraftOptions, say: Callable[[str], None], tell: Tell = lambda stage: None) -> None:
-        self._first = DraftProcess(options, tell=tell)
+    def __init__(
+        self,
+        options: DraftServiceOptions,
+        on_event: Callable[[str], None],
+        on_progress: OnProgress = lambda stage: None,
+    ) -> None:
+        self._first = DraftProcess(options, on_progress=on_progress)
         self._options = replace(options, address=self._first.address)
         self._process = self._first
-        self._say = say
+        self._on_event = on_event
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
 
@@ -251,7 +258,7 @@ class DraftKeeper:
                 continue
             if time.monotonic() - up_at_s > _STEADY_S:
                 pause_s = _FIRST_PAUSE_S
-            self._say(f"the draft service {self._process.ending}; restarting it in {pause_s:g} s")
+            self._on_event(f"the draft service {self._process.exit_summary}; restarting it in {pause_s:g} s")
             if self._stopping.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -268,10 +275,10 @@ class DraftKeeper:
             self._process.wait_until_up()
         except StartError as error:
             if not self._stopping.is_set():
-                self._say(str(error))
+                self._on_event(str(error))
             self._process.kill()
         else:
-            self._say("the draft service is back")
+            self._on_event("the draft service is back")
 
 
 _ANSWER_S = 2.0
@@ -302,16 +309,16 @@ class RemoteDraft:
 @cache
 def _ask(address: str, directory: Path | None) -> Welcome | None:
     keys = client_keys(str(directory) if directory else None)
-    check_reachable(address, keys)
+    check_address(address, keys)
     with contextlib.closing(DraftClient(ClientOptions(address, keys=keys))) as client:
         welcome = client.hello(_ANSWER_S)
-    cause = why_silent(address, directory) if welcome is None else None
+    cause = explain_no_reply(address, directory) if welcome is None else None
     if cause is not None:
         raise UsageError(cause)
     return welcome
 
 
-def why_silent(address: str, keys: Path | None) -> str | None:
+def explain_no_reply(address: str, keys: Path | None) -> str | None:
     """Why somebody who listens does not answer; None if nobody listens."""
     if not _speaks(address):
         return None

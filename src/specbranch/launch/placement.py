@@ -19,7 +19,7 @@ from specbranch.engines.registry import engine_for, runs_on_gpu
 from specbranch.errors import EngineError, FlagError, UsageError
 from specbranch.launch.vllm_install import target_on_cpu
 from specbranch.machine import Topology, num_gpus, read_topology
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 
 _MOST_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
 _READ_BYTES_PER_S = 50e9  # what one NUMA node of a server reads at least
@@ -33,7 +33,7 @@ HOST_CPU = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DevicePlacement:
     """The device of the draft, one sentence that says why, and one about what is wrong with it, if anything is."""
 
     device: str
@@ -49,24 +49,24 @@ def choose_device(
     num_target_devices: int,
     engine_runs_on_gpu: bool,
     weight_bytes: int | None = None,
-) -> Choice:
+) -> DevicePlacement:
     """The device of the draft: as asked for, or for `auto` the next GPU that the target leaves, else the CPU.
 
     A target on GPUs uses the first `num_target_devices` of them. `weight_bytes` are of the draft, if known.
     """
     if asked != "auto":
-        return Choice(asked, "as asked for", None if target_on_cpu else overlap(asked, num_target_devices))
+        return DevicePlacement(asked, "as asked for", None if target_on_cpu else overlap(asked, num_target_devices))
     if target_on_cpu:
-        return Choice("cpu", "the target runs on the CPU too")
+        return DevicePlacement("cpu", "the target runs on the CPU too")
     if num_gpus > num_target_devices and engine_runs_on_gpu:
-        return Choice(f"cuda:{num_target_devices}", f"the target uses {num_target_devices} of {num_gpus} GPUs")
+        return DevicePlacement(f"cuda:{num_target_devices}", f"the target uses {num_target_devices} of {num_gpus} GPUs")
     if not num_gpus:
-        return Choice("cpu", "no GPU was found here")
+        return DevicePlacement("cpu", "no GPU was found here")
     if num_gpus > num_target_devices:
         reason = "a GPU is free, but the draft's engine was built without GPUs"
     else:
         reason = f"the target uses all of the {num_gpus} GPUs here"
-    return Choice("cpu", reason, _host_cpu_advice(weight_bytes))
+    return DevicePlacement("cpu", reason, _host_cpu_advice(weight_bytes))
 
 
 def overlap(device: str, num_target_devices: int) -> str | None:
@@ -93,7 +93,7 @@ def _host_cpu_advice(weight_bytes: int | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
+class CoreSplit:
     """Cores of the target and of the draft; None means that nothing is pinned."""
 
     target: tuple[int, ...] | None
@@ -112,7 +112,7 @@ def without_siblings(physical: Mapping[int, str]) -> list[int]:
     return sorted(first.values()) if len(first) > 1 else sorted(physical)
 
 
-def split(
+def split_cores(
     cores: Sequence[int],
     *,
     target_on_cpu: bool,
@@ -120,22 +120,22 @@ def split(
     target: Sequence[int] | None = None,
     draft: Sequence[int] | None = None,
     topology: Topology | None = None,
-) -> Cores:
+) -> CoreSplit:
     """Which side gets which of `cores`; what `target` and `draft` ask for is respected.
 
     Side by side, the draft gets half of the cores, and whoever asked for nothing gets what the other left. Beside
     a target on GPUs, whose own processes are not pinned, the draft gets those of `beside_gpus`.
     """
     if not draft_on_cpu:
-        return Cores(tuple(target or cores) if target_on_cpu else None, _tuple(draft))
+        return CoreSplit(tuple(target or cores) if target_on_cpu else None, _tuple(draft))
     if not target_on_cpu:
-        return Cores(None, tuple(draft or beside_gpus(cores, topology or Topology())))
+        return CoreSplit(None, tuple(draft or beside_gpus(cores, topology or Topology())))
     if draft is None:
         left = [core for core in cores if core not in (target or ())] or list(cores)
         draft = left if target else left[-max(1, len(cores) // 2) :]
     if target is None:
         target = [core for core in cores if core not in draft] or list(cores)
-    return Cores(tuple(target), tuple(draft))
+    return CoreSplit(tuple(target), tuple(draft))
 
 
 def beside_gpus(cores: Sequence[int], topology: Topology) -> tuple[int, ...]:
@@ -171,9 +171,9 @@ def _physical(core: int) -> str:
         return str(core)
 
 
-def stay_on(text: str) -> None:
+def pin_process(text: str) -> None:
     """Pin this process to the cores of `--cores`."""
-    cores, before = numbers("--cores", text), os.sched_getaffinity(0)
+    cores, before = parse_ints("--cores", text), os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)
     except (OSError, OverflowError) as error:
@@ -184,10 +184,10 @@ def stay_on(text: str) -> None:
         raise _no_such_cores("--cores", cores, before)
 
 
-def place_draft(asked: str, model: str | None, engine: str | None, layout: Layout) -> Choice:
+def place_draft(asked: str, model: str | None, engine: str | None, layout: ParallelLayout) -> DevicePlacement:
     """The device of a draft beside a target with this layout. Without a model there is no draft, and no device."""
     if model is None:
-        return Choice("none", "there is no draft")
+        return DevicePlacement("none", "there is no draft")
     on_cpu = target_on_cpu()
     is_open = asked == "auto" and not on_cpu  # only then does it matter what else is here
     return choose_device(
@@ -208,10 +208,10 @@ def _runs_on_gpu(engine: str) -> bool:
         return False
 
 
-def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> Cores:
+def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> CoreSplit:
     """Cores for a target in vLLM and for its draft, from `--target-cores` and `--draft-cores`, else shared out."""
     on_cpu = target_on_cpu()
-    return split(
+    return split_cores(
         usable_cores(),
         target_on_cpu=on_cpu,
         draft_on_cpu=draft_device == "cpu",
@@ -224,7 +224,7 @@ def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores
 def _asked(option: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
-    cores, allowed = numbers(option, text), os.sched_getaffinity(0)
+    cores, allowed = parse_ints(option, text), os.sched_getaffinity(0)
     if not set(cores) <= allowed:
         raise _no_such_cores(option, cores, allowed)
     return cores
@@ -244,22 +244,22 @@ def is_bound_by_user() -> bool:
     return os.environ.get(_BIND, "auto") != "auto"
 
 
-def threads_of_workers(cores: Sequence[int], num_workers: int) -> dict[str, str]:
+def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
     """Variables that give each worker its share of the cores, equally many; none if the user has bound them himself."""
-    refuse_too_few(cores, num_workers)
+    check_core_count(cores, num_workers)
     each = len(cores) // num_workers
     shares = (cores[index * each : (index + 1) * each] for index in range(num_workers))
     return {} if is_bound_by_user() else {_BIND: "|".join(",".join(str(core) for core in share) for share in shares)}
 
 
-def threads(cores: Sequence[int], layout: Layout) -> dict[str, str]:
+def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
     """Variables of an engine in this process, which has these cores. A number of threads that the user set stands."""
     if not layout.in_one_process:
-        return threads_of_workers(cores, layout.num_devices)
+        return omp_bind_env(cores, layout.num_devices)
     return {} if _THREADS in os.environ else {_THREADS: str(len(cores))}
 
 
-def refuse_too_few(cores: Sequence[int], num_workers: int) -> None:
+def check_core_count(cores: Sequence[int], num_workers: int) -> None:
     """Raise if there is not a core for each worker, unless the user has bound them himself."""
     if len(cores) < num_workers and not is_bound_by_user():
         have = ",".join(str(core) for core in cores)
@@ -268,7 +268,7 @@ def refuse_too_few(cores: Sequence[int], num_workers: int) -> None:
         )
 
 
-def numbers(option: str, text: str) -> list[int]:
+def parse_ints(option: str, text: str) -> list[int]:
     """Whole numbers separated by commas."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):

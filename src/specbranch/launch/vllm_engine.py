@@ -23,16 +23,16 @@ from typing import Any
 
 import msgspec
 
-from specbranch.engines.models import found_model
+from specbranch.engines.models import resolve_model
 from specbranch.errors import SpecBranchError
-from specbranch.launch.placement import threads
+from specbranch.launch.placement import omp_env
 from specbranch.plugins.vllm import compat, installed
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 
 
 @dataclass(frozen=True, slots=True)
-class TargetOptions:
+class LocalEngineOptions:
     """What to load. `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the hub.
 
     `settings` None means bare vLLM, without our proposer. `arguments` are passed on to `vllm.LLM` as they are.
@@ -65,7 +65,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StepOutput:
     """What one engine step added to one request: all but the last of the tokens were drafted and accepted."""
 
     index: int
@@ -76,18 +76,20 @@ class Piece:
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each token, if the request asked for them
 
 
-class Target:
+class LocalEngine:
     """The engine. Its environment is set here, so no vLLM may have been imported in this process before."""
 
-    def __init__(self, options: TargetOptions) -> None:
+    def __init__(self, options: LocalEngineOptions) -> None:
         arguments = options.all_arguments()
         cores = sorted(os.sched_getaffinity(0))
-        installed.run_in_this_process(threads(cores, Layout.of_arguments(arguments)) if installed.runs_on_cpu() else {})
+        installed.run_in_this_process(
+            omp_env(cores, ParallelLayout.of_arguments(arguments)) if installed.runs_on_cpu() else {}
+        )
         if options.is_exact and not installed.be_batch_invariant():
             arguments["dtype"] = "float32"
         from vllm import LLM
 
-        self.llm = LLM(model=found_model(options.model), **arguments)
+        self.llm = LLM(model=resolve_model(options.model), **arguments)
         ignore_interrupts(self.llm)
         if arguments.get("speculative_config"):
             patch_cpu_sampler(self.llm)  # vLLM's own methods need it as much as ours
@@ -98,7 +100,7 @@ class Target:
         """End the engine and its workers."""
         shut_down(self.llm)
 
-    def use(self, settings: ProposerSettings) -> None:
+    def configure(self, settings: ProposerSettings) -> None:
         """Give the proposer other settings, from the next request on."""
         use(self.llm, settings)
 
@@ -114,7 +116,7 @@ class Target:
         """The tokens of a text."""
         return list(self.llm.get_tokenizer().encode(text))
 
-    def stream(self, requests: Sequence[Request]) -> Generator[Piece, None, None]:
+    def stream(self, requests: Sequence[Request]) -> Generator[StepOutput, None, None]:
         """Decode requests together and yield what every step adds. One caller at a time; closing it aborts the rest."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -133,7 +135,7 @@ class Target:
                 at_s = time.monotonic()
                 for output in outputs:
                     (part,) = output.outputs
-                    yield Piece(
+                    yield StepOutput(
                         index=indices[output.request_id],
                         tokens=list(part.token_ids),
                         text=part.text,

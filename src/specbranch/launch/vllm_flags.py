@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbranch.errors import FlagError
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 
 FLAG_NAME = re.compile(r"--?[A-Za-z]")  # not a negative number
 _SHORT = {
@@ -164,9 +164,9 @@ def json_or_text(text: str) -> Any:
         return text
 
 
-def layout_of(flags: Flags) -> Layout:
+def layout_of(flags: Flags) -> ParallelLayout:
     """Return the layout that the flags of `vllm serve` ask for."""
-    return Layout(
+    return ParallelLayout(
         tensor=flags.number("--tensor-parallel-size", "-tp"),
         pipeline=flags.number("--pipeline-parallel-size", "-pp"),
         data=_local_data(flags),
@@ -184,7 +184,7 @@ def _local_data(flags: Flags) -> int:
 _NUMBER_WORDS = ("auto", "none")
 
 
-def refuse_unknown_flags(flags: Flags, known: KnownArguments) -> None:
+def check_flags(flags: Flags, known: KnownArguments) -> None:
     """Raise for a flag that `vllm serve` does not have, and for a number that is none."""
     for name, value in flags.pairs():
         # vLLM takes -O3, and the first letters of a flag where only one flag begins with them.
@@ -198,7 +198,7 @@ def refuse_unknown_flags(flags: Flags, known: KnownArguments) -> None:
             raise FlagError(f"{name} is {value!r}; give a number")
 
 
-def refuse_unknown_arguments(arguments: Mapping[str, Any], known: KnownArguments) -> None:
+def check_arguments(arguments: Mapping[str, Any], known: KnownArguments) -> None:
     """Raise for an argument that `vllm.LLM` does not have, and for a number that is none."""
     for name, value in arguments.items():
         if name not in known.arguments:

@@ -28,7 +28,7 @@ _STAGES = (
 _UP = ("Application startup complete", "headless multiproc executor", "in headless mode")
 
 
-class Stages:
+class StartupProgress:
     """Listens to vLLM's log. `is_up`: it has said that it is ready, whether or not it can be asked."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Stages:
         """What vLLM does, in a few words."""
         return f"vLLM: {_STAGES[self._number][0]}"
 
-    def hear(self, line: str) -> None:
+    def feed(self, line: str) -> None:
         """One more line of the log."""
         self.is_up = self.is_up or any(words in line for words in _UP)
         for number in range(len(_STAGES) - 1, self._number, -1):
@@ -75,16 +75,16 @@ _ADVICE = (
 _KILLED = -9
 
 
-class FailureLog:
+class FailureParser:
     """Listens to the lines of vLLM's log, and remembers its last error that is not just the echo of another."""
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
         self._cause: str | None = None
         self._has_echo = False
         for line in lines:
-            self.hear(line)
+            self.feed(line)
 
-    def hear(self, line: str) -> None:
+    def feed(self, line: str) -> None:
         """One more line."""
         plain = _ANSI.sub("", line).rstrip()
         invalid = _INVALID.match(plain)

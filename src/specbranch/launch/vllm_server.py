@@ -29,9 +29,9 @@ from pathlib import Path
 from specbranch import machine
 from specbranch.errors import FlagError
 from specbranch.launch.child import PIPE, Child
-from specbranch.launch.placement import is_bound_by_user, threads_of_workers
+from specbranch.launch.placement import is_bound_by_user, omp_bind_env
 from specbranch.launch.vllm_flags import Flags, layout_of
-from specbranch.launch.vllm_log import FailureLog, Stages
+from specbranch.launch.vllm_log import FailureParser, StartupProgress
 from specbranch.plugins.vllm.installed import run_command_line
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 
@@ -42,7 +42,7 @@ _USUAL_SHARE, _SPARE_SHARE, _LEAST_SHARE = 0.92, 0.1, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class VllmServeCommand:
     """What to serve. `model` is what vLLM loads, `name` what clients call it, `flags` are vLLM's own.
 
     `settings` None means vLLM without our proposer: bare, or with the speculative decoding that its flags ask for.
@@ -60,7 +60,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.settings is None:
             return
-        layout_of(self.flags).refuse()
+        layout_of(self.flags).check_supported()
         for name in ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"):
             if self.flags.has(name):
                 raise FlagError(
@@ -113,7 +113,7 @@ class ServeOptions:
             # Without the second one vLLM replaces "uni" by "mp" on the CPU. The HTTP server and the engine are two
             # processes all the same.
             return {"OMP_NUM_THREADS": str(len(self.cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return threads_of_workers(self.cores, self.num_workers)
+        return omp_bind_env(self.cores, self.num_workers)
 
 
 _STOP_S = 30.0
@@ -126,14 +126,14 @@ class VllmServer:
     `show` gets every line of its output, from another thread.
     """
 
-    def __init__(self, options: ServeOptions, show: Callable[[str], None]) -> None:
+    def __init__(self, options: VllmServeCommand, show: Callable[[str], None]) -> None:
         self._options = options
         self._arguments = options.arguments()
         self._environment = options.environment()
         self._cores = options.cores if options.cores and options.in_one_process else None
         self._show = show
-        self._stages = Stages()
-        self._failure = FailureLog()
+        self._stages = StartupProgress()
+        self._failure = FailureParser()
         self._child: Child | None = None
         self._listener: threading.Thread | None = None
 
@@ -153,9 +153,9 @@ class VllmServer:
         """Whether it has said that it is ready."""
         return self._stages.is_up
 
-    def forget_failures(self) -> None:
+    def clear_failures(self) -> None:
         """It runs: errors of single requests do not say why it ends one day."""
-        self._failure = FailureLog()
+        self._failure = FailureParser()
 
     def cause(self) -> str:
         """Why it has ended, in one sentence."""
@@ -177,9 +177,9 @@ class VllmServer:
             has_group=True,
         )
         # Without a listener vLLM would come to a halt when the pipe is full.
-        self._listener = self._child.listen(self._hear)
+        self._listener = self._child.listen(self._on_line)
 
-    def free_frontend(self) -> None:
+    def unpin_frontend(self) -> None:
         """Let the HTTP server use all of our cores; the engine's process keeps the target's."""
         assert self._child is not None, "start it first"
         if self._cores is None:
@@ -200,9 +200,9 @@ class VllmServer:
         if self._child is not None:
             self._child.kill()
 
-    def _hear(self, line: str) -> None:
-        self._stages.hear(line)
-        self._failure.hear(line)
+    def _on_line(self, line: str) -> None:
+        self._stages.feed(line)
+        self._failure.feed(line)
         self._show(line)
 
 
@@ -216,7 +216,7 @@ _TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class HttpEndpoint:
     """An address over TCP, or the `path` of a Unix socket."""
 
     host: str
@@ -225,7 +225,7 @@ class Endpoint:
     path: str | None = None
 
     @classmethod
-    def of(cls, flags: Flags) -> Endpoint:
+    def of(cls, flags: Flags) -> HttpEndpoint:
         """The address that vLLM's flags and defaults give."""
         port = flags.value("--port")
         if port is not None and not port.isdecimal():
@@ -240,7 +240,7 @@ class Endpoint:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
 
-    def refuse_if_taken(self) -> None:
+    def check_free(self) -> None:
         """Raise if somebody else listens there already; vLLM would find out after the models are loaded."""
         if self.path:
             if Path(self.path).exists():

@@ -28,8 +28,8 @@ import msgspec
 from specbranch.errors import SpecBranchError
 from specbranch.launch import vllm_engine
 from specbranch.launch.child import PIPE, Child
-from specbranch.launch.vllm_engine import Engine, Request, Target, TargetOptions
-from specbranch.launch.vllm_log import FailureLog
+from specbranch.launch.vllm_engine import Engine, LocalEngine, LocalEngineOptions, Request
+from specbranch.launch.vllm_log import FailureParser
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 _WORKER = "specbranch.launch.vllm_worker"
@@ -46,13 +46,13 @@ class TargetProcess:
 
     engine: Engine
 
-    def __init__(self, options: TargetOptions, log_file: Path, cores: Collection[int] | None = None) -> None:
+    def __init__(self, options: LocalEngineOptions, log_file: Path, cores: Collection[int] | None = None) -> None:
         self._options = options
         self._log_file = log_file
         self._cores = cores or None
         self._child: Child | None = None
 
-    def run(self, run: Run, on_finished: Callable[[int], None] | None = None) -> Done:
+    def run(self, run: DecodeJob, on_finished: Callable[[int], None] | None = None) -> DecodeResult:
         """Let it do a run and wait for it; `on_finished` is told of requests that have finished."""
         self._send(run)
         while True:
@@ -105,21 +105,21 @@ class TargetProcess:
         except OSError as error:
             raise self._failure() from error
 
-    def _receive(self) -> News:
+    def _receive(self) -> WorkerEvent:
         assert self._child is not None, "enter it first"
         try:
-            return msgspec.json.decode(self._child.output.readline(), type=News)
+            return msgspec.json.decode(self._child.output.readline(), type=WorkerEvent)
         except msgspec.DecodeError as error:
             raise self._failure() from error
 
     def _failure(self) -> TargetFailure:
         assert self._child is not None
         self._child.wait(_END_S)
-        words = self._child.last_words()
-        cause = FailureLog(words.splitlines()).cause(self._child.returncode)
+        words = self._child.log_tail()
+        cause = FailureParser(words.splitlines()).cause(self._child.returncode)
         return TargetFailure(
-            f"vLLM with {self._options.model} {self._child.ending} before its work was done. The end of its log:\n"
-            f"{words}\nvLLM with {self._options.model} failed: {cause}"
+            f"vLLM with {self._options.model} {self._child.exit_summary} before its work was done. "
+            f"The end of its log:\n{words}\nvLLM with {self._options.model} failed: {cause}"
         )
 
 
@@ -135,22 +135,22 @@ def main() -> None:
             output.write(msgspec.json.encode(news) + b"\n")
 
 
-def serve(lines: Iterator[bytes]) -> Iterator[News]:
+def serve(lines: Iterator[bytes]) -> Iterator[WorkerEvent]:
     """Load what the first line asks for, then do one run for each further line."""
-    target = Target(msgspec.json.decode(next(lines), type=TargetOptions))
+    target = LocalEngine(msgspec.json.decode(next(lines), type=LocalEngineOptions))
     with contextlib.closing(target):
-        yield News(engine=vllm_engine.describe(target.llm))
+        yield WorkerEvent(engine=vllm_engine.describe(target.llm))
         for line in lines:
-            yield from decode(target, msgspec.json.decode(line, type=Run))
+            yield from decode(target, msgspec.json.decode(line, type=DecodeJob))
 
 
-def decode(target: Target, run: Run) -> Iterator[News]:
+def decode(target: LocalEngine, run: DecodeJob) -> Iterator[WorkerEvent]:
     """Do a run; again, if it may, when no draft token was accepted: that run compares nothing.
 
     This happens when the draft's process or the whole machine was stalled: a target does not wait for drafts.
     """
     if run.settings is not None:
-        target.use(run.settings)
+        target.configure(run.settings)
     requests = [_request(target, ask) for ask in run.asks]
     for attempt in range(1, run.attempts + 1):
         if attempt > 1:
@@ -158,12 +158,14 @@ def decode(target: Target, run: Run) -> Iterator[News]:
         done = yield from _attempt(target, requests, run.batch or max(1, len(requests)), is_first=attempt == 1)
         if done.accepted:
             break
-    yield News(done=msgspec.structs.replace(done, attempts=attempt))
+    yield WorkerEvent(done=msgspec.structs.replace(done, attempts=attempt))
 
 
-def _attempt(target: Target, requests: Sequence[Request], batch: int, is_first: bool) -> Generator[News, None, Done]:
+def _attempt(
+    target: LocalEngine, requests: Sequence[Request], batch: int, is_first: bool
+) -> Generator[WorkerEvent, None, DecodeResult]:
     """Decode all requests; requests that finish are told in the first attempt only."""
-    answers = [Answer(prompt=list(request.prompt)) for request in requests]
+    answers = [DecodedOutput(prompt=list(request.prompt)) for request in requests]
     counts, drafts = target.proposer_counts(), target.draft_tokens()
     start_s = time.monotonic()
     for first in range(0, len(requests), batch):
@@ -176,10 +178,10 @@ def _attempt(target: Target, requests: Sequence[Request], batch: int, is_first: 
             answer.steps.append((piece.at_s - start_s, len(piece.tokens)))
             answer.finish_reason = piece.finish_reason
             if piece.finish_reason is not None and is_first:
-                yield News(num_finished=1)
+                yield WorkerEvent(num_finished=1)
     elapsed_s = time.monotonic() - start_s
     submitted, accepted = (after - before for after, before in zip(target.draft_tokens(), drafts, strict=True))
-    return Done(
+    return DecodeResult(
         answers=answers,
         submitted=submitted,
         accepted=accepted,
@@ -188,18 +190,18 @@ def _attempt(target: Target, requests: Sequence[Request], batch: int, is_first: 
     )
 
 
-def _request(target: Target, ask: Ask) -> Request:
+def _request(target: LocalEngine, ask: PromptRequest) -> Request:
     schema = {} if ask.schema is None else {"structured_outputs": vllm_engine.json_shape(ask.schema)}
     return Request(_encoded(target, ask), {**ask.sampling, **schema})
 
 
-def _encoded(target: Target, ask: Ask) -> list[int]:
+def _encoded(target: LocalEngine, ask: PromptRequest) -> list[int]:
     if ask.tokens is not None:
         return ask.tokens
     return target.encode_chat([{"role": "user", "content": ask.prompt}]) if ask.is_chat else target.encode(ask.prompt)
 
 
-class Ask(msgspec.Struct, frozen=True):
+class PromptRequest(msgspec.Struct, frozen=True):
     """One prompt. `sampling` are vLLM's sampling parameters; `schema` asks for JSON of that shape.
 
     A chat prompt is a user's message, put into the model's own template; any other is continued as it is. With
@@ -213,20 +215,20 @@ class Ask(msgspec.Struct, frozen=True):
     tokens: list[int] | None = None
 
 
-class Run(msgspec.Struct, frozen=True):
+class DecodeJob(msgspec.Struct, frozen=True):
     """Requests that are decoded together, at most `batch` of them at a time (0: as many as the engine takes).
 
     `settings` are the proposer's from this run on; None leaves them. With several `attempts` the run is repeated as
     long as no draft token was accepted.
     """
 
-    asks: list[Ask]
+    asks: list[PromptRequest]
     batch: int = 0
     settings: ProposerSettings | None = None
     attempts: int = 1
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class DecodedOutput(msgspec.Struct, kw_only=True):
     """The output of one request; it grows while it is decoded.
 
     `steps` are the engine steps that added to it: seconds since the start of the run, and how many tokens; `texts`
@@ -243,13 +245,13 @@ class Answer(msgspec.Struct, kw_only=True):
     texts: list[str] = []
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """A run that is over. All numbers are of its last attempt.
 
     `submitted` and `accepted` are draft tokens that vLLM verified and accepted; `counts` are the proposer's counters.
     """
 
-    answers: list[Answer]
+    answers: list[DecodedOutput]
     submitted: int = 0
     accepted: int = 0
     attempts: int = 1
@@ -257,15 +259,15 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, float] = {}
 
 
-class News(msgspec.Struct, frozen=True):
+class WorkerEvent(msgspec.Struct, frozen=True):
     """One line from a target's process: its engine is loaded, requests have finished, or a run is over."""
 
     engine: Engine | None = None
     num_finished: int = 0
-    done: Done | None = None
+    done: DecodeResult | None = None
 
 
-def step_gaps_s(answers: Sequence[Answer], skip: int = 0) -> list[float]:
+def step_gaps_s(answers: Sequence[DecodedOutput], skip: int = 0) -> list[float]:
     """Times between the steps of the answers, all but the first `skip` steps of each."""
     return [end_s - start_s for answer in answers for (start_s, _), (end_s, _) in pairwise(answer.steps[skip:])]
 

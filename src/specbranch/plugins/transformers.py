@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from specbranch.engines.vocabulary import VocabSample, read_sample
+from specbranch.engines.vocabulary import VocabFingerprint, read_fingerprint
 from specbranch.errors import SpecBranchError
-from specbranch.extensions import extra
-from specbranch.plugins.single_text import TextDrafts
+from specbranch.extensions import optional_import
+from specbranch.plugins.single_sequence import SingleSequenceDrafts
 from specbranch.service.client.interface import DraftSettings
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
     from transformers import DynamicCache
     from transformers.generation import (
@@ -53,7 +53,7 @@ class DraftedDecoding:
     def __init__(self, settings: DraftSettings, longest: int = 8) -> None:
         self._settings = settings
         self._longest = longest
-        self._drafts: WeakKeyDictionary[Any, TextDrafts] = WeakKeyDictionary()  # by model
+        self._drafts: WeakKeyDictionary[Any, SingleSequenceDrafts] = WeakKeyDictionary()  # by model
         self._warned: set[str] = set()
 
     @property
@@ -91,11 +91,13 @@ class DraftedDecoding:
         candidates = ServiceCandidates(self._drafts_for(model), generation_config)
         return type(model)._assisted_decoding(_WithCandidates(model, candidates), input_ids, **arguments)
 
-    def _drafts_for(self, model: Any) -> TextDrafts:
+    def _drafts_for(self, model: Any) -> SingleSequenceDrafts:
         if model not in self._drafts:
             name = getattr(model, "name_or_path", "")
-            target = VocabSample(model.config.get_text_config().vocab_size, read_sample(name) if name else b"")
-            self._drafts[model] = TextDrafts(self._settings, self._longest, target)
+            target = VocabFingerprint(
+                model.config.get_text_config().vocab_size, read_fingerprint(name) if name else b""
+            )
+            self._drafts[model] = SingleSequenceDrafts(self._settings, self._longest, target)
         return self._drafts[model]
 
     def _warn(self, obstacle: str) -> None:
@@ -107,7 +109,7 @@ class DraftedDecoding:
 class ServiceCandidates(CandidateGenerator):
     """Candidates for one text from the draft service, at most as many as the text has room for."""
 
-    def __init__(self, drafts: TextDrafts, generation_config: Any) -> None:
+    def __init__(self, drafts: SingleSequenceDrafts, generation_config: Any) -> None:
         self._drafts = drafts
         self._max_length = generation_config.max_length
         self._is_sampled = generation_config.get_generation_mode() is GenerationMode.SAMPLE

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specbranch.core.costs import Costs
+from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
 from specbranch.core.round import Verdict
-from specbranch.core.scheduler import schedule, wish_for
+from specbranch.core.scheduler import request_rows, select_rows
 from specbranch.core.session import Session
 
 
@@ -90,7 +90,7 @@ class Loop:
         sessions: Sequence[Session],
         target: TargetLane,
         draft: DraftLane,
-        costs: Costs,
+        costs: PairModel,
         deadline_s: float = math.inf,
         observe: Callable[[Step], None] = lambda step: None,
     ) -> None:
@@ -130,17 +130,19 @@ class Loop:
 
     def _stand_aside(self, active: list[Session]) -> None:
         for session in active:
-            session.stand_aside()
+            session.skip_round()
 
     def _start_draft(self, active: list[Session]) -> None:
         if self._drafting is not None:
             return
         wishes = [
-            wish_for(session, session.round, nodes, is_awaited=session.round.is_waiting)
+            request_rows(session, session.round, nodes, is_awaited=session.round.is_waiting)
             for session in active
             if (nodes := session.rows())
         ]
-        granted = schedule(wishes, self._draft.row_limit, piece_len=1).wishes  # nothing is ever in prefill here
+        granted = select_rows(
+            wishes, self._draft.row_limit, prefill_chunk=1
+        ).requests  # nothing is ever in prefill here
         rows = [(wish.session, node) for wish in granted for node in wish.granted]
         if rows:
             distributions, step_s = self._draft.run(rows)
@@ -159,7 +161,7 @@ class Loop:
     def _finish_draft(self, step: _Drafting) -> None:
         self._drafting = None
         for (session, node), distribution in zip(step.rows, step.distributions, strict=True):
-            session.grow(node, distribution)
+            session.add_distribution(node, distribution)
         self._costs.draft.observe(len(step.rows), step.end_s - step.start_s)
         self._observe(DraftStep(step.start_s, step.end_s, tuple(node for _, node in step.rows)))
 
@@ -173,7 +175,7 @@ class Loop:
             session.commit(verdict.committed(session.submitted))
             session.stats.target_s += step_s
             session.stats.wait_s += step.wait_s
-            session.settle()
+            session.count_rollback()
         committed = sum(1 + verdict.accepted for verdict in verdicts)
         self._costs.observe_step(len(submitted), sum(submitted), committed, step_s)
         hits = tuple(session.round.is_hit for session in step.batch)

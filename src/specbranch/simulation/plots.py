@@ -9,7 +9,7 @@ from typing import Any
 
 from specbranch.extensions import load_pyplot
 from specbranch.simulation.loop import DraftStep, Step, TargetStep
-from specbranch.simulation.presets import Pair
+from specbranch.simulation.presets import ModelPair
 from specbranch.simulation.simulate import Layout, Method, simulate
 from specbranch.trace import Trace
 
@@ -17,11 +17,11 @@ _USED, _LOST, _TARGET, _WAIT = "#2a9d8f", "#e9c9b1", "#264653", "#f4f1ea"
 _HIT, _MISS = "#2a9d8f", "#d1495b"
 _CURVES = ("#8d99ae", "#6a4c93", "#1982c4", "#d1495b", "#f4a261", "#2a9d8f", "#264653")
 
-MethodOf = Callable[[str, Pair], Method]
+MethodOf = Callable[[str, ModelPair], Method]
 
 
 def plot_simulation(
-    path: Path, title: str, pair: Pair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int
+    path: Path, title: str, pair: ModelPair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int
 ) -> None:
     """Draw both pictures to one file; its suffix gives the format."""
     pyplot = load_pyplot()
@@ -46,7 +46,7 @@ def plot_simulation(
     pyplot.close(figure)
 
 
-def _first_steps(trace: Trace, planner: str, pair: Pair, method_of: MethodOf, seed: int) -> list[Step]:
+def _first_steps(trace: Trace, planner: str, pair: ModelPair, method_of: MethodOf, seed: int) -> list[Step]:
     steps: list[Step] = []
     short = replace(trace, answers=trace.answers[:1])
     simulate(short, method_of(planner, pair), Layout(pair.c, pair.row_cost), seed, observe=steps.append)
@@ -75,7 +75,7 @@ def _draw_draft_step(axis: Any, step: DraftStep) -> None:
     width = step.end_s - step.start_s
     height = 0.9 / len(step.nodes)
     for index, node in enumerate(step.nodes):
-        color = _USED if node.has_served else _LOST
+        color = _USED if node.has_committed_child else _LOST
         axis.add_patch(
             _box(step.start_s, 1.05 + index * height, width, height, color, line=1.2 / (1 + len(step.nodes)))
         )
@@ -118,7 +118,7 @@ def _draw_legend(axis: Any, title: str) -> None:
     axis.legend(handles=entries, ncols=6, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8)
 
 
-def _draw_speed(axis: Any, pair: Pair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int) -> None:
+def _draw_speed(axis: Any, pair: ModelPair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int) -> None:
     ratios = [2, 3, 4, 5, 6, 8, 10, 12, 16]
     short = replace(trace, answers=trace.answers[:8])
     for name, color in zip(planners, _CURVES * len(planners), strict=False):

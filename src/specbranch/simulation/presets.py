@@ -34,7 +34,7 @@ _VOCAB_LEN = 32_000
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ModelPair:
     """A draft and a target: how fast, how well aligned, and where the figures come from."""
 
     name: str
@@ -46,10 +46,40 @@ class Pair:
     row_cost: float = ROW_COST
 
 
-def _from_paper(name: str, gamma: int, pearl: float, source: str) -> Pair:
+def pearl_emitted(acceptance: float, gamma: int) -> float:
+    """Tokens per round of PEARL, from its two-state chain.
+
+    Pre-verify yields one token and turns to post-verify if that token was drafted. Post-verify yields what was
+    accepted plus a correction, gamma tokens at most, and stays only if all gamma were right.
+    """
+    stay = acceptance**gamma
+    post_share = acceptance / (acceptance + 1 - stay)
+    post = sum(acceptance**k for k in range(gamma))
+    return (1 - post_share) + post_share * post
+
+
+def pearl_speed(acceptance: float, gamma: int, c: float) -> float:
+    """Speed of PEARL over plain decoding, in lock step."""
+    return pearl_emitted(acceptance, gamma) * c / max(gamma, c)
+
+
+def solve_acceptance(speed: Callable[[float], float], published: float) -> float:
+    """The acceptance at which a speed formula, rising in it, gives a published speed."""
+    low, high = 0.0, 1.0 - 1e-9
+    if not speed(low) <= published <= speed(high):
+        raise ValueError(f"no acceptance gives a speed of {published}")
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if speed(middle) < published else (low, middle)
+    return (low + high) / 2
+
+
+def _from_paper(name: str, gamma: int, pearl: float, source: str) -> ModelPair:
     c = float(gamma)
     acceptance = solve_acceptance(lambda a: pearl_speed(a, gamma, c), pearl)
-    return Pair(name, c, gamma, acceptance, f"{source} Acceptance: PEARL's published {pearl}x, solved by its chain.")
+    return ModelPair(
+        name, c, gamma, acceptance, f"{source} Acceptance: PEARL's published {pearl}x, solved by its chain."
+    )
 
 
 _OFFICIAL = "gamma: the SpecBranch authors' scripts; c = gamma, as both papers choose it."
@@ -66,7 +96,7 @@ PAIRS = {
 }
 
 
-def make_trace(pair: Pair, num_answers: int, answer_len: int, rng: random.Random, top_k: int = 32) -> Trace:
+def make_trace(pair: ModelPair, num_answers: int, answer_len: int, rng: random.Random, top_k: int = 32) -> Trace:
     """Make a trace of a calibrated draft with the pair's acceptance."""
     answers = tuple(_answer(pair.acceptance, answer_len, top_k, rng) for _ in range(num_answers))
     return Trace(Header(target=pair.name, draft=pair.name, task="made"), answers)
@@ -134,31 +164,3 @@ def _draw(distribution: Distribution, tail: int, rng: random.Random) -> int:
         if left < 0:
             return token
     return tail
-
-
-def pearl_emitted(acceptance: float, gamma: int) -> float:
-    """Tokens per round of PEARL, from its two-state chain.
-
-    Pre-verify yields one token and turns to post-verify if that token was drafted. Post-verify yields what was
-    accepted plus a correction, gamma tokens at most, and stays only if all gamma were right.
-    """
-    stay = acceptance**gamma
-    post_share = acceptance / (acceptance + 1 - stay)
-    post = sum(acceptance**k for k in range(gamma))
-    return (1 - post_share) + post_share * post
-
-
-def pearl_speed(acceptance: float, gamma: int, c: float) -> float:
-    """Speed of PEARL over plain decoding, in lock step."""
-    return pearl_emitted(acceptance, gamma) * c / max(gamma, c)
-
-
-def solve_acceptance(speed: Callable[[float], float], published: float) -> float:
-    """The acceptance at which a speed formula, rising in it, gives a published speed."""
-    low, high = 0.0, 1.0 - 1e-9
-    if not speed(low) <= published <= speed(high):
-        raise ValueError(f"no acceptance gives a speed of {published}")
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if speed(middle) < published else (low, middle)
-    return (low + high) / 2

@@ -30,12 +30,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from specbranch.core.costs import StepCost
-from specbranch.core.distribution import Chance, Dense, Distribution, Prob
+from specbranch.core.distribution import Dense, Distribution, Prob, RandomSource
 from specbranch.core.node import Node
 from specbranch.core.round import Verdict
 from specbranch.core.session import Session
-from specbranch.engines.base import DraftEngine, EngineInfo, Row, require_length, require_rows
-from specbranch.engines.tree_cache import Binding, Feed
+from specbranch.engines.base import DraftEngine, EngineInfo, Row, check_length, check_rows
+from specbranch.engines.tree_cache import EngineRow, TreeCache
 from specbranch.trace import Answer, Trace
 
 State = Hashable
@@ -130,7 +130,7 @@ class ScriptedEngine:
         del self._cells[handle]
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
-        require_rows(rows)
+        check_rows(rows)
         return [distribution for row in rows for distribution in self._run(row)]
 
     def shutdown(self) -> None:
@@ -152,20 +152,20 @@ class ScriptedEngine:
 
     def _cell(self, handle: int, length: int) -> _Cell:
         cell = self._cells[handle]
-        require_length(handle, cell.length, length)
+        check_length(handle, cell.length, length)
         while cell.length > length:
             assert cell.before is not None
             cell = cell.before
         return cell
 
 
-class EngineLane:
+class SimulatedDraft:
     """A draft engine as a lane of the round loop, with given step times."""
 
     def __init__(self, engine: DraftEngine, cost: StepCost) -> None:
         self._engine = engine
         self._cost = cost
-        self._bindings: dict[Session, Binding] = {}
+        self._bindings: dict[Session, TreeCache] = {}
         self.row_limit = engine.info.row_limit
 
     def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
@@ -173,10 +173,10 @@ class EngineLane:
         by_session: dict[Session, list[Node]] = {}
         for session, node in rows:
             by_session.setdefault(session, []).append(node)
-        feeds: list[Feed] = []
+        feeds: list[EngineRow] = []
         for session, nodes in by_session.items():
-            binding = self._bindings.setdefault(session, Binding(self._engine))
-            feeds += binding.feeds(session.tokens, session.tree, nodes)
+            binding = self._bindings.setdefault(session, TreeCache(self._engine))
+            feeds += binding.rows_for(session.tokens, session.tree, nodes)
         run = [node for feed in feeds for node in feed.nodes]
         found = dict(zip(run, self._engine.run([feed.row for feed in feeds]), strict=True))
         return [found[node] for _, node in rows], self._cost.at(len(rows))
@@ -199,7 +199,7 @@ class ScriptedTarget:
     """
 
     def __init__(
-        self, script: Script, cost: StepCost, chance: Chance, rule: Rule = "match", entry_s: float = 0.0
+        self, script: Script, cost: StepCost, chance: RandomSource, rule: Rule = "match", entry_s: float = 0.0
     ) -> None:
         self._script = script
         self._cost = cost
@@ -221,7 +221,7 @@ class ScriptedTarget:
             return match(session.submitted, lambda index: self._sample(self._script.distribution(states[index])))
         vocab_len = self._script.vocab_len
         distributions = [self._script.distribution(state).dense(vocab_len) for state in states]
-        offered = offers(session, vocab_len) if self._rule == "reject" else served_offers(session, vocab_len)
+        offered = candidates(session, vocab_len) if self._rule == "reject" else served_candidates(session, vocab_len)
         return reject(offered, distributions, self._chance)
 
     def _sample(self, distribution: Distribution) -> int:
@@ -235,11 +235,11 @@ class ScriptedTarget:
         return state
 
 
-def offers(session: Session, vocab_len: int) -> list[Offer]:
+def candidates(session: Session, vocab_len: int) -> list[Candidates]:
     """What the draft offers to rule B at each submitted position and the branch point: distribution, tokens drawn."""
     positions = [session.tree.root, *(session.tree.submitted or ())]
     return [
-        Offer(
+        Candidates(
             node.distribution.dense(vocab_len) if node.distribution else Distribution((), (), 0.0).dense(vocab_len),
             tuple(c.token for c in node.children),
         )
@@ -247,13 +247,13 @@ def offers(session: Session, vocab_len: int) -> list[Offer]:
     ]
 
 
-def served_offers(session: Session, vocab_len: int) -> list[Offer]:
+def served_candidates(session: Session, vocab_len: int) -> list[Candidates]:
     """What a stock engine is told: one token a place, drawn from what is told with it, or certain; then none."""
     told = []
     for node in session.tree.submitted or ():
-        q = node.drawn_from or Distribution((node.token,), (1,), 0.0)
-        told.append(Offer(q.dense(vocab_len), (node.token,)))
-    return [*told, Offer(Distribution((), (), 0.0).dense(vocab_len), ())]
+        q = node.sampled_from or Distribution((node.token,), (1,), 0.0)
+        told.append(Candidates(q.dense(vocab_len), (node.token,)))
+    return [*told, Candidates(Distribution((), (), 0.0).dense(vocab_len), ())]
 
 
 _Place = tuple[int, int]  # answer, number of its tokens read; negative within the prompt
@@ -332,7 +332,7 @@ def _mix(value: int, token: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Candidates:
     """What the draft offers at one position: tokens drawn from `distribution` without replacement, in order."""
 
     distribution: Dense
@@ -348,31 +348,31 @@ def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
     return Verdict(len(submitted), sample(len(submitted)))
 
 
-def reject(offers: Sequence[Offer], distributions: Sequence[Dense], chance: Chance) -> Verdict:
+def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance: RandomSource) -> Verdict:
     """Rule B. Every offer but the last begins with a submitted token; the last one holds the roots at the branch point.
 
     `distributions[i]` is the target's distribution after i submitted tokens.
     """
     last = len(offers) - 1
     for index, (offer, distribution) in enumerate(zip(offers, distributions, strict=True)):
-        token = choose(distribution, offer, chance)
+        token = reject_in_turn(distribution, offer, chance)
         if index == last or token != offer.tokens[0]:
             return Verdict(index, token)
     raise ValueError("rule B needs at least one offer, if only an empty one")
 
 
-def choose(p: Dense, offer: Offer, chance: Chance) -> int:
+def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
     """Test the offered tokens in order, each against what the earlier ones left over; the result follows p exactly."""
     q = offer.distribution
     for token in offer.tokens:
-        keep = keep_chance(p, q, token)
+        keep = accept_prob(p, q, token)
         if chance.pick((keep, 1 - keep)) == 0:
             return token
-        p, q = recovery_distribution(p, q), without(q, token)
+        p, q = recovery_distribution(p, q), renormalized_without(q, token)
     return chance.pick(list(p))
 
 
-def keep_chance(p: Dense, q: Dense, token: int) -> Prob:
+def accept_prob(p: Dense, q: Dense, token: int) -> Prob:
     """Chance to keep a token that was drawn from q: min(1, p/q)."""
     ratio: Prob = p[token] / q[token]
     return min(ratio, 1)
@@ -386,7 +386,7 @@ def recovery_distribution(p: Dense, q: Dense) -> Dense:
     return excess / total if total else p
 
 
-def without(q: Dense, token: int) -> Dense:
+def renormalized_without(q: Dense, token: int) -> Dense:
     """The distribution q once `token` has been drawn and is not put back."""
     rest = q.copy()
     rest[token] = 0

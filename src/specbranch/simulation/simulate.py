@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specbranch.core.costs import Costs, StepCost
-from specbranch.core.distribution import RandomChance
-from specbranch.core.node import TopDraw
+from specbranch.core.costs import PairModel, StepCost
+from specbranch.core.distribution import SeededRandom
+from specbranch.core.node import GreedyPicker
 from specbranch.core.planner import Predictor
 from specbranch.core.planners import SettingError, make_planner, setting_names
-from specbranch.core.planners.predictors import CONSTANTS, OraclePredictor, RandomPredictor, RecordedPredictor
+from specbranch.core.planners.predictors import CONSTANTS, OraclePredictor, RandomPredictor, ReplayPredictor
 from specbranch.core.round import Signal, Stats
-from specbranch.core.session import Ending, Session
+from specbranch.core.session import Session, StopCondition
 from specbranch.core.tree import CAUSES
 from specbranch.extensions import load_planners
 from specbranch.simulation.loop import Loop, Step
-from specbranch.simulation.presets import Pair
+from specbranch.simulation.presets import ModelPair
 from specbranch.simulation.scripted import (
-    EngineLane,
     ReplayDraft,
     ReplayTarget,
     ScriptedEngine,
     ScriptedTarget,
+    SimulatedDraft,
     prompt_of,
 )
 from specbranch.trace import Answer, Trace, TraceError
@@ -79,7 +79,7 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """What one method did on one trace."""
 
     method: Method
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def method_for(
-    planner: str, pair: Pair, predictor: str = "confidence", as_in_paper: bool = True, has_text: bool = False
+    planner: str, pair: ModelPair, predictor: str = "confidence", as_in_paper: bool = True, has_text: bool = False
 ) -> Method:
     """A planner set up for a pair as its paper sets it up: the pair's gamma, and for SSD the pair's acceptance.
 
@@ -122,7 +122,7 @@ def method_for(
     unused = ("uses_memory",) if has_text else ("uses_text", "uses_memory")
     settings |= {name: False for name in unused if name in names}
     if planner == "specbranch" and as_in_paper:
-        settings |= {"waits": True, "is_thrifty": False, "confidence": PAPER_CONFIDENCE}
+        settings |= {"wait_for_draft": True, "cost_aware": False, "confidence": PAPER_CONFIDENCE}
     return Method(planner, settings, predictor)
 
 
@@ -136,9 +136,9 @@ def simulate(
     row_cost: float = 0.0,
     batch: int = 1,
     observe: Callable[[Step], None] = lambda step: None,
-    costs: Costs | None = None,
+    costs: PairModel | None = None,
     deadline_s: float = math.inf,
-) -> Outcome:
+) -> SimulationResult:
     """Decode every answer of a trace in virtual time, `batch` at once, and say how much faster than plain decoding.
 
     `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step over that of a
@@ -153,24 +153,24 @@ def simulate(
         layout = Layout(c, row_cost, batch)
     if method.predictor == "hrad":
         _refuse_unforeseen(trace)
-    costs = costs or Costs()
-    chance = RandomChance(random.Random(seed))
+    costs = costs or PairModel()
+    chance = SeededRandom(random.Random(seed))
     target = ScriptedTarget(ReplayTarget(trace), layout.target, chance, entry_s=layout.entry_cost)
-    draft = EngineLane(ScriptedEngine(ReplayDraft(trace), row_limit=_ROW_LIMIT), layout.draft)
-    chance = RandomChance(random.Random(seed + 1))
+    draft = SimulatedDraft(ScriptedEngine(ReplayDraft(trace), row_limit=_ROW_LIMIT), layout.draft)
+    chance = SeededRandom(random.Random(seed + 1))
     elapsed_s, plain_s, stats = 0.0, 0.0, Stats()
     for start in range(0, len(trace.answers), layout.batch):
         group = trace.answers[start : start + layout.batch]
         sessions = []
         for index, answer in enumerate(group, start=start):
             own = make_planner(method.planner, method.settings, _predictor(method, answer, chance))
-            ending = Ending(max_new_tokens=len(answer.tokens))
-            sessions.append(Session(prompt_of(trace, index), own, TopDraw(), costs, ending))
+            ending = StopCondition(max_new_tokens=len(answer.tokens))
+            sessions.append(Session(prompt_of(trace, index), own, GreedyPicker(), costs, ending))
         elapsed_s += Loop(sessions, target, draft, costs, deadline_s, observe).run()
         plain_s += _plain_s(group, layout)
         for session in sessions:
             stats.add(session.stats)
-    return Outcome(method, elapsed_s, plain_s / elapsed_s, stats)
+    return SimulationResult(method, elapsed_s, plain_s / elapsed_s, stats)
 
 
 def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
@@ -179,7 +179,7 @@ def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
     return sum(layout.target.at(sum(length > position for length in lengths)) for position in range(max(lengths)))
 
 
-def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> Outcome:
+def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> SimulationResult:
     """The outcome at the window that is fastest for this method: the fair way to compare planners on one layout."""
     if "gamma" not in method.settings:
         return simulate(trace, method, layout, seed)
@@ -197,7 +197,7 @@ def _refuse_unforeseen(trace: Trace) -> None:
         )
 
 
-def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predictor:
+def _predictor(method: Method, answer: Answer, chance: SeededRandom) -> Predictor:
     num_before = 1 + len(answer.prompt)  # position 0 names the answer, and the prompt follows
     if method.predictor == "random":
         return RandomPredictor(chance)
@@ -205,5 +205,5 @@ def _predictor(method: Method, answer: Answer, chance: RandomChance) -> Predicto
         runs = answer.runs()
         return OraclePredictor(lambda position: runs[position - num_before], method.settings.get("gamma", 8))
     if method.predictor == "hrad":
-        return RecordedPredictor([Signal(signal) for signal in answer.foreseen], num_before)
+        return ReplayPredictor([Signal(signal) for signal in answer.foreseen], num_before)
     return CONSTANTS[method.predictor]

@@ -13,14 +13,14 @@ from specbranch.core.round import Round
 
 @dataclass(frozen=True, slots=True)
 class CautiousSettings(Settings):
-    """Longest submission, the least chance that a submitted token is accepted, and whether the target waits.
+    """Longest draft, the least probability that a submitted token is accepted, and whether the target waits.
 
-    `waits`: while nothing is drafted, the target waits for a first token, at most for its deadline.
+    `wait_for_draft`: while nothing is drafted, the target waits for a first token, at most for its deadline.
     """
 
     gamma: Window = 8
     least: Share = 0.3
-    waits: bool = False
+    wait_for_draft: bool = False
 
 
 class CautiousPlanner(Planner[CautiousSettings]):
@@ -30,12 +30,12 @@ class CautiousPlanner(Planner[CautiousSettings]):
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         """The chain, cut where it becomes unlikely; None lets the target wait."""
-        if self.settings.waits and round.tree.unrun(round.tree.root, 1):
+        if self.settings.wait_for_draft and round.tree.next_unrun(round.tree.root, 1):
             return None
-        chain = round.tree.walk(round.tree.root, self.settings.gamma)
-        return [node for node in chain if round.tree.chance(node) >= self.settings.least]
+        chain = round.tree.chain(round.tree.root, self.settings.gamma)
+        return [node for node in chain if round.tree.path_prob(node) >= self.settings.least]
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         """Go on behind what was submitted, as if all of it will be accepted."""
-        tip = round.tree.unrun(round.tree.end, self.settings.gamma)
+        tip = round.tree.next_unrun(round.tree.end, self.settings.gamma)
         return (tip,) if tip else ()

@@ -2,7 +2,7 @@
 
 `specbranch check`: does vLLM with the proposer emit what bare vLLM emits, for your own pair of models?
 
-With two servers in their place see `check_servers.py`.
+With two servers in their place it compares those.
 
 `specbranch check --endpoint`: does one server emit what another one emits?
 
@@ -38,21 +38,21 @@ from specbranch.cli.options import (
     TargetCores,
     VllmArg,
     check_directory,
-    draft_words,
-    suspect,
+    check_typos,
+    draft_arguments,
     vllm_arguments,
 )
 from specbranch.cli.preflight import Preflight
 from specbranch.core.planners import DEFAULT_PLANNER, planner_names, setting_names
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.exactness.openai_server import Address, Server
+from specbranch.exactness.openai_server import Address, OpenAIServer
 from specbranch.exactness.server_check import CompareOptions, Comparison, compare
-from specbranch.exactness.vllm_check import FULL, QUICK, CheckOptions, Report, Size
+from specbranch.exactness.vllm_check import FULL, QUICK, CheckOptions, CheckSize, Report
 from specbranch.exactness.vllm_check import check as run_check
 from specbranch.exactness.vllm_findings import FAILED, HOLDS, SKIPPED, Finding
-from specbranch.launch.draft_process import DraftOptions
+from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.placement import divide_cores, place_draft
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.version import __version__
 
 
@@ -124,8 +124,8 @@ def check(
             raise UsageError(f"--alpha is {alpha}; give a number between 0 and 1")
         check_directory("--report", report)
         size = _size(quick, num_prompts, num_tokens, num_samples)
-        if names_servers(context):
-            pair = Pair(endpoint, reference, model, reference_model, timeout_s, api_key_env)
+        if is_server_mode(context):
+            pair = ServerPair(endpoint, reference, model, reference_model, timeout_s, api_key_env)
             compared = CompareOptions(size=size, alpha=alpha, seed=seed, tie=tie, at_once=concurrency)
             comparison = compare_servers(pair, compared)
             _report(comparison, servers_page(comparison), quick, report, as_json)
@@ -133,17 +133,17 @@ def check(
         if target is None or draft is None:
             raise UsageError("name TARGET and --draft; or two servers, by --endpoint and --reference")
         arguments = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(arguments))
+        device = place_draft(draft_device, draft, draft_engine, ParallelLayout.of_arguments(arguments))
         cores = divide_cores(device.device, target_cores, draft_cores)
         options = CheckOptions(
             target=target,
-            draft=DraftOptions(
+            draft=DraftServiceOptions(
                 model=draft,
                 engine=draft_engine,
                 device=device.device,
                 dtype=draft_dtype,
                 cores=cores.draft,
-                extra=["--log-level", "warning", *draft_words(draft_arg)],
+                extra=["--log-level", "warning", *draft_arguments(draft_arg)],
             ),
             planners=_planners(planner, all_planners),
             dtype=dtype,
@@ -182,7 +182,7 @@ def _planners(planner: str, all_planners: bool) -> list[str]:
     return [planner, *others]
 
 
-def _size(quick: bool, prompts: int | None, tokens: int | None, samples: int | None) -> Size:
+def _size(quick: bool, prompts: int | None, tokens: int | None, samples: int | None) -> CheckSize:
     chosen = {"num_prompts": prompts, "num_tokens": tokens, "num_samples": samples}
     return replace(QUICK if quick else FULL, **{name: value for name, value in chosen.items() if value is not None})
 
@@ -193,7 +193,7 @@ def _run(options: CheckOptions) -> Report:
         return run_check(options, progress.show)
 
 
-def _report(found: Report | Comparison, page: Page, quick: bool, file: Path | None, as_json: bool) -> None:
+def _report(found: Report | Comparison, page: CheckReport, quick: bool, file: Path | None, as_json: bool) -> None:
     page.show(console_for(as_json), quick, file)
     if as_json:
         print_json(found.as_json())
@@ -201,10 +201,10 @@ def _report(found: Report | Comparison, page: Page, quick: bool, file: Path | No
         raise typer.Exit(1)
 
 
-def _page(report: Report) -> Page:
+def _page(report: Report) -> CheckReport:
     options = report.options
     versions = ", ".join(f"{name} {value}" for name, value in report.as_json()["versions"].items())
-    return Page(
+    return CheckReport(
         title=f"{options.target} with {options.draft.model}",
         facts=f"{versions}; planners {', '.join(options.planners)}.",
         findings=report.findings,
@@ -265,7 +265,7 @@ ApiKeyEnv = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ServerPair:
     """Two servers, as they were named."""
 
     endpoint: str | None
@@ -275,7 +275,7 @@ class Pair:
     timeout_s: float = 300.0
     api_key_env: str | None = None
 
-    def opened(self) -> tuple[Server, Server]:
+    def opened(self) -> tuple[OpenAIServer, OpenAIServer]:
         """Both servers, once they have answered."""
         if self.endpoint is None or self.reference is None:
             raise UsageError("give both: --endpoint, the server to check, and --reference, the one without drafts")
@@ -284,7 +284,7 @@ class Pair:
         reference = Address("--reference", self.reference, key, self.timeout_s)
         if endpoint.base == reference.base and self.model == self.reference_model:
             warn("--endpoint and --reference are the same server, which is compared with itself")
-        return Server(endpoint, self.model), Server(reference, self.reference_model)
+        return OpenAIServer(endpoint, self.model), OpenAIServer(reference, self.reference_model)
 
     def _key(self) -> str | None:
         if self.api_key_env is None:
@@ -295,7 +295,7 @@ class Pair:
         return key
 
 
-def names_servers(context: typer.Context) -> bool:
+def is_server_mode(context: typer.Context) -> bool:
     """Whether the command was given servers, and not a pair of models; raises if it was given both."""
     given = [name for name in context.params if _is_given(context, name)]
     own = [name for name in given if name in _OWN]
@@ -304,24 +304,24 @@ def names_servers(context: typer.Context) -> bool:
             raise UsageError(f"{_shown(context, own[0])} belongs to --endpoint and --reference, which are missing")
         return False
     words = [context.params["target"], *context.args] if "target" in given else context.args
-    suspect(context, [word for word in words if word.startswith("-")])
+    check_typos(context, [word for word in words if word.startswith("-")])
     wrong = [_shown(context, name) for name in given if name not in (*_OWN, *_SHARED, "target")]
     if words or wrong:
         raise UsageError(f"{[*words, *wrong][0]} does not go with --endpoint and --reference; leave it out")
     return True
 
 
-def compare_servers(pair: Pair, options: CompareOptions) -> Comparison:
+def compare_servers(pair: ServerPair, options: CompareOptions) -> Comparison:
     """Ask both servers and judge their answers, with progress."""
     with ProgressBar() as progress:
         progress.show("connecting")
         return compare(*pair.opened(), options, progress.show)
 
 
-def servers_page(found: Comparison) -> Page:
+def servers_page(found: Comparison) -> CheckReport:
     """The findings for people."""
     names = " and ".join(dict.fromkeys((found.endpoint["model"], found.reference["model"])))
-    return Page(
+    return CheckReport(
         title=f"{found.endpoint['url']} against {found.reference['url']}",
         facts=f"specbranch {__version__}; {names}.",
         findings=found.findings,
@@ -344,13 +344,13 @@ _COLUMNS = ("check", "compared", "n", "result", "p", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class CheckReport:
     """The findings, what was compared, and how much of it."""
 
     title: str
     facts: str
     findings: Sequence[Finding]
-    size: Size
+    size: CheckSize
     alpha: float
 
     @property

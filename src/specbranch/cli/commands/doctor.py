@@ -17,16 +17,16 @@ from rich.table import Table
 from specbranch import machine as specbranch_machine
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngineName, OptionalDraft
-from specbranch.cli.preflight import Finding, Preflight, State
+from specbranch.cli.preflight import Preflight, PreflightFinding, State
 from specbranch.engines.kv_cache import cache_size
-from specbranch.engines.registry import ENGINES, require_engine, runs_on_gpu
+from specbranch.engines.registry import ENGINES, check_engine, runs_on_gpu
 from specbranch.errors import EngineError, SpecBranchError
-from specbranch.launch.draft_process import DraftOptions
-from specbranch.launch.placement import Choice, choose_device, divide_cores, place_draft, usable_cores
+from specbranch.launch.draft_process import DraftServiceOptions
+from specbranch.launch.placement import DevicePlacement, choose_device, divide_cores, place_draft, usable_cores
 from specbranch.launch.vllm_install import slow_type_here, target_on_cpu, vllm_note
 from specbranch.machine import cpu_name, instruction_sets, num_gpus, read_topology
 from specbranch.plugins.vllm import installed
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.service.wire.addresses import default_address
 from specbranch.version import __version__
 
@@ -109,7 +109,7 @@ def software() -> Section:
 
 def choices(draft: str | None, engine: str | None, device: str) -> Section:
     """What would be chosen for a draft on this machine, and why."""
-    place = place_draft(device, draft, engine, Layout()) if draft else _place_any(device)
+    place = place_draft(device, draft, engine, ParallelLayout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
     free = specbranch_machine.free_host_memory()
     return {
@@ -124,15 +124,15 @@ def choices(draft: str | None, engine: str | None, device: str) -> Section:
     }
 
 
-def _findings(target: str | None, draft: str | None, engine: str | None, device: str) -> list[Finding]:
+def _findings(target: str | None, draft: str | None, engine: str | None, device: str) -> list[PreflightFinding]:
     if target is None:
         return []
-    place = place_draft(device, draft, engine, Layout())
-    options = DraftOptions(draft, engine=engine, device=place.device) if draft else None
+    place = place_draft(device, draft, engine, ParallelLayout())
+    options = DraftServiceOptions(draft, engine=engine, device=place.device) if draft else None
     return Preflight(target=target, draft=options, is_server=True).findings()
 
 
-def _place_any(device: str) -> Choice:
+def _place_any(device: str) -> DevicePlacement:
     """Where a draft of the torch engine would run beside a target on one device."""
     return choose_device(
         device,
@@ -149,7 +149,7 @@ def _cache(free: int | None) -> str:
 
 def _engine_state(name: str) -> str:
     try:
-        require_engine(name)
+        check_engine(name)
         return "ready, with GPUs" if runs_on_gpu(name) and num_gpus() else "ready, on the CPU"
     except EngineError as error:
         return str(error)
@@ -173,7 +173,7 @@ def _gb(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 1e9:.1f} GB"
 
 
-def _print(console: Console, found: dict[str, Section], findings: list[Finding]) -> None:
+def _print(console: Console, found: dict[str, Section], findings: list[PreflightFinding]) -> None:
     for title, section in found.items():
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)

@@ -28,13 +28,13 @@ from specbranch.cli.options import (
 from specbranch.engines.base import EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.errors import EngineError, UsageError
-from specbranch.launch.placement import stay_on
+from specbranch.launch.placement import pin_process
 from specbranch.logs import set_up_logs
-from specbranch.service.server.metrics import serve_metrics
-from specbranch.service.server.recorder import Observer, Recorder
+from specbranch.service.server.prometheus import serve_metrics
+from specbranch.service.server.recorder import EventSink, TraceRecorder
 from specbranch.service.server.server import Server, ServiceOptions
-from specbranch.service.server.timeline import TimelineRecorder
-from specbranch.service.wire.addresses import EndpointError, ServiceKeys, default_address, make_keys
+from specbranch.service.server.timeline_recorder import TimelineRecorder
+from specbranch.service.wire.addresses import AddressError, ServiceKeys, default_address, make_keys
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +97,12 @@ def draft(
     `serve` and `generate` start one by themselves.
     Stop it with Ctrl-C or SIGTERM; targets keep running without it.
     """
-    with friendly_errors(EngineError, EndpointError, UsageError, ImportError, OSError):
+    with friendly_errors(EngineError, AddressError, UsageError, ImportError, OSError):
         set_up_logs(log_format, log_level)
         for name, path in (("--timeline", timeline), ("--record", record)):
             check_directory(name, path)
         if cores is not None:
-            stay_on(cores)
+            pin_process(cores)
         options = EngineOptions(
             model=model,
             device=device,
@@ -111,7 +111,7 @@ def draft(
             max_tokens=cache_tokens,
             max_handles=max_handles,
             row_limit=row_limit,
-            tell=_tell_parent if until_eof else _tell_log,
+            on_progress=_tell_parent if until_eof else _tell_log,
         )
         name = engine or engine_for(model)
         service = ServiceOptions(
@@ -122,10 +122,10 @@ def draft(
             max_wait_s=max_wait,
         )
         timeline_recorder = TimelineRecorder() if timeline else None
-        options.tell(f"importing the libraries of the {name} engine")
+        options.on_progress(f"importing the libraries of the {name} engine")
         draft_engine = open_engine(name, options)
-        recorder = Recorder(record, Path(model).name) if record else None
-        server = Server(draft_engine, service, Observer(timeline_recorder, recorder))
+        recorder = TraceRecorder(record, Path(model).name) if record else None
+        server = Server(draft_engine, service, EventSink(timeline_recorder, recorder))
         try:
             _serve(server, metrics_port, until_eof)
         finally:
@@ -172,7 +172,7 @@ def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Director
     Files that end in _secret must stay private.
     Existing keys are never overwritten.
     """
-    with friendly_errors(EndpointError, OSError):
+    with friendly_errors(AddressError, OSError):
         files = make_keys(directory)
     console = console_for(False)
     for path in files:

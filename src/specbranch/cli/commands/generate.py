@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from specbranch.bench.timeline import read_timeline, shares
+from specbranch.bench.timeline import read_timeline, time_shares
 from specbranch.cli.commands.timeline import print_shares
-from specbranch.cli.console import Interrupt, friendly_errors, print_json, warn
+from specbranch.cli.console import CtrlCGuard, friendly_errors, print_json, warn
 from specbranch.cli.options import (
     AsJson,
     DeadlineMs,
@@ -39,19 +39,26 @@ from specbranch.cli.options import (
     TargetCores,
     TimelineFile,
     VllmArg,
-    draft_words,
+    draft_arguments,
+    parse_key_values,
     remote_draft,
-    table,
     vllm_arguments,
 )
-from specbranch.cli.pair import Pair, PairOptions, answer_alone, compare_answers, comparison_line, shared_cores
-from specbranch.cli.terminal import COMMANDS, Answer, Chat, Message, Painter, Screen
-from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
+from specbranch.cli.pair import (
+    LocalPair,
+    LocalPairOptions,
+    answer_alone,
+    compare_answers,
+    comparison_line,
+    shared_cores,
+)
+from specbranch.cli.terminal import COMMANDS, Chat, DraftHighlighter, Message, StreamedAnswer, TerminalView
+from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.errors import SpecBranchError, UsageError
 from specbranch.launch.placement import place_draft
 from specbranch.launch.vllm_engine import Request
 from specbranch.launch.vllm_install import slow_type_here
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 
 _WARM_TOKENS = 4
 
@@ -111,18 +118,18 @@ def generate(
     with friendly_errors(*errors), _leaving_at_ctrl_c():
         if not bare and (draft is None) == (not draft_address):
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
-        section = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
+        section = {"planner": planner, "settings": parse_key_values("--set", settings), "predictor": predictor}
         given = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, None if bare else draft, draft_engine, Layout.of_arguments(given))
-        options = PairOptions(
+        device = place_draft(draft_device, None if bare else draft, draft_engine, ParallelLayout.of_arguments(given))
+        options = LocalPairOptions(
             target=target,
             draft=None if bare else draft,
             section={**section, "deadline_ms": deadline_ms, "is_gated": False},
-            gamma=gamma or longest_submission(planner),
+            gamma=gamma or draft_length_limit(planner),
             draft_engine=draft_engine,
             draft_device=device.device,
             draft_dtype=draft_dtype,
-            draft_arguments=draft_words(draft_arg),
+            draft_arguments=draft_arguments(draft_arg),
             remote=None if bare else remote_draft(draft_address, draft_keys),
             target_cores=target_cores,
             draft_cores=draft_cores,
@@ -140,7 +147,7 @@ def generate(
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         document: dict[str, Any] = {}
         cores = shared_cores(options)
-        with Pair(options) as pair:
+        with LocalPair(options) as pair:
             talk = _Talk(pair, sampling, max_model_len, raw, None if as_json else _screen())
             if is_chat:
                 _chat(talk, system)
@@ -165,11 +172,11 @@ def generate(
 class _Talk:
     """The loaded pair, how to sample, and where to show the answer (None: nowhere)."""
 
-    pair: Pair
+    pair: LocalPair
     sampling: dict[str, Any]
     max_model_len: int
     is_raw: bool
-    screen: Screen | None
+    screen: TerminalView | None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The prompt; one that leaves no room for an answer raises."""
@@ -188,16 +195,16 @@ class _Talk:
             )
         return prompt
 
-    def answer(self, prompt: Sequence[int], **sampling: Any) -> Answer:
+    def answer(self, prompt: Sequence[int], **sampling: Any) -> StreamedAnswer:
         """Let the target answer, and stream the answer. Ctrl-C stops it after the current step."""
         tokenizer = self.pair.target.llm.get_tokenizer()
-        painter = Painter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
+        painter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         waited_s = self.pair.wait_s()
-        answer = Answer(time.monotonic())
+        answer = StreamedAnswer(time.monotonic())
         stream = self.pair.target.stream([Request(prompt, {**self.sampling, **sampling})])
-        with self.screen or contextlib.nullcontext(), Interrupt() as interrupt, contextlib.closing(stream):
+        with self.screen or contextlib.nullcontext(), CtrlCGuard() as interrupt, contextlib.closing(stream):
             for piece in stream:
-                runs = painter.paint(piece.tokens, piece.text)
+                runs = painter.split(piece.tokens, piece.text)
                 answer.take(piece, runs)
                 if self.screen:
                     self.screen.write(runs)
@@ -209,7 +216,7 @@ class _Talk:
         return answer
 
 
-def _check(options: PairOptions, compare: bool) -> None:
+def _check(options: LocalPairOptions, compare: bool) -> None:
     if not options.is_drafting and (compare or options.timeline):
         raise UsageError("--bare has no draft; --compare and --timeline need one")
     if options.remote is not None and options.timeline:
@@ -217,7 +224,7 @@ def _check(options: PairOptions, compare: bool) -> None:
     options.check()
 
 
-def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> Answer:
+def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
     """Let the loaded target answer without drafts: nothing that the draft uses could be of use to it."""
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
@@ -253,7 +260,7 @@ def _read_line() -> str | None:
         return None
 
 
-def _end_answer(talk: _Talk, answer: Answer) -> None:
+def _end_answer(talk: _Talk, answer: StreamedAnswer) -> None:
     if talk.screen:
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -267,12 +274,12 @@ def _tell(line: str) -> None:
 
 def _print_timeline(path: Path) -> None:
     timeline = read_timeline(path).between(0.0, math.inf)
-    print_shares(Console(stderr=True), timeline, [shares(timeline, lane) for lane in timeline.targets])
+    print_shares(Console(stderr=True), timeline, [time_shares(timeline, lane) for lane in timeline.targets])
 
 
-def _screen() -> Screen:
+def _screen() -> TerminalView:
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return Screen(sys.stdout, is_terminal, is_terminal and not os.environ.get("NO_COLOR"))
+    return TerminalView(sys.stdout, is_terminal, is_terminal and not os.environ.get("NO_COLOR"))
 
 
 def _messages(system: str | None, text: str) -> list[Message]:

@@ -24,14 +24,14 @@ from rich.text import Text
 from specbranch.cli.commands.top import count, duration, memory
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
-from specbranch.cli.readings import Outage, ServiceSource, ending_at_outage, printable
+from specbranch.cli.readings import ServiceSource, ServiceUnavailable, exit_if_unavailable, printable
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.draft_process import why_silent
+from specbranch.launch.draft_process import explain_no_reply
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
-from specbranch.service.client.transport import Connection, SocketLink
-from specbranch.service.wire.addresses import EndpointError, default_address
-from specbranch.service.wire.messages import Drain, Draining, Overview, Refused
+from specbranch.service.client.transport import MessageChannel, ZmqTransport
+from specbranch.service.wire.addresses import AddressError, default_address
+from specbranch.service.wire.messages import Drain, Draining, ErrorReply, Overview
 
 _ANSWER_S = 2.0
 _TIMES = 5
@@ -43,7 +43,7 @@ def ping(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: A
     Exit code 0: it answers; 1: it does not.
     """
     address = address or default_address()
-    with friendly_errors(EndpointError, OSError), ending_at_outage(address, as_json):
+    with friendly_errors(AddressError, OSError), exit_if_unavailable(address, as_json):
         answer = _ask(address, keys)
     if as_json:
         print_json({"address": address, "answers": True, **answer})
@@ -64,7 +64,7 @@ def _ask(address: str, keys: Path | None) -> dict[str, Any]:
             welcome = client.hello(_ANSWER_S)
             trips_s.append(time.monotonic() - start_s)
     if welcome is None:
-        raise Outage(why_silent(address, keys) or f"nobody listens at {address}")
+        raise ServiceUnavailable(explain_no_reply(address, keys) or f"nobody listens at {address}")
     return {
         "model": welcome.model,
         "version": _version(address, keys),
@@ -75,7 +75,10 @@ def _ask(address: str, keys: Path | None) -> dict[str, Any]:
 
 def _version(address: str, keys: Path | None) -> str | None:
     """The release that the service runs; None if it is too old to tell."""
-    with contextlib.suppress(Outage, UsageError), contextlib.closing(ServiceSource(address, keys)) as source:
+    with (
+        contextlib.suppress(ServiceUnavailable, UsageError),
+        contextlib.closing(ServiceSource(address, keys)) as source,
+    ):
         return str(source.overview().settings.get("version", ""))
     return None
 
@@ -89,7 +92,7 @@ def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_jso
     with (
         friendly_errors(SpecBranchError, OSError),
         contextlib.closing(ServiceSource(address, keys)) as source,
-        ending_at_outage(address, as_json),
+        exit_if_unavailable(address, as_json),
     ):
         overview = source.overview()
     if as_json:
@@ -100,12 +103,12 @@ def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_jso
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, words in lines(overview).items():
+    for name, words in describe_lines(overview).items():
         table.add_row(f"  {name}", Text(printable(words)))
     console.print(table)
 
 
-def lines(overview: Overview) -> dict[str, str]:
+def describe_lines(overview: Overview) -> dict[str, str]:
     """One line for each thing; what the service does not tell is left out."""
     settings, figures = overview.settings, overview.figures
     weights = settings.get("weight_bytes")
@@ -120,11 +123,11 @@ def lines(overview: Overview) -> dict[str, str]:
             "{max_sessions} sessions",
             "{max_session_tokens} tokens of text",
             "{row_limit} rows a step",
-            "prefill in pieces of {piece_len}",
+            "prefill in pieces of {prefill_chunk}",
         ),
         "version": _joined(settings, "{version}", "protocol {wire}"),
         "new texts": "declined: it is draining" if figures.get("draining") else "",
-        "targets": f"{figures.get('targets', 0):,.0f} now, with {_held(figures, 'session')} of "
+        "targets": f"{figures.get('targets', 0):,.0f} now, with {_usage(figures, 'session')} of "
         f"{count(round(figures.get('session_tokens', 0)), 'token')}",
         "memory": memory(figures.get("memory_bytes") or None),
         "uptime": duration(figures.get("uptime_seconds", 0.0)),
@@ -138,7 +141,7 @@ def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
     return ", ".join(form.format(**words) for form in forms if form.split("{")[1].split("}")[0] in words)
 
 
-def _held(figures: Mapping[str, float], thing: str) -> str:
+def _usage(figures: Mapping[str, float], thing: str) -> str:
     return count(round(figures.get(f"{thing}s", 0)), thing)
 
 
@@ -162,7 +165,7 @@ def drain(
     drafts.
     Exit code 1: it does not answer, or after --wait texts are still in use.
     """
-    with friendly_errors(SpecBranchError, OSError), ending_at_outage(address, as_json):
+    with friendly_errors(SpecBranchError, OSError), exit_if_unavailable(address, as_json):
         told = _drain(address, keys, not undo, 0.0 if undo else wait)
     if as_json:
         print_json({"address": address, "answers": True, "is_draining": told.is_on, "sessions": told.sessions})
@@ -176,10 +179,10 @@ def drain(
 
 
 def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Draining:
-    """What the service says at last; raises `Outage`."""
+    """What the service says at last; raises `ServiceUnavailable`."""
     end_s = time.monotonic() + wait_s
-    link = SocketLink(address, client_keys(str(keys) if keys else None))
-    with contextlib.closing(Connection(link)) as connection:
+    transport = ZmqTransport(address, client_keys(str(keys) if keys else None))
+    with contextlib.closing(MessageChannel(transport)) as connection:
         connection.await_writable(_ANSWER_S)
         for round_number in itertools.count(1):
             told = _ask_to_drain(connection, Drain(round_number, is_on))
@@ -188,13 +191,13 @@ def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Drain
             if not told.sessions or time.monotonic() + _PAUSE_S > end_s:
                 return told
             time.sleep(_PAUSE_S)
-    raise Outage(why_silent(address, keys) or f"nobody listens at {address}")
+    raise ServiceUnavailable(explain_no_reply(address, keys) or f"nobody listens at {address}")
 
 
-def _ask_to_drain(connection: Connection, request: Drain) -> Draining | None:
+def _ask_to_drain(connection: MessageChannel, request: Drain) -> Draining | None:
     if connection.send(request):
-        for reply in connection.replies(time.monotonic() + _ANSWER_S):
-            if isinstance(reply, Refused):
+        for reply in connection.iter_replies(time.monotonic() + _ANSWER_S):
+            if isinstance(reply, ErrorReply):
                 raise UsageError(
                     f"the draft service refuses: {reply.reason} (one that is of an older version cannot be drained)"
                 )

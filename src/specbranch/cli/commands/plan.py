@@ -50,13 +50,13 @@ from specbranch.core.planners import planner_names
 from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.errors import EngineError, SpecBranchError, UsageError
-from specbranch.launch.draft_process import DraftOptions
-from specbranch.launch.placement import divide_cores, numbers, place_draft, stay_on
+from specbranch.launch.draft_process import DraftServiceOptions
+from specbranch.launch.placement import divide_cores, parse_ints, pin_process, place_draft
 from specbranch.launch.vllm_flags import flags_of
 from specbranch.launch.vllm_install import slow_type_here, types_here
 from specbranch.machine import provenance
 from specbranch.plugins.vllm import installed
-from specbranch.plugins.vllm.layout import Layout
+from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.trace import write_trace
 
 LEAST_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
@@ -104,11 +104,11 @@ def plan(
     with friendly_errors(SpecBranchError, OSError):
         for name, path in (("--out", out), ("--record", record)):
             check_directory(name, path)
-        at_once = numbers("--concurrency", concurrency)
+        at_once = parse_ints("--concurrency", concurrency)
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
         given = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, draft, draft_engine, Layout.of_arguments(given))
+        device = place_draft(draft_device, draft, draft_engine, ParallelLayout.of_arguments(given))
         cores = divide_cores(device.device, target_cores, draft_cores)
         options = PairOptions(
             target=target,
@@ -123,7 +123,9 @@ def plan(
             draft_cores=cores.draft,
             arguments={"enforce_eager": installed.runs_on_cpu(), **given},
         )
-        how = DraftOptions(draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft)
+        how = DraftServiceOptions(
+            draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft
+        )
         arguments = options.target_options().arguments
         Preflight(target=target, draft=how, arguments=arguments, target_cores=cores.target).run()
         warn(device.warning)
@@ -322,7 +324,7 @@ def profile(
         if plot:
             check_plot(plot)
         if cores is not None:
-            stay_on(cores)
+            pin_process(cores)
         name = engine or engine_for(model)
         options = _options(model, device, threads, dtype, context, max(row_counts))
         result = _profile(name, options, row_counts, context, steps)
@@ -337,7 +339,7 @@ def profile(
 
 
 def _row_counts(rows: str) -> list[int]:
-    counts = sorted(set(numbers("--rows", rows)))
+    counts = sorted(set(parse_ints("--rows", rows)))
     if len(counts) < 2 or counts[0] != 1:
         raise UsageError(f"--rows is {rows}; give 1 and at least one larger count")
     return counts
@@ -406,7 +408,7 @@ def _print_findings(console: Console, result: Profile) -> None:
 
 def _fit_line(result: Profile) -> str:
     fit = result.fit
-    line = f"{1e3 * fit.cost.first_s:.4g} ms {1e3 * fit.cost.more_s:+.4g} ms for each further row"
+    line = f"{1e3 * fit.cost.base_s:.4g} ms {1e3 * fit.cost.per_row_s:+.4g} ms for each further row"
     return f"fit: {line}; the largest error of the fit is {fit.worst_deviation:.0%}"
 
 

@@ -9,7 +9,7 @@ import typer
 
 from specbranch.cli.console import ProgressBar, friendly_errors
 from specbranch.cli.options import Target
-from specbranch.engines.models import local_model, require_model, weight_bytes
+from specbranch.engines.models import check_model_exists, local_model, weight_bytes
 from specbranch.errors import SpecBranchError, UsageError
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # weights, configuration, tokenizer
@@ -25,7 +25,7 @@ def quantize(
     Weights are rounded to the nearest integer; answers change slightly.
     """
     with friendly_errors(SpecBranchError, OSError):
-        require_model("TARGET", target)
+        check_model_exists("TARGET", target)
         if out.exists():
             raise UsageError(f"{out} exists; name a directory that does not exist yet")
         from specbranch.engines.quantize import quantize_checkpoint

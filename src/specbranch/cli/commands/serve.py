@@ -33,24 +33,24 @@ from specbranch.cli.options import (
     TargetCores,
     TimelineFile,
     check_directory,
-    draft_words,
-    refuse_misspelt,
+    check_flag_typos,
+    draft_arguments,
+    parse_key_values,
     remote_draft,
-    table,
 )
 from specbranch.cli.preflight import Preflight
-from specbranch.core.planners import DEFAULT_PLANNER, longest_submission
-from specbranch.engines.models import found_model
+from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
+from specbranch.engines.models import resolve_model
 from specbranch.engines.registry import engine_for
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.draft_process import DraftKeeper, DraftOptions, RemoteDraft
-from specbranch.launch.placement import Cores, divide_cores, place_draft
+from specbranch.launch.draft_process import DraftServiceOptions, DraftSupervisor, RemoteDraft
+from specbranch.launch.placement import CoreSplit, divide_cores, place_draft
 from specbranch.launch.vllm_flags import Flags, layout_of
 from specbranch.launch.vllm_install import slow_type_here
-from specbranch.launch.vllm_server import Endpoint, ServeOptions, VllmServer
+from specbranch.launch.vllm_server import HttpEndpoint, VllmServeCommand, VllmServer
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
-from specbranch.service.wire.addresses import each_address
+from specbranch.service.wire.addresses import normalize_addresses
 
 _POLL_S = 0.3
 _KILLED = 130
@@ -61,20 +61,20 @@ class _Plan:
     """All that was asked for, before anything is started. Without a draft of either kind, vLLM is bare."""
 
     target: str
-    draft: DraftOptions | None
+    draft: DraftServiceOptions | None
     remote: RemoteDraft | None
     engine: str
-    cores: Cores
+    cores: CoreSplit
     gamma: int
     section: dict[str, Any]
     flags: Flags
     on_cpu: bool
 
-    def options(self, address: str | None) -> ServeOptions:
+    def options(self, address: str | None) -> VllmServeCommand:
         """Options of vLLM; `address` is where the draft service listens that we start, if we do."""
         where = self.remote.section if self.remote else {"address": address}
-        return ServeOptions(
-            model=found_model(self.target),
+        return VllmServeCommand(
+            model=resolve_model(self.target),
             name=self.target,
             settings=self._merged(where) if self.is_drafting else None,
             num_speculative_tokens=self.gamma,
@@ -138,10 +138,14 @@ def serve(
     Ctrl-C stops target and draft.
     """
     with friendly_errors(SpecBranchError):
-        refuse_misspelt(context)
+        check_flag_typos(context)
         if [draft is not None, bool(draft_address), bare].count(True) != 1:
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to serve without a draft")
-        section: dict[str, Any] = {"planner": planner, "settings": table("--set", settings), "predictor": predictor}
+        section: dict[str, Any] = {
+            "planner": planner,
+            "settings": parse_key_values("--set", settings),
+            "predictor": predictor,
+        }
         if deadline_ms is not None:
             section["deadline_ms"] = deadline_ms
         if no_gate:
@@ -154,7 +158,7 @@ def serve(
             engine = draft_engine or engine_for(draft)
             check_directory("--timeline", timeline)
             check_directory("--record", record)
-            options = DraftOptions(
+            options = DraftServiceOptions(
                 model=draft,
                 engine=engine,
                 device=device.device,
@@ -162,7 +166,7 @@ def serve(
                 cores=cores.draft,
                 timeline=timeline,
                 record=record,
-                extra=draft_words(draft_arg),
+                extra=draft_arguments(draft_arg),
             )
         plan = _Plan(
             target=target,
@@ -170,7 +174,7 @@ def serve(
             remote=remote_draft(draft_address, draft_keys),
             engine=engine,
             cores=cores,
-            gamma=gamma or longest_submission(planner),
+            gamma=gamma or draft_length_limit(planner),
             section=section,
             flags=flags,
             on_cpu=installed.runs_on_cpu(),
@@ -185,13 +189,13 @@ def serve(
 
 def _run(plan: _Plan, console: Console) -> int:
     """Start draft and target, watch them, stop them; returns the exit code."""
-    settings, endpoint = plan.settings() if plan.is_drafting else None, Endpoint.of(plan.flags)
-    voice = _Voice(console)
+    settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
+    voice = _StatusLine(console)
     with contextlib.ExitStack() as stack:
-        keeper = DraftKeeper(plan.draft, say=voice.say, tell=voice.tell) if plan.draft else None
+        keeper = DraftSupervisor(plan.draft, on_event=voice.event, on_progress=voice.progress) if plan.draft else None
         if keeper:
             stack.callback(keeper.stop)
-        server = VllmServer(plan.options(keeper.address if keeper else None), show=voice.show)
+        server = VllmServer(plan.options(keeper.address if keeper else None), show=voice.log_line)
         stack.callback(server.kill)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -204,11 +208,11 @@ def _run(plan: _Plan, console: Console) -> int:
                 code = _await_ready(server, endpoint, voice)
             return _watch(server, voice) if code is None else _failed(server, code, voice)
         except KeyboardInterrupt:
-            voice.say("stopping; press Ctrl-C again to kill")
+            voice.event("stopping; press Ctrl-C again to kill")
             return _stop(server, keeper)
 
 
-class _Voice:
+class _StatusLine:
     """What is said on the screen, and how long the start takes. Lines of vLLM's log pass through it."""
 
     def __init__(self, console: Console) -> None:
@@ -230,16 +234,16 @@ class _Voice:
         """Time since the command began."""
         return time.monotonic() - self._begin_s
 
-    def say(self, line: str) -> None:
+    def event(self, line: str) -> None:
         """One line of our own."""
         self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
-    def tell(self, stage: str) -> None:
+    def progress(self, stage: str) -> None:
         """What the start is busy with."""
         if self._progress is not None:
             self._progress.show(stage)
 
-    def show(self, line: str) -> None:
+    def log_line(self, line: str) -> None:
         """One line of vLLM's log."""
         progress = self._progress  # another thread sets it
         if progress is not None:
@@ -265,7 +269,7 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:
+def _stop(server: VllmServer, keeper: DraftSupervisor | None) -> int:
     try:
         server.stop()
         if keeper:
@@ -280,29 +284,29 @@ def _stop(server: VllmServer, keeper: DraftKeeper | None) -> int:
     return 0
 
 
-def _await_ready(server: VllmServer, endpoint: Endpoint, voice: _Voice) -> int | None:
+def _await_ready(server: VllmServer, endpoint: HttpEndpoint, voice: _StatusLine) -> int | None:
     """Wait until vLLM answers; its exit code if it ends before."""
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:
-            server.free_frontend()
-            server.forget_failures()
+            server.unpin_frontend()
+            server.clear_failures()
             return None
-        voice.tell(server.stage)
+        voice.progress(server.stage)
         time.sleep(_POLL_S)
     return code
 
 
-def _failed(server: VllmServer, code: int, voice: _Voice) -> int:
-    voice.say(f"vLLM did not start: {server.cause()}")
+def _failed(server: VllmServer, code: int, voice: _StatusLine) -> int:
+    voice.event(f"vLLM did not start: {server.cause()}")
     return _exit_code(code)
 
 
-def _watch(server: VllmServer, voice: _Voice) -> int:
+def _watch(server: VllmServer, voice: _StatusLine) -> int:
     """Wait until vLLM ends."""
-    voice.say(f"ready in {voice.elapsed_s():.0f} s")
+    voice.event(f"ready in {voice.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)
-    voice.say(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
+    voice.event(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
     return _exit_code(code)
 
 
@@ -311,7 +315,7 @@ def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: Endpoint) -> Table:
+def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: HttpEndpoint) -> Table:
     table = Table.grid(padding=(0, 2))
     device = "CPU" if plan.on_cpu else "GPU"
     rows = {"target": f"{plan.target} on {device}, {_core_words(plan.cores.target)}"}
@@ -321,7 +325,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
             "draft": _draft_words(plan),
             "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
             "deadline": f"{settings.deadline_ms:g} ms",
-            "socket": address or ", ".join(each_address(settings.address)),
+            "socket": address or ", ".join(normalize_addresses(settings.address)),
         }
     else:
         rows["draft"] = "none (bare vLLM)"

@@ -18,8 +18,8 @@ from specbranch.core.planner import Bounds
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 from specbranch.core.round import MAX_WINDOW
 from specbranch.errors import UsageError
-from specbranch.simulation.presets import PAIRS, ROW_COST, Pair, make_trace
-from specbranch.simulation.simulate import PREDICTORS, Layout, Method, Outcome, best_gamma, method_for
+from specbranch.simulation.presets import PAIRS, ROW_COST, ModelPair, make_trace
+from specbranch.simulation.simulate import PREDICTORS, Layout, Method, SimulationResult, best_gamma, method_for
 from specbranch.simulation.simulate import simulate as run_simulation
 from specbranch.trace import Trace, TraceError, read_trace
 
@@ -53,7 +53,7 @@ class _Case:
     """What is simulated: a pair of models and a trace of its answers."""
 
     name: str
-    pair: Pair
+    pair: ModelPair
     trace: Trace
 
 
@@ -173,12 +173,12 @@ def _case(
     elif acceptance is not None:
         if not 0 < acceptance < 1:
             raise UsageError(f"--acceptance is {acceptance}; give a number between 0 and 1")
-        base = Pair("custom", c, _window(c), acceptance, "given on the command line")
+        base = ModelPair("custom", c, _window(c), acceptance, "given on the command line")
     else:
         assert trace is not None
         recorded = read_trace(trace)
-        base = Pair(trace.name, c, _window(c), recorded.match_share(), f"recorded: {trace.name}")
-    pair = Pair(
+        base = ModelPair(trace.name, c, _window(c), recorded.match_share(), f"recorded: {trace.name}")
+    pair = ModelPair(
         base.name,
         base.c if c is None else c,
         base.gamma if gamma is None else gamma,
@@ -197,13 +197,13 @@ def _refuse_outside(option: str, value: float | None, bounds: Bounds) -> None:
         raise UsageError(f"{option} is {value}; give a number {bounds}")
 
 
-def _preset_pair(preset: str) -> Pair:
+def _preset_pair(preset: str) -> ModelPair:
     if preset not in PAIRS:
         raise UsageError(f"no preset is called {preset!r}; choose from {', '.join(PAIRS)}")
     return PAIRS[preset]
 
 
-def _run(case: _Case, methods: list[Method], layout: Layout, seed: int, best: bool) -> dict[str, Outcome]:
+def _run(case: _Case, methods: list[Method], layout: Layout, seed: int, best: bool) -> dict[str, SimulationResult]:
     outcomes = {}
     with ProgressBar() as progress:
         for done, method in enumerate(methods):
@@ -224,7 +224,9 @@ def _print_presets(console: Console) -> None:
     )
 
 
-def _print_table(console: Console, case: _Case, layout: Layout, predictor: str, outcomes: dict[str, Outcome]) -> None:
+def _print_table(
+    console: Console, case: _Case, layout: Layout, predictor: str, outcomes: dict[str, SimulationResult]
+) -> None:
     pair = case.pair
     title = f"{case.name}: c {pair.c:g}, agreement {case.trace.match_share():.3f}, row cost {pair.row_cost:g}"
     caption = f"{case.trace.num_tokens} tokens, batch {layout.batch}, predictor {predictor}"
@@ -256,7 +258,9 @@ def _print_table(console: Console, case: _Case, layout: Layout, predictor: str, 
     console.print(f"source: {pair.source}", highlight=False)
 
 
-def _document(case: _Case, layout: Layout, predictor: str, seed: int, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+def _document(
+    case: _Case, layout: Layout, predictor: str, seed: int, outcomes: dict[str, SimulationResult]
+) -> dict[str, Any]:
     pair = case.pair
     return {
         "preset": case.name,

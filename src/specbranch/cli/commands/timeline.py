@@ -12,10 +12,10 @@ from rich.table import Table
 
 from specbranch.bench.figures import choose_stretches, plot_timeline
 from specbranch.bench.profile import PlotError, check_plot
-from specbranch.bench.timeline import Shares, Timeline, TimelineError, read_timeline, shares, write_replay
+from specbranch.bench.timeline import Shares, Timeline, TimelineError, read_timeline, time_shares, write_replay
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson
-from specbranch.engines.vocabulary import speller
+from specbranch.engines.vocabulary import token_text
 from specbranch.errors import UsageError
 
 
@@ -59,7 +59,7 @@ def timeline(
             raise UsageError(f"--replay {replay}: a page in HTML is written; end its name in .html")
         stretch = _stretch(start, end)
         read = read_timeline(file).between(*stretch)
-        found = [shares(read, lane) for lane in read.targets]
+        found = [time_shares(read, lane) for lane in read.targets]
         console = console_for(as_json)
         print_shares(console, read, found)
         if plot:
@@ -68,7 +68,7 @@ def timeline(
             plot_timeline(plot, read, stretches, title or file.name)
             console.print(f"drew {plot}", highlight=False)
         if replay:
-            write_replay(replay, read, title or file.name, speller(read.draft))
+            write_replay(replay, read, title or file.name, token_text(read.draft))
             console.print(f"wrote {replay}; open it in a browser", highlight=False)
         if as_json:
             print_json({"file": str(file), "is_cut": read.is_cut, "targets": [one.as_json() for one in found]})

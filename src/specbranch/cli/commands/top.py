@@ -18,9 +18,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from specbranch.cli.console import Interrupt, console_for, friendly_errors, print_json
+from specbranch.cli.console import CtrlCGuard, console_for, friendly_errors, print_json
 from specbranch.cli.options import ServiceKeysDir
-from specbranch.cli.readings import Measure, Outage, Reading, Source, ending_at_outage, measures, open_source
+from specbranch.cli.readings import (
+    Measure,
+    ServiceUnavailable,
+    StatsReading,
+    StatsSource,
+    exit_if_unavailable,
+    open_source,
+    top_rows,
+)
 from specbranch.errors import SpecBranchError
 from specbranch.service.wire.addresses import default_address
 
@@ -60,8 +68,8 @@ def top(
             _watch(_View(source, address, as_json), interval)
 
 
-def _print_once(source: Source, address: str, as_json: bool) -> None:
-    with ending_at_outage(address, as_json):
+def _print_once(source: StatsSource, address: str, as_json: bool) -> None:
+    with exit_if_unavailable(address, as_json):
         reading = source.read()
     if as_json:
         print_json({"address": address, "answers": True, **view_as_json(reading, None)})
@@ -70,7 +78,7 @@ def _print_once(source: Source, address: str, as_json: bool) -> None:
 
 
 def _watch(shown: _View, interval_s: float) -> None:
-    with contextlib.suppress(KeyboardInterrupt), Interrupt() as interrupt, shown:
+    with contextlib.suppress(KeyboardInterrupt), CtrlCGuard() as interrupt, shown:
         while not interrupt.is_asked:
             end_s = time.monotonic() + interval_s
             shown.go_on()
@@ -81,15 +89,15 @@ def _watch(shown: _View, interval_s: float) -> None:
 class _View:
     """Readings one after the other: on a terminal as a screen, elsewhere as lines. A context manager."""
 
-    def __init__(self, source: Source, address: str, as_json: bool) -> None:
+    def __init__(self, source: StatsSource, address: str, as_json: bool) -> None:
         self._source = source
         self._address = address
         self._as_json = as_json
         self._console = console_for(False)
         self._live = Live(console=self._console, auto_refresh=False)
         self._has_screen = self._console.is_terminal and not self._console.is_dumb_terminal and not as_json
-        self._now: Reading | None = None
-        self._earlier: Reading | None = None
+        self._now: StatsReading | None = None
+        self._earlier: StatsReading | None = None
 
     def go_on(self) -> None:
         """Show the next reading, or that there is none."""
@@ -98,7 +106,7 @@ class _View:
             now = self._source.read()
             self._earlier = self._now if self._now is not None and now.follows(self._now) else None
             self._now = now
-        except Outage as error:
+        except ServiceUnavailable as error:
             outage = f"{error}; trying again"
         if self._has_screen:
             screen = view_as_screen(self._source.name, self._now, self._earlier, outage)
@@ -129,7 +137,9 @@ _UNKNOWN = "-"
 _IN_A_LINE = ("verdicts", "hit_rate", "tokens_per_round", "draft_step_ms", "wait_ms")
 
 
-def view_as_screen(name: str, now: Reading | None, earlier: Reading | None, outage: str = "") -> RenderableType:
+def view_as_screen(
+    name: str, now: StatsReading | None, earlier: StatsReading | None, outage: str = ""
+) -> RenderableType:
     """A few lines of what is true now, above a table of measures; after an outage, those from before."""
     parts: list[RenderableType] = [Text(f"specbranch: {name}", style="bold", overflow="ellipsis", no_wrap=True)]
     if outage:
@@ -140,19 +150,19 @@ def view_as_screen(name: str, now: Reading | None, earlier: Reading | None, outa
     return Group(*parts)
 
 
-def view_as_line(now: Reading, earlier: Reading | None) -> str:
+def view_as_line(now: StatsReading, earlier: StatsReading | None) -> str:
     """The most important measures, over the last interval if there was one."""
     words = [count(now.sessions, "session"), *now.states]
-    for measure in measures(now, earlier):
+    for measure in top_rows(now, earlier):
         if measure.name in _IN_A_LINE:
             value = _value(measure, measure.last, is_rate=True) if earlier else _value(measure, measure.total)
             words.append(f"{measure.label} {value}")
     return ", ".join(words)
 
 
-def view_as_json(now: Reading, earlier: Reading | None) -> dict[str, Any]:
+def view_as_json(now: StatsReading, earlier: StatsReading | None) -> dict[str, Any]:
     """All of a reading: what is true now, sums since the start, and rates over the last interval."""
-    lines = measures(now, earlier)
+    lines = top_rows(now, earlier)
     return {
         "model": now.model,
         "now": {
@@ -175,7 +185,7 @@ def view_as_json(now: Reading, earlier: Reading | None) -> dict[str, Any]:
     }
 
 
-def now_lines(now: Reading) -> list[str]:
+def now_lines(now: StatsReading) -> list[str]:
     """What is true at this moment."""
     about = [now.model, *(f"drafting: {state}" for state in now.states)]
     if now.uptime_s is not None:
@@ -223,24 +233,24 @@ def memory(size: float | None) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def _cost(now: Reading) -> str:
+def _cost(now: StatsReading) -> str:
     if now.draft_steps is not None or not now.first_row_s:
         return ""
     return f"a draft step of one row takes {_ms(now.first_row_s):.1f} ms, each further row {_ms(now.more_row_s):.1f} ms"
 
 
-def _gate(now: Reading) -> str:
+def _gate(now: StatsReading) -> str:
     words = [f"{rows} {'on' if is_open else 'off'}" for rows, is_open in now.gate.items()]
     return f"gate, drafts by requests in a step: {', '.join(words)}" if words else ""
 
 
-def _table(now: Reading, earlier: Reading | None, is_old: bool) -> Table:
+def _table(now: StatsReading, earlier: StatsReading | None, is_old: bool) -> Table:
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold cyan", style="dim" if is_old else "")
     table.add_column("", no_wrap=True, min_width=24)
     if earlier is not None:
         table.add_column(f"last {now.at_s - earlier.at_s:.1f} s", justify="right", min_width=12)
     table.add_column("since start", justify="right", min_width=14)
-    for measure in measures(now, earlier):
+    for measure in top_rows(now, earlier):
         cells = [measure.label]
         if earlier is not None:
             cells.append(_value(measure, measure.last, is_rate=True))

@@ -13,7 +13,7 @@ from rich.table import Table
 from specbranch.bench.scenario import TASKS, PromptError, read_prompts
 from specbranch.cli.console import ProgressBar, console_for, friendly_errors, print_help_alone, print_json
 from specbranch.cli.options import AsJson, Device, example
-from specbranch.core.planners import longest_submission
+from specbranch.core.planners import draft_length_limit
 from specbranch.errors import UsageError
 from specbranch.hrad.examples import CollectOptions, ExamplesError, read_examples
 from specbranch.hrad.examples import collect as collect_examples
@@ -100,7 +100,7 @@ def fit_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the predictor.", show_default=False)],
     window: Annotated[
         int, typer.Option(metavar="N", help="Draft tokens to predict ahead: as many as gamma when it is served.", min=1)
-    ] = longest_submission("specbranch"),
+    ] = draft_length_limit("specbranch"),
     balance: Annotated[
         float,
         typer.Option(metavar="X", help="Class weights: 0 as frequent as they are, 1 all equal.", min=0.0, max=1.0),

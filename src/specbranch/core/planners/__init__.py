@@ -67,7 +67,7 @@ def setting_names(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(_found(name).settings_type))
 
 
-def longest_submission(name: str) -> int:
+def draft_length_limit(name: str) -> int:
     """The most draft tokens that a planner lets the target verify at once, unless told otherwise."""
     return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
 

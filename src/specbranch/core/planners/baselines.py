@@ -34,13 +34,13 @@ class NonePlanner(Planner[Settings]):
     """The target alone: the reference that every speed is measured against."""
 
     @property
-    def lets_wait(self) -> bool:
+    def may_block_target(self) -> bool:
         return False
 
     def submit(self, round: Round) -> Sequence[Node]:
         return ()
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         return ()
 
 
@@ -58,12 +58,12 @@ class SpsPlanner(Planner[SpsSettings]):
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         root = round.tree.root
-        return None if round.tree.unrun(root, self.settings.gamma) else round.tree.walk(root, self.settings.gamma)
+        return None if round.tree.next_unrun(root, self.settings.gamma) else round.tree.chain(root, self.settings.gamma)
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         if not round.is_waiting:
             return ()
-        tip = round.tree.unrun(round.tree.root, self.settings.gamma)
+        tip = round.tree.next_unrun(round.tree.root, self.settings.gamma)
         return (tip,) if tip else ()
 
 
@@ -99,7 +99,7 @@ class AdaedlPlanner(Planner[AdaedlSettings]):
         chain, tip = self._chain(round)
         return chain if tip is None else None
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         if not round.is_waiting:
             return ()
         _, tip = self._chain(round)
@@ -150,10 +150,10 @@ class PearlPlanner(Planner[PearlSettings]):
     settings_type = PearlSettings
 
     def submit(self, round: Round) -> Sequence[Node]:
-        return round.tree.walk(round.tree.root, self.settings.gamma - 1)
+        return round.tree.chain(round.tree.root, self.settings.gamma - 1)
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         if round.is_waiting:
             return ()
-        tip = round.tree.unrun(round.tree.end, self.settings.gamma)
+        tip = round.tree.next_unrun(round.tree.end, self.settings.gamma)
         return (tip,) if tip else ()

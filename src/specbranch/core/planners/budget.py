@@ -31,23 +31,23 @@ _LEAST_REPEAT = 0.1  # a token that is verified in vain costs the target a littl
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings(Settings):
-    """Longest submission, the most rows of one draft step, and where guesses come from that cost no model.
+    """The longest draft, the most rows of one draft step, and where n-gram drafts come from.
 
-    `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target. `deepens`: what is
-    guessed also runs behind a node in its draft step. Guesses are certain: accepted as often as the target says them.
-    `prices`: what is less likely to be accepted than its verification is worth is not submitted. `least_chance`: nor is
-    what is less likely than this, also where verifying is free: less of the target's work is in vain, for some of the
-    speed. `waits`: the target waits for a submission of full length, which only makes sense in tests.
+    `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target. `run_guesses`: run
+    n-gram drafts through the model too, after a node in its draft step. `cost_aware`: submit no token that is less
+    likely to be accepted than its verification costs. `min_accept_prob`: nor one that is less likely than this, also
+    where verification is free; it wastes less of the target's work and costs some speed. `wait_for_draft`: let the
+    target wait for a draft of full length, which only makes sense in tests.
     """
 
     gamma: Window = 15  # with the target's own token a power of two, as kernels like it
     max_rows: Rows = 12
     uses_text: bool = True
     uses_memory: bool = True
-    deepens: bool = True
-    prices: bool = True
-    least_chance: Share = 0.0
-    waits: bool = False
+    run_guesses: bool = True
+    cost_aware: bool = True
+    min_accept_prob: Share = 0.0
+    wait_for_draft: bool = False
 
 
 class BudgetPlanner(Planner[BudgetSettings]):
@@ -61,47 +61,47 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._sources = [source for source, is_used in used.items() if is_used]
 
     @property
-    def lets_wait(self) -> bool:
-        return self.settings.waits
+    def may_block_target(self) -> bool:
+        return self.settings.wait_for_draft
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         tree = round.tree
-        if self.lets_wait:
-            tip = tree.unrun(tree.root, self.settings.gamma)
-            if tip is not None and tree.chance(tip) >= _LEAST_CHANCE:
+        if self.may_block_target:
+            tip = tree.next_unrun(tree.root, self.settings.gamma)
+            if tip is not None and tree.path_prob(tip) >= _LEAST_CHANCE:
                 return None
         return self._worth_submitting(round, tree.root)
 
-    def foresee(self, round: Round, start: Node) -> Sequence[Node] | None:
-        return None if self.lets_wait else self._worth_submitting(round, start)
+    def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
+        return None if self.may_block_target else self._worth_submitting(round, start)
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         tree, settings = round.tree, self.settings
         depth = len(tree.submitted or ()) + settings.gamma
         deepest = tree.root.position + depth
 
         def guess(node: Node, least: float) -> None:
             """What is guessed behind a node runs in its step, so that one step gives several tokens of depth."""
-            round.guesser.plant(tree, node, deepest - node.position, least, self._sources)
+            round.ngrams.extend(tree, node, deepest - node.position, least, self._sources)
 
         if self._sources:  # here, because an answer to the target must not wait for it
-            round.guesser.catch_up()
-        deepens = settings.deepens and self._sources
-        return rows_that_pay(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE, guess if deepens else None)
+            round.ngrams.index_new_tokens()
+        deepens = settings.run_guesses and self._sources
+        return best_rows(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE, guess if deepens else None)
 
     def _worth_submitting(self, round: Round, start: Node) -> list[Node]:
         """What the target should verify behind a node, once the sequence has come there."""
         tree, gamma = round.tree, self.settings.gamma
-        price = round.costs.price if self.settings.prices else 0.0
-        bar = max(price, self.settings.least_chance)
-        chain = list(takewhile(lambda node: tree.chance(node, start) >= bar, tree.walk_run(start, gamma)))
+        price = round.costs.min_accept_prob if self.settings.cost_aware else 0.0
+        bar = max(price, self.settings.min_accept_prob)
+        chain = list(takewhile(lambda node: tree.path_prob(node, start) >= bar, tree.drafted_chain(start, gamma)))
         tip = chain[-1] if chain else start
         if self._sources and len(chain) < gamma and tip.distribution is None:
-            round.guesser.catch_up(most=_NEWEST)
-            least = max(_LEAST_REPEAT, bar) * tree.chance(start)
-            chain += round.guesser.plant(tree, tip, gamma - len(chain), least, self._sources)
+            round.ngrams.index_new_tokens(most=_NEWEST)
+            least = max(_LEAST_REPEAT, bar) * tree.path_prob(start)
+            chain += round.ngrams.extend(tree, tip, gamma - len(chain), least, self._sources)
         gain = self._gain(tree, start, chain, price, bar)
-        return chain if not self.settings.prices or gain >= round.costs.entry else []
+        return chain if not self.settings.cost_aware or gain >= round.costs.min_gain else []
 
     def _gain(self, tree: Tree, start: Node, chain: Sequence[Node], price: float, bar: float) -> float:
         """Tokens that a submission is expected to bring beyond its price; none less likely than the bar is in it.
@@ -111,17 +111,17 @@ class BudgetPlanner(Planner[BudgetSettings]):
         """
         gain = 0.0
         for index, node in enumerate(chain):
-            chance = tree.chance(node, start)
+            chance = tree.path_prob(node, start)
             gain += chance - price
-            if node.drawn_from is not None:
+            if node.sampled_from is not None:
                 assert node.parent is not None, "below the start"
-                alike = tree.chance(node, node.parent)
+                alike = tree.path_prob(node, node.parent)
                 further = (chance * alike**more for more in range(1, self.settings.gamma - index))
                 return gain + sum(one - price for one in takewhile(lambda one: one >= bar, further))
         return gain
 
 
-def rows_that_pay(
+def best_rows(
     round: Round, start: Node, depth: int, most: int, least: float, guess: Callable[[Node, float], object] | None = None
 ) -> list[Node]:
     """The likeliest nodes to run at or below `start`, as many as give the most chance for the time of a draft step.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from specbranch.core.distribution import Chance
+from specbranch.core.distribution import RandomSource
 from specbranch.core.round import Round, Signal
 
 
@@ -39,7 +39,7 @@ CONSTANTS: Mapping[str, ConstantPredictor] = {
 class RandomPredictor:
     """Noise, each signal alike: the worst that a predictor can be."""
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, chance: RandomSource) -> None:
         self._chance = chance
 
     def predict(self, round: Round) -> Signal:
@@ -60,7 +60,7 @@ class OraclePredictor:
         return Signal.ALL if accepted >= self._window else Signal.SOME
 
 
-class RecordedPredictor:
+class ReplayPredictor:
     """`signals[i]` follows the answer's token i; `num_before` tokens of the sequence precede the answer.
 
     Behind the prompt, where no token of the answer is known yet, nothing was foreseen: the confidence decides.
@@ -75,8 +75,8 @@ class RecordedPredictor:
         return self._signals[index] if index >= 0 else Signal.SOME
 
 
-class ToldPredictor:
+class HintPredictor:
     """The signal that came with the verdict. Where none came, the draft's confidence decides."""
 
     def predict(self, round: Round) -> Signal:
-        return Signal.SOME if round.outlook is None else round.outlook.signal
+        return Signal.SOME if round.hint is None else round.hint.signal

@@ -7,8 +7,8 @@ the surviving branch is cut by a fresh signal (posterior drafting) and the targe
 
 Three things are better than in the paper. What a cut leaves out stays in the tree, where it is the first branch. After
 a miss the target need not wait: it verifies what is there, if only its own last token, while the draft catches up; on
-recorded traces waiting did not pay. And where rows are expensive, only those are run that pay for their time. `waits`
-and not `is_thrifty` give the paper's form.
+recorded traces waiting did not pay. And where rows are expensive, only those are run that pay for their time.
+`wait_for_draft` and not `cost_aware` give the paper's form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from specbranch.core.node import Node
 from specbranch.core.planner import Planner, Rows, Settings, Share, Window
-from specbranch.core.planners.budget import rows_that_pay
+from specbranch.core.planners.budget import best_rows
 from specbranch.core.round import Round, Signal
 
 _LEAST_CHANCE = 0.02
@@ -27,17 +27,17 @@ _LEAST_CHANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SpecbranchSettings(Settings):
-    """Longest submission, the confidence under which a distribution is doubtful, and the most branches at one time.
+    """The longest draft, the confidence under which a distribution is doubtful, and the most branches at one time.
 
-    `waits`: after a miss the target waits for a draft. `is_thrifty`: of the branches only those grow that give the most
-    chance for the draft's time.
+    `wait_for_draft`: after a miss the target waits for a draft. `cost_aware`: grow only the branches that give the most
+    acceptance probability for the draft's time.
     """
 
     gamma: Window = 8
     confidence: Share = 0.3
     max_branches: Rows = 6
-    waits: bool = False
-    is_thrifty: bool = True
+    wait_for_draft: bool = False
+    cost_aware: bool = True
 
 
 class SpecbranchPlanner(Planner[SpecbranchSettings]):
@@ -48,9 +48,9 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         chain, tip = self._chain(round)
-        return chain if tip is None or round.is_hit or not self.settings.waits else None
+        return chain if tip is None or round.is_hit or not self.settings.wait_for_draft else None
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         if round.is_waiting:
             _, tip = self._chain(round)
             return (tip,) if tip else ()
@@ -58,11 +58,11 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         end = tree.end
         if end.distribution is None:
             return (end,)
-        if self.settings.is_thrifty:
+        if self.settings.cost_aware:
             settings = self.settings
-            return rows_that_pay(round, end, settings.gamma, settings.max_branches, _LEAST_CHANCE)
+            return best_rows(round, end, settings.gamma, settings.max_branches, _LEAST_CHANCE)
         count = max(1, math.floor(self.settings.max_branches * (1 - end.distribution.confidence)))
-        tips = (tree.unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
+        tips = (tree.next_unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
         return [tip for tip in tips if tip]
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:

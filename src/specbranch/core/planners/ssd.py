@@ -66,14 +66,14 @@ class SsdPlanner(Planner[SsdSettings]):
         if not round.is_hit and self.settings.fallback == "fast":
             return ()
         root, gamma = round.tree.root, self.settings.gamma
-        return None if round.tree.unrun(root, gamma) else round.tree.walk(root, gamma)
+        return None if round.tree.next_unrun(root, gamma) else round.tree.chain(root, gamma)
 
-    def prepare(self, round: Round) -> Sequence[Node]:
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
         tree, gamma = round.tree, self.settings.gamma
         if round.is_waiting:
-            tip = tree.unrun(tree.root, gamma)
+            tip = tree.next_unrun(tree.root, gamma)
             return (tip,) if tip else ()
-        tips = (tree.unrun(root, gamma) for root in self._roots(round))
+        tips = (tree.next_unrun(root, gamma) for root in self._roots(round))
         rows = [tip for tip in tips if tip]
         return [tree.end, *rows] if tree.end.distribution is None else rows
 

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specbranch.engines.kv_cache import CellIds
-from specbranch.engines.torch.kv_store import Batch, Piece
-from specbranch.extensions import extra
+from specbranch.engines.kv_cache import SlotIds
+from specbranch.engines.torch.kv_store import Batch, RowSpan
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -35,7 +35,7 @@ _FEW = 16  # new tokens of a session, up to which query heads of one key-value h
 _SPARSE = 4  # a span of so many times the longest path is not read as it is: the slots in use are copied
 
 
-class Spans:
+class SpanAttention:
     """The attention of one step."""
 
     def __init__(self, batch: Batch, device: str) -> None:
@@ -89,7 +89,7 @@ class _Span:
         return self._repeated
 
 
-def _span(pieces: Sequence[Piece], device: str) -> _Span:
+def _span(pieces: Sequence[RowSpan], device: str) -> _Span:
     start, stop = pieces[0].start, pieces[-1].stop
     low = min(int(piece.path.min()) for piece in pieces)
     high = max(int(piece.path.max()) for piece in pieces) + 1
@@ -104,12 +104,12 @@ def _span(pieces: Sequence[Piece], device: str) -> _Span:
     return _Span(start, stop, torch.from_numpy(used).to(device), torch.from_numpy(mask).to(device))
 
 
-def _is_prompt(piece: Piece) -> bool:
+def _is_prompt(piece: RowSpan) -> bool:
     """Whether a row is its whole sequence, in slots that rise from token to token."""
     return piece.num_tokens == len(piece.path) and bool((piece.path[1:] > piece.path[:-1]).all())
 
 
-def _mask(paths: Sequence[CellIds], pieces: Sequence[Piece], width: int) -> NDArray[np.float32]:
+def _mask(paths: Sequence[SlotIds], pieces: Sequence[RowSpan], width: int) -> NDArray[np.float32]:
     """What is added to the scores of the new tokens [tokens, width]: 0 for their paths up to themselves, else -inf."""
     first = pieces[0].start
     mask = np.full((pieces[-1].stop - first, width), -np.inf, dtype=np.float32)
@@ -161,7 +161,7 @@ class Attention(Protocol):
         ...
 
 
-class Reader(Protocol):
+class PagedBackend(Protocol):
     """One way to compute attention over page tables."""
 
     def plan(self, bucket: Bucket, lengths: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
@@ -173,7 +173,7 @@ class Reader(Protocol):
         ...
 
 
-class Gathered:
+class GatherAttention:
     """Copies each row's keys and values, then attends to all rows in one call. Runs on every device."""
 
     def __init__(self, most: int, device: str, dtype: torch.dtype) -> None:
@@ -197,7 +197,7 @@ class Gathered:
         return attend
 
 
-class Frame:
+class StaticBuffers:
     """The buffers of all steps of fixed shape: one on the host, one on the device, copied at once.
 
     On a CPU both are the same memory. What a step leaves in the page table is harmless: places beyond a row's length
@@ -212,7 +212,7 @@ class Frame:
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.startswith("cuda"))
         self._device = self._host if device == "cpu" else self._host.to(device)
 
-    def fill(self, batch: Batch, bucket: Bucket, reader: Reader) -> None:
+    def fill(self, batch: Batch, bucket: Bucket, reader: PagedBackend) -> None:
         """Bring a batch to the device."""
         count = len(batch.tokens)
         tokens, positions, slots, lengths, pages = _parts(self._host.numpy(), self._most_rows, bucket)

@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.torch.attention import Attention, Bucket, Buckets, Frame, Gathered, Reader
-from specbranch.engines.torch.kv_store import Arena, Batch
+from specbranch.engines.torch.attention import Attention, Bucket, Buckets, GatherAttention, PagedBackend, StaticBuffers
+from specbranch.engines.torch.kv_store import Batch, KVStore
 from specbranch.engines.torch.model import FusedModel, first_line
-from specbranch.engines.torch.step import Forward, Words, to_host
-from specbranch.extensions import extra
+from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ _NOTHING = np.empty(0, dtype=np.int64)
 _NO_ROWS = Batch((), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
-class StaticSteps:
+class FixedShapeRunner:
     """Fills a batch up to its bucket and runs that, as a recorded graph if asked for."""
 
-    def __init__(self, forward: Forward, frame: Frame, reader: Reader, *, record: bool) -> None:
+    def __init__(self, forward: ForwardPass, frame: StaticBuffers, reader: PagedBackend, *, record: bool) -> None:
         self._forward = forward
         self._frame = frame
         self._reader = reader
@@ -51,13 +51,13 @@ class StaticSteps:
         if record:
             self._run = self._recorded(frame.buckets)
 
-    def run(self, batch: Batch) -> Words | None:
+    def run(self, batch: Batch) -> PackedTopK | None:
         """The words of a batch's outputs; None if it is too large for fixed shapes."""
         bucket = self._frame.buckets.bucket(batch)
         if bucket is None:
             return None
         self._frame.fill(batch, bucket, self._reader)
-        words: Words = to_host(self._run(bucket))[batch.outputs]
+        words: PackedTopK = to_host(self._run(bucket))[batch.outputs]
         return words
 
     def _compute(self, bucket: Bucket) -> torch.Tensor:
@@ -72,15 +72,15 @@ class StaticSteps:
         return graphs
 
 
-def fastest_steps(
-    forward: Forward, buckets: Buckets, probe: Callable[[StaticSteps | None], Sequence[Distribution]]
-) -> StaticSteps | None:
+def choose_step_runner(
+    forward: ForwardPass, buckets: Buckets, probe: Callable[[FixedShapeRunner | None], Sequence[Distribution]]
+) -> FixedShapeRunner | None:
     """The first way that works and gives what steps without fixed shapes give; None if there is none.
 
     `probe` runs a step, with the given steps of fixed shape or without.
     """
     expected = [float(one.confidence) for one in probe(None)]
-    for name, make in _ways(forward, buckets):
+    for name, make in _candidates(forward, buckets):
         try:
             with torch.inference_mode():
                 steps = make()
@@ -95,30 +95,32 @@ def fastest_steps(
     return None
 
 
-def _ways(forward: Forward, buckets: Buckets) -> Iterator[tuple[str, Callable[[], StaticSteps]]]:
+def _candidates(forward: ForwardPass, buckets: Buckets) -> Iterator[tuple[str, Callable[[], FixedShapeRunner]]]:
     """Ways to run steps of fixed shape, fastest first."""
     arena, model = forward.arena, forward.model
-    frame = Frame(buckets, arena.scratch, arena.device)
-    gathered = Gathered(buckets.contexts[-1], arena.device, arena.dtype)
+    frame = StaticBuffers(buckets, arena.scratch, arena.device)
+    gathered = GatherAttention(buckets.contexts[-1], arena.device, arena.dtype)
 
-    def by_flashinfer() -> StaticSteps:
+    def by_flashinfer() -> FixedShapeRunner:
         reader = FlashInfer(buckets, arena, model.num_heads, model.scaling)
-        return StaticSteps(forward, frame, reader, record=True)
+        return FixedShapeRunner(forward, frame, reader, record=True)
 
     if arena.device.startswith("cuda"):
         if isinstance(model, FusedModel) and find_spec("flashinfer") is not None:
             yield "FlashInfer and CUDA graphs", by_flashinfer
-        yield "CUDA graphs", lambda: StaticSteps(forward, frame, gathered, record=True)
-    yield "fixed shapes", lambda: StaticSteps(forward, frame, gathered, record=False)
+        yield "CUDA graphs", lambda: FixedShapeRunner(forward, frame, gathered, record=True)
+    yield "fixed shapes", lambda: FixedShapeRunner(forward, frame, gathered, record=False)
 
 
-Compute = Callable[[Bucket], torch.Tensor]  # the operations of a bucket's step, from the frame to what is copied back
+ComputeBucket = Callable[
+    [Bucket], torch.Tensor
+]  # the operations of a bucket's step, from the frame to what is copied back
 
 
 class Graphs:
     """One graph for each bucket that was recorded. They share their memory, as only one runs at a time."""
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: ComputeBucket) -> None:
         self._compute = compute
         self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -147,7 +149,7 @@ _WORKSPACE = 128 << 20  # bytes, as FlashInfer recommends
 class FlashInfer:
     """Paged decode with pages of one slot. A row count has a wrapper of its own: a graph fixes its buffers."""
 
-    def __init__(self, buckets: Buckets, arena: Arena, num_heads: int, scaling: float) -> None:
+    def __init__(self, buckets: Buckets, arena: KVStore, num_heads: int, scaling: float) -> None:
         """`num_heads` is that of queries. The arena must have each slot's heads side by side."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 

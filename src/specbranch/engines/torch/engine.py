@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import EngineInfo, EngineOptions, Row
-from specbranch.engines.kv_cache import MOST, CacheSize, Cells, cache_size
-from specbranch.engines.torch.attention import Buckets, Spans
-from specbranch.engines.torch.cuda_graphs import StaticSteps, fastest_steps
-from specbranch.engines.torch.kv_store import Arena, Batch, batch_of
+from specbranch.engines.kv_cache import MOST, CacheSize, SlotAllocator, cache_size
+from specbranch.engines.torch.attention import Buckets, SpanAttention
+from specbranch.engines.torch.cuda_graphs import FixedShapeRunner, choose_step_runner
+from specbranch.engines.torch.kv_store import Batch, KVStore, build_batch
 from specbranch.engines.torch.loading import load, weight_bytes
 from specbranch.engines.torch.model import first_line, sliding_window, unsupported
-from specbranch.engines.torch.step import Forward, Words, to_host, unpack
-from specbranch.engines.vocabulary import read_sample
+from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host, unpack_top_k
+from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.errors import EngineError, EngineFull
-from specbranch.extensions import extra
+from specbranch.extensions import optional_import
 from specbranch.machine import free_host_memory
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
 
 log = logging.getLogger(__name__)
@@ -47,17 +47,17 @@ class TorchEngine:
         self._options = options
         loaded = load(options)
         self._name, self._config = loaded.name, loaded.config
-        self._static: StaticSteps | None = None
-        self._cells = Cells(sum(map(len, _PROBE)), 1)
-        self._arena = Arena(self._cells.max_cells, options.device, by_head=buckets is None)
-        self._forward = Forward(loaded.model, self._arena, 1, by_blocks=False)
+        self._static: FixedShapeRunner | None = None
+        self._cells = SlotAllocator(sum(map(len, _PROBE)), 1)
+        self._arena = KVStore(self._cells.max_cells, options.device, by_head=buckets is None)
+        self._forward = ForwardPass(loaded.model, self._arena, 1, by_blocks=False)
         vocab_len = self._probe()
         size = self._cache_size()
         log.info("the draft's KV cache: %s", size)
-        self._cells = Cells(size.tokens, options.max_handles)
-        self._arena = Arena.sized_like(self._arena, size.tokens)
+        self._cells = SlotAllocator(size.tokens, options.max_handles)
+        self._arena = KVStore.sized_like(self._arena, size.tokens)
         top_k, by_blocks = min(options.top_k, vocab_len), buckets is None
-        self._forward = Forward(loaded.model, self._arena, top_k, by_blocks=by_blocks)
+        self._forward = ForwardPass(loaded.model, self._arena, top_k, by_blocks=by_blocks)
         self.info = EngineInfo(
             model=options.model,
             device=options.device,
@@ -67,11 +67,11 @@ class TorchEngine:
             max_tokens=size.tokens,
             dtype=loaded.dtype,
             weight_bytes=weight_bytes(loaded.model),
-            vocab_sample=read_sample(options.model),
+            vocab_fingerprint=read_fingerprint(options.model),
         )
         if buckets is not None:
             with self._device():
-                self._static = fastest_steps(self._forward, buckets.up_to(size.tokens), self._probe_steps)
+                self._static = choose_step_runner(self._forward, buckets.up_to(size.tokens), self._probe_steps)
 
     @property
     def num_tokens(self) -> int:
@@ -100,16 +100,16 @@ class TorchEngine:
             return []
         lengths = [len(self._cells.path(row.handle)) for row in rows]
         try:
-            self._cells.extend(rows)
+            self._cells.allocate(rows)
             with torch.inference_mode(), self._device():
-                words = self._words(batch_of(self._cells, rows))
+                words = self._words(build_batch(self._cells, rows))
         except BaseException as error:
             for row, length in zip(rows, lengths, strict=True):
                 self.truncate(row.handle, length)
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise EngineFull(f"{self._options.device} has no memory for this step; close handles") from error
             raise
-        return unpack(words, self._forward.top_k)
+        return unpack_top_k(words, self._forward.top_k)
 
     def shutdown(self) -> None:
         self._cells.clear()
@@ -117,7 +117,7 @@ class TorchEngine:
         if self._options.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def _words(self, batch: Batch) -> Words:
+    def _words(self, batch: Batch) -> PackedTopK:
         """Run the model on rows that have their cells; what came back from the device."""
         words = None if self._static is None else self._static.run(batch)
         if words is not None:
@@ -126,9 +126,9 @@ class TorchEngine:
         found = to_host(self._forward(*self._given(batch), None if is_all else self._tensor(batch.outputs)))
         return found[batch.outputs] if is_all else found  # the rows of a step may be in another order
 
-    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
+    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SpanAttention]:
         tokens, positions, slots = (self._tensor(part) for part in (batch.tokens, batch.positions, batch.slots))
-        return tokens, positions, slots, Spans(batch, self._options.device)
+        return tokens, positions, slots, SpanAttention(batch, self._options.device)
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._options.device)
@@ -158,9 +158,9 @@ class TorchEngine:
         try:
             for tokens in _PROBE:
                 rows = [Row(handle, tokens)]
-                self._cells.extend(rows)
+                self._cells.allocate(rows)
                 with torch.inference_mode(), self._device():
-                    logits = self._forward.logits(*self._given(batch_of(self._cells, rows)))
+                    logits = self._forward.logits(*self._given(build_batch(self._cells, rows)))
         except EngineError:
             raise
         except Exception as error:
@@ -170,7 +170,7 @@ class TorchEngine:
             raise unsupported(self._name, cause)
         return int(logits.shape[-1])
 
-    def _probe_steps(self, steps: StaticSteps | None) -> list[Distribution]:
+    def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
         """The distributions of a short text, by steps of fixed shape or without them; they are used from then on."""
         self._static = steps
         handle = self.open()

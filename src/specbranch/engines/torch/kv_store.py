@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.engines.base import Row
-from specbranch.engines.kv_cache import CellIds, Cells, Session
+from specbranch.engines.kv_cache import SlotAllocator, SlotIds, SlotRegion
 from specbranch.errors import EngineError
-from specbranch.extensions import extra
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
 
 
-class Arena:
+class KVStore:
     """Slots for keys and values, each layer's a tensor [slots, 2 * kv_heads, head_dim]: keys, then values.
 
     There is one slot more than sequences can take: rows that only fill up a step write there, and nobody reads it.
@@ -39,7 +39,7 @@ class Arena:
         self._layers: dict[int, torch.Tensor] = {}
 
     @classmethod
-    def sized_like(cls, other: Arena, num_slots: int) -> Arena:
+    def sized_like(cls, other: KVStore, num_slots: int) -> KVStore:
         """An arena for the same model with another number of slots."""
         arena = cls(num_slots, other.device, by_head=other._by_head)
         try:
@@ -114,13 +114,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowSpan:
     """The tokens of one row, `start` to `stop` of the step's, and the slots of its whole sequence up to them."""
 
-    session: Session
+    session: SlotRegion
     start: int
     stop: int
-    path: CellIds
+    path: SlotIds
 
     @property
     def num_tokens(self) -> int:
@@ -132,7 +132,7 @@ class Piece:
 class Batch:
     """All tokens of a step. The rows of a session come one after the other."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[RowSpan]
     tokens: NDArray[np.int64]  # [tokens]
     positions: NDArray[np.int64]  # [tokens], in their sequences
     slots: NDArray[np.int64]  # [tokens], where their keys and values go
@@ -144,19 +144,19 @@ class Batch:
         return max(len(piece.path) for piece in self.pieces)
 
 
-def batch_of(cells: Cells, rows: Sequence[Row]) -> Batch:
+def build_batch(cells: SlotAllocator, rows: Sequence[Row]) -> Batch:
     """The batch of rows that have their cells already."""
-    by_session: dict[Session, list[int]] = {}
+    by_session: dict[SlotRegion, list[int]] = {}
     for index, row in enumerate(rows):
         by_session.setdefault(cells.session(row.handle), []).append(index)
-    pieces: list[Piece] = []
+    pieces: list[RowSpan] = []
     tokens: list[int] = []
     outputs: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(rows)
     for session, indices in by_session.items():
         for index in indices:
             row, start = rows[index], len(tokens)
             tokens += row.tokens
-            pieces.append(Piece(session, start, len(tokens), cells.path(row.handle)))
+            pieces.append(RowSpan(session, start, len(tokens), cells.path(row.handle)))
             outputs[index] = np.arange(len(tokens) - row.num_outputs, len(tokens))
     return Batch(
         pieces,

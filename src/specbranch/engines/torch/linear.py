@@ -1,6 +1,6 @@
 """Linear layers: several of one input merged into one, and layers with 8-bit weights.
 
-Linear layers of one input joined into one, in their own dtype. `int8.PackedLinear` is the same in 8 bits.
+Linear layers of one input joined into one, in their own dtype. `QuantizedLinear` is the same in 8 bits.
 
 Linear layers with 8-bit weights, for the CPU. Each output channel has its own scale.
 
@@ -16,22 +16,22 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from specbranch.extensions import extra
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
     from torch import nn
     from torch.nn.functional import pad
 
 
-class JoinedLinear(nn.Module):
+class MergedLinear(nn.Module):
     """The layers' outputs end to end: one product, which may be added to what is there."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
         weights = [linear.weight.detach() for linear in linears]
         self.weight = nn.Parameter(weights[0] if len(weights) == 1 else torch.cat(weights), requires_grad=False)
-        bias = joined_bias(linears)
+        bias = merged_bias(linears)
         self.bias = None if bias is None else nn.Parameter(bias.to(self.weight), requires_grad=False)
         self._transposed = self.weight.detach().t()  # the same memory
 
@@ -44,7 +44,7 @@ class JoinedLinear(nn.Module):
         return out if residual is None or self.bias is None else out.add_(self.bias)
 
 
-def joined_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
+def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     """The biases end to end, in float32, with zeros for layers without; None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None
@@ -73,14 +73,14 @@ _CHUNK = 512  # outputs that are quantized at a time: whole layers at once would
 _W8A16_BLOCK = 32  # W8A16 reads weights in blocks of this many inputs
 
 
-class PackedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """Linear layers of one input joined into one, with 8-bit weights; inputs and outputs are float32."""
 
     def __init__(self, *linears: nn.Linear, largest: float = _MAX_INT8) -> None:
         super().__init__()
         parts = [_quantized(part, largest) for linear in linears for part in linear.weight.detach().split(_CHUNK)]
         self._scales = torch.cat([scales for _, scales in parts])
-        self._bias = joined_bias(linears)
+        self._bias = merged_bias(linears)
         integers = torch.cat([integers for integers, _ in parts])
         self._pack(integers)
         self.num_bytes = integers.numel()
@@ -102,7 +102,7 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
 
-class Int8Linear(PackedLinear):
+class Int8Linear(QuantizedLinear):
     """W8A8: activations are quantized to unsigned bytes, row by row; for signed ones oneDNN is fast only with AMX.
 
     Without VNNI two products of bytes are added in 16 bits, which can overflow; with 7-bit weights it cannot.
@@ -130,7 +130,7 @@ class Int8Linear(PackedLinear):
         return out.mul_(scales) if base is None else torch.addcmul(base, out, scales)
 
 
-class WeightOnlyLinear(PackedLinear):
+class WeightOnlyLinear(QuantizedLinear):
     """W8A16: 8-bit weights, activations in bfloat16."""
 
     def _pack(self, integers: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class WeightOnlyLinear(PackedLinear):
         return out.float() if base is None else base + out
 
 
-PACKED: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "w8a16": WeightOnlyLinear}
+PACKED: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "w8a16": WeightOnlyLinear}
 
 
 @cache
@@ -180,7 +180,7 @@ def can_int8() -> bool:
     return hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch.ops.aten, "_weight_int8pack_mm")
 
 
-def pack_linears(model: Any, kind: type[PackedLinear]) -> Any:
+def pack_linears(model: Any, kind: type[QuantizedLinear]) -> Any:
     """The model with 8-bit weights in its linear layers; everything else is as it was."""
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -191,4 +191,4 @@ def pack_linears(model: Any, kind: type[PackedLinear]) -> Any:
 
 def packed_bytes(model: Any) -> int:
     """Bytes of the 8-bit weights."""
-    return sum(module.num_bytes for module in model.modules() if isinstance(module, PackedLinear))
+    return sum(module.num_bytes for module in model.modules() if isinstance(module, QuantizedLinear))

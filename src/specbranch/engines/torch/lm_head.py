@@ -7,10 +7,10 @@ The projection is fitted to the hidden states that come through. Audits compare 
 
 from __future__ import annotations
 
-from specbranch.engines.torch.linear import PackedLinear
-from specbranch.extensions import extra
+from specbranch.engines.torch.linear import QuantizedLinear
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
     from torch import nn
 
@@ -28,10 +28,10 @@ _MIN_VOCAB = 32768  # with a smaller vocabulary there is little to save
 _RIDGE = 1e-3  # added to the covariance, relative to its mean diagonal, so that it can be inverted
 
 
-class CandidateHead(nn.Module):
+class LowRankOutputLayer(nn.Module):
     """An output layer without bias. Once fitted, only the candidates get exact logits, others approximate ones."""
 
-    def __init__(self, linear: nn.Linear, kind: type[PackedLinear]) -> None:
+    def __init__(self, linear: nn.Linear, kind: type[QuantizedLinear]) -> None:
         super().__init__()
         self._weight = linear.weight.detach().float()  # often the input embedding's, so this costs no memory
         self._kind = kind
@@ -47,7 +47,7 @@ class CandidateHead(nn.Module):
         """Whether it has seen enough hidden states to use the low-rank product."""
         return self._low_rank is not None
 
-    def learn(self, hidden: torch.Tensor) -> None:
+    def observe(self, hidden: torch.Tensor) -> None:
         """Collect hidden states [tokens, hidden]; with enough of them the projection is fitted."""
         if self._low_rank is not None:
             return
@@ -83,7 +83,7 @@ class CandidateHead(nn.Module):
 class _LowRank:
     """The low-rank product: centred hidden states, projected to the directions that move the logits most."""
 
-    def __init__(self, weight: torch.Tensor, seen: torch.Tensor, kind: type[PackedLinear]) -> None:
+    def __init__(self, weight: torch.Tensor, seen: torch.Tensor, kind: type[QuantizedLinear]) -> None:
         hidden_len = weight.shape[1]
         self._mean = seen.mean(dim=0)
         self._bias = weight @ self._mean

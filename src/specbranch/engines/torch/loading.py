@@ -20,10 +20,10 @@ from typing import Any
 
 from specbranch.engines.base import DTYPES, EngineOptions
 from specbranch.engines.models import load_model, local_model, read_config
-from specbranch.engines.torch.linear import PACKED, JoinedLinear, can_int8, pack_linears, packed_bytes
+from specbranch.engines.torch.linear import PACKED, MergedLinear, can_int8, pack_linears, packed_bytes
 from specbranch.engines.torch.model import (
     FusedModel,
-    Kind,
+    LinearType,
     PlainModel,
     can_fuse,
     first_line,
@@ -31,9 +31,9 @@ from specbranch.engines.torch.model import (
     text_config,
 )
 from specbranch.errors import EngineError
-from specbranch.extensions import extra
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
     from torch import nn
     from torch.nn.functional import linear as plain_linear
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model that is ready to be run."""
 
     name: str  # of its class in Transformers
@@ -52,13 +52,15 @@ class Loaded:
     config: Any  # of its language model, as Transformers has it
 
 
-def load(options: EngineOptions) -> Loaded:
+def load(options: EngineOptions) -> LoadedModel:
     """The model of the options, with our attention in its layers."""
     _require_dtype(options)
     _require_dense(options)
     source, arguments = _source(options.model)
     is_here = local_model(options.model) is not None
-    options.tell("loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache")
+    options.on_progress(
+        "loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache"
+    )
     try:
         given = load_model(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
         require_full_attention(given, options.max_tokens)
@@ -73,7 +75,7 @@ def load(options: EngineOptions) -> Loaded:
             "config.json and safetensors, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face "
             "hub"
         ) from error
-    return Loaded(name, model, dtype, config)
+    return LoadedModel(name, model, dtype, config)
 
 
 def weight_bytes(model: Any) -> int:
@@ -86,21 +88,21 @@ def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
     """The model with its weights in the dtype of the options and with our layers, and that dtype."""
     dtype = options.dtype
     if dtype == "auto" and options.device == "cpu":
-        options.tell("timing data types")
+        options.on_progress("timing data types")
         choice = fastest_dtype(model)
         log.info("draft on the CPU in %s", choice)
         dtype = choice.dtype
     if dtype in PACKED:
-        options.tell(f"packing weights in {dtype}")
-        return pack_linears(_ours(model.float(), PACKED[dtype]), PACKED[dtype]), dtype
+        options.on_progress(f"packing weights in {dtype}")
+        return pack_linears(_wrap_model(model.float(), PACKED[dtype]), PACKED[dtype]), dtype
     # Weights only: what a model keeps beside them, such as its rotary frequencies, needs 32 bits.
     for weight in model.parameters():
         weight.data = weight.data.to(PLAIN.get(dtype, weight.dtype))
     dtype = str(model.dtype).removeprefix("torch.")
-    return _ours(model, JoinedLinear), dtype
+    return _wrap_model(model, MergedLinear), dtype
 
 
-def _ours(model: Any, kind: Kind) -> Any:
+def _wrap_model(model: Any, kind: LinearType) -> Any:
     return FusedModel(model, kind) if can_fuse(model) else PlainModel(model)
 
 
@@ -158,7 +160,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DtypeChoice:
     """The chosen dtype, and the time of all the model's matrix products in each dtype, at each count of `ROWS`."""
 
     dtype: str
@@ -170,7 +172,7 @@ class Choice:
         return f"{self.dtype}, the fastest here; time of all matrix products at {rows} rows: {', '.join(times)}"
 
 
-def fastest_dtype(model: Any) -> Choice:
+def fastest_dtype(model: Any) -> DtypeChoice:
     """The dtype with the fastest matrix products here, summed over all counts of `ROWS`."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     sample = list(_first(linears))
@@ -181,7 +183,7 @@ def fastest_dtype(model: Any) -> Choice:
             if dtype == "float32" or not _is_too_slow(dtype, sample):
                 products = [_product(dtype, one) for one in sample]
                 seconds[dtype] = tuple(scale * _seconds(products, sample, rows) for rows in ROWS)
-    return Choice(min(seconds, key=lambda dtype: sum(seconds[dtype]), default="float32"), seconds)
+    return DtypeChoice(min(seconds, key=lambda dtype: sum(seconds[dtype]), default="float32"), seconds)
 
 
 def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbranch.engines.torch.linear import JoinedLinear, PackedLinear
-from specbranch.engines.torch.lm_head import CandidateHead, is_worth_narrowing
-from specbranch.engines.torch.step import Step
+from specbranch.engines.torch.linear import MergedLinear, QuantizedLinear
+from specbranch.engines.torch.lm_head import LowRankOutputLayer, is_worth_narrowing
+from specbranch.engines.torch.step import AttentionContext
 from specbranch.errors import EngineError
-from specbranch.extensions import extra
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
     from torch import nn
     from torch.nn.functional import rms_norm, silu
@@ -33,7 +33,7 @@ with extra("torch"):
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 _CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the length of a sequence
 
-Kind = type[PackedLinear] | type[JoinedLinear]  # of linear layers
+LinearType = type[QuantizedLinear] | type[MergedLinear]  # of linear layers
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines of the positions, each [tokens, 1, head_dim]
 
 
@@ -48,7 +48,7 @@ class _Norm(nn.Module):
 
 
 class _MLP(nn.Module):
-    def __init__(self, mlp: Any, kind: Kind) -> None:
+    def __init__(self, mlp: Any, kind: LinearType) -> None:
         super().__init__()
         self._gate_up = kind(mlp.gate_proj, mlp.up_proj)
         self._down = kind(mlp.down_proj)
@@ -60,7 +60,7 @@ class _MLP(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, attention: Any, kind: Kind) -> None:
+    def __init__(self, attention: Any, kind: LinearType) -> None:
         super().__init__()
         self._layer = attention.layer_idx
         self.scaling = attention.scaling
@@ -73,7 +73,9 @@ class _Attention(nn.Module):
         if hasattr(attention, "q_norm"):
             self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
 
-    def forward(self, rows: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: Step) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: AttentionContext
+    ) -> torch.Tensor:
         heads = self._qkv(rows).view(len(rows), -1, self._head_dim)  # [tokens, heads, head_dim]
         rotated = heads[:, : self._num_rotated]
         if self._norms is not None:
@@ -92,13 +94,13 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, layer: Any, kind: Kind) -> None:
+    def __init__(self, layer: Any, kind: LinearType) -> None:
         super().__init__()
         self._attention_norm, self._mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self.attention = _Attention(layer.self_attn, kind)
         self._mlp = _MLP(layer.mlp, kind)
 
-    def forward(self, rows: torch.Tensor, rotary: Rotary, step: Step) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, rotary: Rotary, step: AttentionContext) -> torch.Tensor:
         rows = self.attention(self._attention_norm(rows), rows, rotary, step)
         out: torch.Tensor = self._mlp(self._mlp_norm(rows), rows)
         return out
@@ -107,7 +109,7 @@ class _Layer(nn.Module):
 class FusedModel(nn.Module):
     """A model of a known family. Its weights are those of the given one, which is not to be used any more."""
 
-    def __init__(self, model: Any, kind: Kind) -> None:
+    def __init__(self, model: Any, kind: LinearType) -> None:
         super().__init__()
         base = model.base_model
         self.embed_tokens = base.embed_tokens
@@ -116,15 +118,15 @@ class FusedModel(nn.Module):
         self.layers = base.layers
         self.norm = _Norm(base.norm)
         self.lm_head = model.lm_head
-        if issubclass(kind, PackedLinear) and is_worth_narrowing(model.lm_head):
-            self.lm_head = CandidateHead(model.lm_head, kind)
+        if issubclass(kind, QuantizedLinear) and is_worth_narrowing(model.lm_head):
+            self.lm_head = LowRankOutputLayer(model.lm_head, kind)
         # Cosines are the same for the negative angles, and sines have the signs that turned halves need.
         frequencies = base.rotary_emb.inv_freq
         self.register_buffer("angles", torch.cat((-frequencies, frequencies)), persistent=False)
         self._rotary_scale = float(base.rotary_emb.attention_scaling)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: Step
+        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
         """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
         rows = self.embed_tokens(tokens)
@@ -132,7 +134,7 @@ class FusedModel(nn.Module):
         for layer in self.layers:
             rows = layer(rows, rotary, step)
         rows = self.norm(rows)
-        if isinstance(self.lm_head, CandidateHead):
+        if isinstance(self.lm_head, LowRankOutputLayer):
             self.lm_head.learn(rows)
         logits: torch.Tensor = self.lm_head(rows if outputs is None else rows[outputs])
         return logits
@@ -186,7 +188,7 @@ class PlainModel(nn.Module):
         self.model = model
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: Step
+        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
         """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
         output = self.model(
@@ -215,10 +217,10 @@ def _attend_layer(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    specbranch_step: Step | None = None,
+    specbranch_step: AttentionContext | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`Step.attend` as Transformers calls it, in every layer of an engine's model."""
+    """`AttentionContext.attend` as Transformers calls it, in every layer of an engine's model."""
     is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
     if specbranch_step is None or attention_mask is not None or not is_plain:
         raise unsupported(type(module).__name__, "its attention is not plain")

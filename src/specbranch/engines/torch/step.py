@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.torch.attention import Attention
-from specbranch.engines.torch.kv_store import Arena
-from specbranch.extensions import extra
+from specbranch.engines.torch.kv_store import KVStore
+from specbranch.extensions import optional_import
 
-with extra("torch"):
+with optional_import("torch"):
     import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AttentionContext:
     """Where a step's keys and values go, and how its tokens attend."""
 
-    arena: Arena
+    arena: KVStore
     slots: torch.Tensor  # [tokens]
     attention: Attention
 
@@ -43,10 +43,10 @@ class Step:
         return self.attention(self.arena.write(layer, self.slots, fresh), query, scaling)
 
 
-class Forward:
+class ForwardPass:
     """A model with the arena that it reads and writes. Its tensors are on the model's device."""
 
-    def __init__(self, model: Any, arena: Arena, top_k: int, *, by_blocks: bool) -> None:
+    def __init__(self, model: Any, arena: KVStore, top_k: int, *, by_blocks: bool) -> None:
         self.model = model
         self.arena = arena
         self.top_k = top_k
@@ -62,7 +62,7 @@ class Forward:
     ) -> torch.Tensor:
         """The words of some of the tokens, or of all; tokens, positions and slots to write to are [tokens]."""
         logits = self.logits(tokens, positions, slots, attention, outputs)
-        return pack(logits, self.top_k, by_blocks=self.by_blocks)
+        return pack_top_k(logits, self.top_k, by_blocks=self.by_blocks)
 
     def logits(
         self,
@@ -73,16 +73,16 @@ class Forward:
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The logits of the same tokens [outputs, vocabulary]."""
-        found: torch.Tensor = self.model(tokens, positions, outputs, Step(self.arena, slots, attention))
+        found: torch.Tensor = self.model(tokens, positions, outputs, AttentionContext(self.arena, slots, attention))
         return found
 
 
-Words = NDArray[np.int32]
+PackedTopK = NDArray[np.int32]
 _LEAST = -80.0  # of a log probability; below, its exponential is no normal number, and takes a CPU ten times as long
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 
 
-def pack(logits: torch.Tensor, top_k: int, *, by_blocks: bool = False) -> torch.Tensor:
+def pack_top_k(logits: torch.Tensor, top_k: int, *, by_blocks: bool = False) -> torch.Tensor:
     """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, and entropy.
 
     `by_blocks` finds the top-k with more operations that look at less, and bounds log probabilities before their
@@ -115,7 +115,7 @@ def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
     return ids.gather(1, places), best
 
 
-def unpack(words: Words, top_k: int) -> list[Distribution]:
+def unpack_top_k(words: PackedTopK, top_k: int) -> list[Distribution]:
     """The distributions of words that are on the host."""
     ids = _longs(words[:, : 2 * top_k])
     probs = np.exp(_floats(words[:, 2 * top_k : 3 * top_k]))
@@ -126,15 +126,15 @@ def unpack(words: Words, top_k: int) -> list[Distribution]:
     ]
 
 
-def to_host(words: torch.Tensor) -> Words:
+def to_host(words: torch.Tensor) -> PackedTopK:
     """The one copy of a step from the device."""
-    found: Words = words.cpu().numpy()
+    found: PackedTopK = words.cpu().numpy()
     return found
 
 
-def _longs(words: Words) -> NDArray[np.int64]:
+def _longs(words: PackedTopK) -> NDArray[np.int64]:
     return np.ascontiguousarray(words).view(np.int64)
 
 
-def _floats(words: Words) -> NDArray[np.float32]:
+def _floats(words: PackedTopK) -> NDArray[np.float32]:
     return np.ascontiguousarray(words).view(np.float32)

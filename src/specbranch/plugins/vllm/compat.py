@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from specbranch.core.distribution import Sampling
-from specbranch.plugins.vllm.layout import Layout, LayoutError
+from specbranch.core.distribution import RequestSampling
+from specbranch.plugins.vllm.layout import LayoutError, ParallelLayout
 from specbranch.plugins.vllm.settings import METHOD, SECTION, RunnerError, limit_of
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
@@ -46,11 +46,11 @@ def vocab_len(vllm_config: Any) -> int:
     return int(vllm_config.model_config.get_vocab_size())
 
 
-def layout(vllm_config: Any) -> Layout:
+def layout(vllm_config: Any) -> ParallelLayout:
     """How the target is spread over devices."""
     parallel = vllm_config.parallel_config
     executor = parallel.distributed_executor_backend
-    return Layout(
+    return ParallelLayout(
         tensor=int(parallel.tensor_parallel_size),
         pipeline=int(parallel.pipeline_parallel_size),
         data=int(parallel.data_parallel_size),
@@ -101,7 +101,7 @@ _WARMUPS = ("_warmup_", "_v2_mixed_warmup")
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class StepInfo:
     """What is new in a step that vLLM has scheduled.
 
     The prompts that it begins to prefill and the draft may read too, how many of its draft tokens are pads, what new
@@ -128,7 +128,7 @@ def broadcast(tensor: Any) -> Any:
     return get_tp_group().broadcast(tensor, src=0)
 
 
-def introduce_runners() -> None:
+def wrap_runners() -> None:
     """Let a runner tell its proposer, before each step, who it is and which prompts it is about to prefill.
 
     vLLM's hook passes rows without their requests, and only after the prefill. This wraps the one method of vLLM that
@@ -143,9 +143,9 @@ def introduce_runners() -> None:
             _OWNER,
             _METHOD,
         )
-    _wrap(old, _METHOD, _introducing)
-    _wrap(new, _METHOD, _introducing)
-    _wrap(new, "take_draft_token_ids", _cutting)
+    _wrap(old, _METHOD, _wrap_execute_model)
+    _wrap(new, _METHOD, _wrap_execute_model)
+    _wrap(new, "take_draft_token_ids", _wrap_take_drafts)
 
 
 def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
@@ -162,15 +162,15 @@ def drafter_of(runner: Any) -> Any:
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
-def _introducing(original: Any) -> Any:
+def _wrap_execute_model(original: Any) -> Any:
     @functools.wraps(original)
     def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
         drafter = drafter_of(runner)
-        meet = getattr(drafter, "meet", None)
-        if meet is None:
+        on_step_scheduled = getattr(drafter, "on_step_scheduled", None)
+        if on_step_scheduled is None:
             return original(runner, *args, **kwargs)
         scheduler_output = args[0] if args else kwargs.get("scheduler_output")
-        meet(runner, _news(scheduler_output))
+        on_step_scheduled(runner, _step_info(scheduler_output))
         feature_hook = getattr(drafter, "feature_hook", None)
         if feature_hook is None:
             return original(runner, *args, **kwargs)
@@ -182,17 +182,17 @@ def _introducing(original: Any) -> Any:
     return execute_model
 
 
-def _cutting(original: Any) -> Any:
+def _wrap_take_drafts(original: Any) -> Any:
     @functools.wraps(original)
     def take_draft_token_ids(runner: Any) -> Any:
         answer = original(runner)
-        cut = getattr(drafter_of(runner), "cut", None)
-        return answer if cut is None or answer is None else cut(answer)
+        trim_drafts = getattr(drafter_of(runner), "trim_drafts", None)
+        return answer if trim_drafts is None or answer is None else trim_drafts(answer)
 
     return take_draft_token_ids
 
 
-def _news(scheduler_output: Any) -> News:
+def _step_info(scheduler_output: Any) -> StepInfo:
     """Collect what a step brings, without vLLM's own requests and without prompts that are not drafted for."""
     try:
         requests = [request for request in scheduler_output.scheduled_new_reqs if not is_warmup([request.req_id])]
@@ -205,10 +205,10 @@ def _news(scheduler_output: Any) -> News:
         ]
         num_pads = sum(tokens.count(PAD) for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
         known = {name: limit for name, limit in limits.items() if limit is not None}
-        return News(prompts, num_pads, known, scheduler_output.finished_req_ids)
+        return StepInfo(prompts, num_pads, known, scheduler_output.finished_req_ids)
     except AttributeError as error:
         _warn_of_runner(repr(error))
-        return News()
+        return StepInfo()
 
 
 def is_warmup(names: Sequence[str]) -> bool:
@@ -216,7 +216,7 @@ def is_warmup(names: Sequence[str]) -> bool:
     return all(name.startswith(_WARMUPS) for name in names)
 
 
-def rows_aside(runner: Any, num_rows: int) -> Mapping[int, str]:
+def undraftable_rows(runner: Any, num_rows: int) -> Mapping[int, str]:
     """Find the rows that get no drafts, and the cause: `lora`, `multimodal` or `seed`."""
     try:
         batch = runner.input_batch
@@ -376,7 +376,7 @@ _LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
 _MOST_TEMPERATURE = 100.0
 
 
-def refuse_v1(vllm_config: Any) -> None:
+def check_runner(vllm_config: Any) -> None:
     """Raise if V1 has made our proposer though V2 was asked for: this vLLM is too old, or did not load our plugin."""
     if vllm_config.speculative_config.method == METHOD:
         raise RunnerError(
@@ -385,7 +385,7 @@ def refuse_v1(vllm_config: Any) -> None:
         )
 
 
-def refuse_context_parallelism(vllm_config: Any) -> None:
+def check_context_parallelism(vllm_config: Any) -> None:
     """Raise if groups of ranks would ask for drafts separately: what they embed would differ."""
     size = vllm_config.parallel_config.prefill_context_parallel_size
     if size > 1:
@@ -430,7 +430,7 @@ def is_any_sampled(runner: Any, input_batch: Any) -> bool:
         return False
 
 
-def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Sampling]:
+def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, RequestSampling]:
     """How the rows of a batch sample, as far as their draft tokens may be drawn by chance; on all ranks the same.
 
     A grammar or a thinking budget cuts a draft by its tokens, and what is tested must not depend on them. Of grammars
@@ -447,7 +447,7 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Sampli
             if _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE and (has_budget is None or not has_budget[slot]):
                 top_k = int(states.top_k.np[slot])
                 top_p = float(states.top_p.np[slot])
-                found[row] = Sampling(temperature, top_p, top_k if top_k < states.vocab_size else 0)
+                found[row] = RequestSampling(temperature, top_p, top_k if top_k < states.vocab_size else 0)
     except AttributeError as error:
         _warn_of_sampler(repr(error))
         return {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.round import Outlook
+from specbranch.core.round import AcceptanceHint
 from specbranch.errors import SpecBranchError
 from specbranch.hrad.network import Hrad
 from specbranch.plugins.vllm.compat import vocab_len
@@ -27,7 +27,7 @@ class FeatureError(SpecBranchError, ValueError):
     """The target cannot provide the features that a trained predictor needs."""
 
 
-def refuse_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
+def check_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
     """Raise, before a model is loaded, if this vLLM cannot provide hidden states of this many layers and this size."""
     model = vllm_config.model_config
     if model.get_hidden_size() != hidden_len:
@@ -226,7 +226,7 @@ _Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(slots=True)
-class ForesightCounts:
+class HradCounts:
     """Predictions that were made, steps that failed, and the time that predictions took."""
 
     outlooks: int = 0
@@ -234,16 +234,16 @@ class ForesightCounts:
     outlook_s: float = 0.0
 
 
-class Foresight:
+class HradRunner:
     """A trained predictor on a target's features. It never raises: a step that fails has no outlooks."""
 
     def __init__(self, hrad: Hrad, feature_hook: FeatureHook, clock: Callable[[], float] = time.perf_counter) -> None:
         self.feature_hook = feature_hook
         self._hrad = hrad
         self._clock = clock
-        self.counts = ForesightCounts()
+        self.counts = HradCounts()
 
-    def outlooks(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, Outlook]:
+    def predict(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, AcceptanceHint]:
         """The predictions for these rows of the last step, which sampled these tokens."""
         if not rows:
             return {}

@@ -17,7 +17,7 @@ class LayoutError(SpecBranchError, ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """Sizes of vLLM's parallel groups, and the name of its executor; None means vLLM's own choice.
 
     `data` is how many data-parallel engines run on this machine. A group of tensor and pipeline ranks may span nodes.
@@ -30,7 +30,7 @@ class Layout:
     executor: str | None = None
 
     @classmethod
-    def of_arguments(cls, arguments: Mapping[str, Any]) -> Layout:
+    def of_arguments(cls, arguments: Mapping[str, Any]) -> ParallelLayout:
         """The layout that arguments of `vllm.LLM` ask for."""
         return cls(
             tensor=_size(arguments, "tensor_parallel_size"),
@@ -50,7 +50,7 @@ class Layout:
         """Whether vLLM runs the model inside its engine's process, if its engine is not a process of its own."""
         return self.num_devices == 1 and self.executor in (None, _ONE_PROCESS)
 
-    def refuse(self) -> None:
+    def check_supported(self) -> None:
         """Raise if drafts cannot be used with this layout."""
         if self.pipeline > 1:
             raise LayoutError(

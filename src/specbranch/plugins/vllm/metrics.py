@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specbranch.core.tree import CAUSES
-from specbranch.plugins.vllm.stats_file import Shown, read_stats_files
+from specbranch.plugins.vllm.stats_file import PublishedStats, read_stats_files
 from specbranch.service.client.interface import client_keys
-from specbranch.service.client.stats import Reach, Reporter
-from specbranch.service.wire.addresses import each_address
+from specbranch.service.client.stats import ServiceStatus, StatsClient
+from specbranch.service.wire.addresses import normalize_addresses
 from specbranch.service.wire.messages import REASONS, StatsReply
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,16 @@ _COUNTS = {
     "answered": ("answered", "Calls that the draft service answered before the deadline."),
     "timeouts": ("timeouts", "Calls that the draft service did not answer before the deadline."),
     "unreachable": ("unreachable", "Calls for which no draft service could be reached."),
-    "unawaited": ("unawaited", "Calls that did not wait for an answer, because the draft service was lagging."),
-    "foreseen": ("foreseen", "Rows whose draft was there before they asked for it."),
-    "drawn": ("drawn", "Draft tokens drawn by chance, to be tested against their probabilities."),
+    "not_waited": ("not_waited", "Calls that did not wait for an answer, because the draft service was lagging."),
+    "prefetched": ("prefetched", "Rows whose draft was there before they asked for it."),
+    "sampled": (
+        "sampled",
+        "Draft tokens sampled from the draft's distribution, to be tested against their probabilities.",
+    ),
     "opened": ("opened", "Sequences sent to the draft service in full, because it did not know them."),
-    "moved": ("moved", "Sequences that went on at another draft service, because theirs failed."),
+    "rerouted": ("rerouted", "Sequences that went on at another draft service, because theirs failed."),
     "refused": ("refused", "Messages refused by the proposer or by the draft service."),
-    "foreign": ("foreign", "Drafts cut at a token that is not in the target's vocabulary."),
+    "unknown_token": ("unknown_token", "Drafts cut at a token that is not in the target's vocabulary."),
     "other_vocab": (
         "other_vocabulary",
         "Calls without drafts, because the draft model has another vocabulary than the target.",
@@ -68,8 +71,10 @@ _GAUGES: dict[str, tuple[str, Callable[[StatsReply], float]]] = {
 }
 
 
-_REACHES = list(Reach)  # the best first
-_Group = tuple[list[Shown], list[Reporter], Reach]  # engines, their services, the best state of one of these
+_REACHES = list(ServiceStatus)  # the best first
+_Group = tuple[
+    list[PublishedStats], list[StatsClient], ServiceStatus
+]  # engines, their services, the best state of one of these
 
 
 class Collector:
@@ -78,7 +83,7 @@ class Collector:
     def __init__(self, run: str, timeout_s: float = _TIMEOUT_S) -> None:
         self._run = run
         self._timeout_s = timeout_s
-        self._reporters: dict[tuple[str, bytes, str], Reporter] = {}
+        self._reporters: dict[tuple[str, bytes, str], StatsClient] = {}
         self._lock = threading.Lock()
 
     def describe(self) -> list[Any]:
@@ -102,14 +107,14 @@ class Collector:
         with self._lock:
             self._close_all_but([])
 
-    def _families(self, stats_files: Sequence[Shown]) -> Iterator[Any]:
+    def _families(self, stats_files: Sequence[PublishedStats]) -> Iterator[Any]:
         groups = self._ask(stats_files)
         yield self._states(groups)
         yield from _gates(stats_files)
         yield from _of_proposers(stats_files)
         yield from _of_services([(group, _total(reporters)) for group, reporters, _ in groups])
 
-    def _ask(self, stats_files: Sequence[Shown]) -> list[_Group]:
+    def _ask(self, stats_files: Sequence[PublishedStats]) -> list[_Group]:
         """Engines that share a namespace, with the state of their services; all services share one deadline."""
         end_s = time.monotonic() + self._timeout_s
         asked: list[_Group] = []
@@ -118,16 +123,16 @@ class Collector:
             addresses, namespace, keys = key
             own = [(address, namespace, keys) for address in addresses] if namespace else []
             reporters = [self._reporter(*one) for one in own]
-            reaches = [reporter.ask(max(end_s - time.monotonic(), 0.0)) for reporter in reporters]
-            asked.append((list(group), reporters, min(reaches, key=_REACHES.index, default=Reach.ABSENT)))
+            reaches = [reporter.poll(max(end_s - time.monotonic(), 0.0)) for reporter in reporters]
+            asked.append((list(group), reporters, min(reaches, key=_REACHES.index, default=ServiceStatus.ABSENT)))
             wanted += own
         self._close_all_but(wanted)
         return asked
 
-    def _reporter(self, address: str, namespace: bytes, keys: str) -> Reporter:
+    def _reporter(self, address: str, namespace: bytes, keys: str) -> StatsClient:
         key = (address, namespace, keys)
         if key not in self._reporters:
-            self._reporters[key] = Reporter(address, namespace, client_keys(keys or None))
+            self._reporters[key] = StatsClient(address, namespace, client_keys(keys or None))
         return self._reporters[key]
 
     def _close_all_but(self, wanted: Sequence[tuple[str, bytes, str]]) -> None:
@@ -149,22 +154,22 @@ class Collector:
         return family
 
 
-def state_of(shown: Shown, reach: Reach) -> str:
+def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
     """The state of drafting, from the proposer's counters and from our own question to the service."""
-    if reach is Reach.ABSENT:
+    if reach is ServiceStatus.ABSENT:
         return "unreachable"
     if shown.has_other_vocab:
         return "vocabulary"
-    if shown.is_lagging or reach is Reach.SILENT:
+    if shown.is_lagging or reach is ServiceStatus.SILENT:
         return "lagging"
     return "closed" if shown.is_closed else "on"
 
 
-def _services_of(shown: Shown) -> tuple[tuple[str, ...], bytes, str]:
-    return (each_address(shown.address), shown.namespace, shown.keys or "")
+def _services_of(shown: PublishedStats) -> tuple[tuple[str, ...], bytes, str]:
+    return (normalize_addresses(shown.address), shown.namespace, shown.keys or "")
 
 
-def _total(reporters: Sequence[Reporter]) -> StatsReply | None:
+def _total(reporters: Sequence[StatsClient]) -> StatsReply | None:
     """The stats of all services of a target together, as far as they are known; times are those of the slowest."""
     known = [reporter.stats for reporter in reporters if reporter.stats is not None]
     if len(known) < 2:
@@ -175,12 +180,12 @@ def _total(reporters: Sequence[Reporter]) -> StatsReply | None:
     return StatsReply(**{name: join[name](getattr(stats, name) for stats in known) for name in join})
 
 
-def _labels(group: Sequence[Shown]) -> list[str]:
+def _labels(group: Sequence[PublishedStats]) -> list[str]:
     """One label for all engines that share a namespace: the service counts for them together."""
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
-def _gates(stats_files: Sequence[Shown]) -> Iterator[Any]:
+def _gates(stats_files: Sequence[PublishedStats]) -> Iterator[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
     is_open = GaugeMetricFamily(
@@ -203,7 +208,7 @@ def _gates(stats_files: Sequence[Shown]) -> Iterator[Any]:
     yield speed
 
 
-def _of_proposers(stats_files: Sequence[Shown]) -> Iterator[Any]:
+def _of_proposers(stats_files: Sequence[PublishedStats]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
     for key, (name, text) in _COUNTS.items():
@@ -235,7 +240,7 @@ def _buckets(lens: Sequence[int]) -> tuple[list[tuple[str, float]], float]:
     return [*bounds, ("+Inf", float(totals[-1]))], float(sum(length * rows for length, rows in enumerate(lens)))
 
 
-def _of_services(known: Sequence[tuple[list[Shown], StatsReply | None]]) -> Iterator[Any]:
+def _of_services(known: Sequence[tuple[list[PublishedStats], StatsReply | None]]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     answered = [(_labels(group), stats) for group, stats in known if stats is not None]
@@ -269,7 +274,7 @@ def _of_services(known: Sequence[tuple[list[Shown], StatsReply | None]]) -> Iter
 _PERIOD_S = 1.0
 
 
-class Mirror:
+class MultiprocessExporter:
     """Copies the samples of a collector to metrics of the Prometheus client."""
 
     def __init__(self, collector: Collector) -> None:

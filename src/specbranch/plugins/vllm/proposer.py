@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution, Sampling
-from specbranch.engines.vocabulary import read_sample
+from specbranch.core.distribution import Distribution, RequestSampling
+from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.hrad.network import Hrad, read_hrad
 from specbranch.plugins.vllm import compat, hidden_states
-from specbranch.plugins.vllm.hidden_states import Foresight
-from specbranch.plugins.vllm.settings import Limits, ProposerSettings, read_settings
-from specbranch.plugins.vllm.stats_file import Shown, StatsFile, open_stats_file
-from specbranch.service.client.gate import Decision, Gate, Pace
-from specbranch.service.client.interface import Committed, Drafts
+from specbranch.plugins.vllm.hidden_states import HradRunner
+from specbranch.plugins.vllm.settings import ProposerSettings, RequestLimits, read_settings
+from specbranch.plugins.vllm.stats_file import PublishedStats, StatsFile, open_stats_file
+from specbranch.service.client.gate import Decision, Gate, StepTimer
+from specbranch.service.client.interface import DraftSource, SequenceUpdate
 from specbranch.service.client.pool import draft_client
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
@@ -39,44 +39,44 @@ class SpecBranchProposer:
     """Created by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
 
     def __init__(self, vllm_config: Any) -> None:
-        compat.layout(vllm_config).refuse()  # before any weights are loaded
+        compat.layout(vllm_config).check_supported()  # before any weights are loaded
         compat.warn_if_untested()
         self._vllm_config = vllm_config
         self._most = compat.num_speculative_tokens(vllm_config)
         self._max_model_len = compat.max_model_len(vllm_config)
         self._is_output_rank = compat.is_output_rank()
-        self._client: Drafts | None = None
+        self._client: DraftSource | None = None
         self._gate: Gate | None = None
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
         self._decided: dict[int, bool] = {}  # what was logged of the gate
-        self._pace = Pace(time.monotonic)
+        self._pace = StepTimer(time.monotonic)
         self._had_drafts = False
         self._has_asked = False  # in the last step
         self._runner: Any = None
         self._lens = [0] * (self._most + 1)  # rows by the number of draft tokens
         self._asides: Counter[str] = Counter()
-        self._limits = Limits()
+        self._limits = RequestLimits()
         self._settings: ProposerSettings | None = None
         self._model: Any = None
         self._embed: Callable[[Sequence[int]], Any] | None = None
         self._hrad: Hrad | None = None
-        self._foresight: Foresight | None = None
+        self._foresight: HradRunner | None = None
         self.drawn_from: dict[int, Sequence[Distribution | None]] = {}  # of the last drafts, by row
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.num_pads = 0  # that vLLM has verified, or rather rejected
         settings = read_settings(compat.own_config(vllm_config))
         if settings.runner == "v2":
-            compat.refuse_v1(vllm_config)
-        self.use(settings)
+            compat.check_runner(vllm_config)
+        self.configure(settings)
         self._stats_file: StatsFile | None = None
         if self._is_output_rank:
-            compat.introduce_runners()
+            compat.wrap_runners()
             self._stats_file = open_stats_file(
                 lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config))
             )
         self._show()
 
-    def use(self, settings: ProposerSettings) -> None:
+    def configure(self, settings: ProposerSettings) -> None:
         """Take other settings from now on; wrong ones raise, and the old ones stay. The same ones change nothing.
 
         The proposers of all workers must get them at the same time.
@@ -107,7 +107,7 @@ class SpecBranchProposer:
         return self._client is not None
 
     @property
-    def draws(self) -> bool:
+    def uses_rejection(self) -> bool:
         """Whether draft tokens of sampled rows may be drawn by chance; on all ranks the same."""
         settings = self._settings
         return settings is not None and settings.rule != "match" and settings.planner != "none"
@@ -122,7 +122,7 @@ class SpecBranchProposer:
         foreseen = asdict(self._foresight.counts) if self._foresight else {}
         return self._client.counts.as_dict() | foreseen if self._client else {}
 
-    def meet(self, model_runner: Any, news: compat.News) -> None:
+    def on_step_scheduled(self, model_runner: Any, news: compat.StepInfo) -> None:
         """The runner that calls us is about to run a step with this news; vLLM's hook tells neither. Never raises.
 
         The draft prefills new prompts at the same time, and so has a draft ready after the first token. vLLM counts
@@ -133,7 +133,7 @@ class SpecBranchProposer:
         self._limits.end(news.ended)
         self._limits.begin(news.limits)
         if news.prompts and self._client is not None and (self._gate is None or self._gate.was_open):
-            self._client.expect(news.prompts)
+            self._client.announce_prompts(news.prompts)
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The target is loaded; a trained predictor that does not fit it stops vLLM here."""
@@ -158,18 +158,18 @@ class SpecBranchProposer:
             for index, sampled in enumerate(sampled_token_ids)
             if len(sampled)
         }
-        drafts = self.draft(sampled_token_ids, texts, {})
+        drafts = self.draft_rows(sampled_token_ids, texts, {})
         return self._padded(drafts) if self._can_pad(texts, len(drafts)) else drafts
 
-    def draft(
+    def draft_rows(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
         texts: Mapping[int, _Array],
-        samplings: Mapping[int, Sampling],
+        samplings: Mapping[int, RequestSampling],
     ) -> list[list[int]]:
         """Drafts for every row after a step that sampled these tokens; `texts` are those of the rows that sampled any.
 
-        `samplings`: how rows sample that are verified by what their draft tokens are drawn from (`drawn_from`).
+        `samplings`: how rows sample that are verified by what their draft tokens are drawn from (`sampled_from`).
         Empty for rows in chunked prefill, without a draft, or at their end. Rows with a LoRA adapter or with images get
         none: the draft model knows neither, so the service is not asked. Nor is it for requests that want none, and for
         those that are sampled with a seed (`runner.is_seeded`).
@@ -184,24 +184,24 @@ class SpecBranchProposer:
         if self._is_worthwhile(num_new, step_s):
             names = compat.row_names(self._runner, len(drafts))
             asked = self._without_aside(list(texts), names)
-            outlooks = self._foresight.outlooks(sampled_token_ids, asked) if self._foresight else {}
+            outlooks = self._foresight.predict(sampled_token_ids, asked) if self._foresight else {}
             recurring = self._rows_with_recurring_noise(len(drafts))
             committed = {
-                index: Committed(
+                index: SequenceUpdate(
                     texts[index],
                     num_new[index],
-                    outlook=outlooks.get(index),
+                    hint=outlooks.get(index),
                     name=names[index],
                     sampling=samplings.get(index),
-                    longest=self._limits.longest(names[index]),
+                    max_draft_tokens=self._limits.max_draft_tokens(names[index]),
                     has_recurring_noise=index in recurring,
                 )
                 for index in asked
             }
             # Since the last question there was one step, and it decoded just these rows.
-            is_whole = step_s is not None and had_asked and len(committed) == len(drafts)
+            is_pure_decode_step = step_s is not None and had_asked and len(committed) == len(drafts)
             self._has_asked = bool(committed)
-            for index, draft in self._ask(committed, is_whole).items():
+            for index, draft in self._ask(committed, is_pure_decode_step).items():
                 drafts[index] = draft
         self._had_drafts = any(drafts)
         self._show()
@@ -228,20 +228,20 @@ class SpecBranchProposer:
         hrad, foresight = None, None
         if settings.trained_predictor is not None:
             hrad = read_hrad(settings.trained_predictor)
-            hidden_states.refuse_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
+            hidden_states.check_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
             if self._model is not None:
                 foresight = self._foresight_on(hrad)
         if self._foresight is not None:
             self._foresight.feature_hook.close()
         self._hrad, self._foresight = hrad, foresight
 
-    def _foresight_on(self, hrad: Hrad) -> Foresight | None:
+    def _foresight_on(self, hrad: Hrad) -> HradRunner | None:
         """H-RAD on the loaded target; other ranks only contribute their shard of the embeddings."""
         if self._embed is None:
             self._embed = hidden_states.embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
         if not self._is_output_rank:
             return None
-        return Foresight(hrad, hidden_states.FeatureHook(self._model, hrad.card.num_layers, self._embed))
+        return HradRunner(hrad, hidden_states.FeatureHook(self._model, hrad.card.num_layers, self._embed))
 
     def _is_worthwhile(self, num_new: Sequence[int], step_s: float | None) -> bool:
         """Report the last step to the gate, and ask it about the next one."""
@@ -272,8 +272,8 @@ class SpecBranchProposer:
         if self._runner is None:
             return rows
         aside = {
-            **compat.rows_aside(self._runner, len(names)),
-            **dict.fromkeys(self._limits.rows_off(names), "request"),
+            **compat.undraftable_rows(self._runner, len(names)),
+            **dict.fromkeys(self._limits.rows_without_drafts(names), "request"),
         }
         self._asides.update(aside[index] for index in rows if index in aside)
         if "seed" in aside.values():
@@ -290,16 +290,16 @@ class SpecBranchProposer:
             return ()
         return range(num_rows) if self._runner is None else compat.sampled_rows(self._runner, num_rows)
 
-    def _ask(self, rows: Mapping[int, Committed], is_whole: bool) -> dict[int, list[int]]:
+    def _ask(self, rows: Mapping[int, SequenceUpdate], is_pure_decode_step: bool) -> dict[int, list[int]]:
         """The drafts of these rows, cut to the length that vLLM can take.
 
-        `is_whole`: the last step decoded just these.
+        `is_pure_decode_step`: the last step decoded just these.
         """
         if not rows:
             return {}
         assert self._client is not None, "only called with a client"
         drafts: dict[int, list[int]] = {}
-        proposals = self._client.propose(list(rows.values()), is_whole)
+        proposals = self._client.propose(list(rows.values()), is_pure_decode_step)
         for (index, row), draft, drawn_from in zip(rows.items(), proposals, self._client.drawn_from, strict=True):
             # vLLM adds one token of its own after the draft; both must fit.
             room = self._max_model_len - len(row.tokens) - 1
@@ -314,8 +314,8 @@ class SpecBranchProposer:
         if self._stats_file is None or self._settings is None:
             return
         client, gate = self._client, self._gate
-        self._stats_file.show(
-            Shown(
+        self._stats_file.publish(
+            PublishedStats(
                 model=self._stats_file.model,
                 engine=self._stats_file.engine,
                 address=self._settings.address,
@@ -323,7 +323,7 @@ class SpecBranchProposer:
                 namespace=client.namespace if client else b"",
                 is_lagging=client.is_lagging if client else False,
                 is_closed=gate is not None and not gate.was_open,
-                has_other_vocab=client.has_other_vocab if client else False,
+                has_other_vocab=client.vocab_mismatch if client else False,
                 counts=self.counts(),
                 lens=self._lens,
                 asides=dict(self._asides),
@@ -343,6 +343,6 @@ def _say_of_seeds() -> None:
 def _vocab_sample(vllm_config: Any) -> bytes:
     """A sample of the target's tokens; nothing if they cannot be read, and then sizes are compared."""
     try:
-        return read_sample(compat.tokenizer(vllm_config))
+        return read_fingerprint(compat.tokenizer(vllm_config))
     except AttributeError:
         return b""

@@ -39,7 +39,8 @@ def _show_metrics() -> None:
     from prometheus_client import REGISTRY
 
     from specbranch.plugins.vllm import installed
-    from specbranch.plugins.vllm.metrics import Collector, Mirror
+    from specbranch.plugins.vllm.metrics import Collector
+    from specbranch.plugins.vllm.metrics import MultiprocessExporter as Mirror
     from specbranch.plugins.vllm.stats_file import begin_run, is_first_process, remove_stats_files
 
     run = begin_run()
@@ -53,7 +54,7 @@ def _show_metrics() -> None:
         atexit.register(remove_stats_files, run)
 
 
-_CARRIER = "ngram_gpu"
+_CARRIER_METHOD = "ngram_gpu"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
@@ -68,14 +69,14 @@ def install() -> None:
     from vllm.config.vllm import VllmConfig
 
     if not hasattr(VllmConfig.__post_init__, "carries"):
-        VllmConfig.__post_init__ = _carrying(VllmConfig.__post_init__)
+        VllmConfig.__post_init__ = _wrap_post_init(VllmConfig.__post_init__)
         ours = _with_ours(spec_decode.init_speculator)
         spec_decode.init_speculator = ours
         if _RUNNER in sys.modules:  # then it has the function under its own name
             sys.modules[_RUNNER].init_speculator = ours  # type: ignore[attr-defined]
 
 
-def _carrying(original: Callable[..., None]) -> Any:
+def _wrap_post_init(original: Callable[..., None]) -> Any:
     @functools.wraps(original)
     def post_init(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         choose_runner(vllm_config)
@@ -97,7 +98,7 @@ def choose_runner(vllm_config: Any) -> None:
     elif settings.trained_predictor is not None:
         cause = "a trained predictor reads the states of V1"
     else:
-        speculative.method = _CARRIER
+        speculative.method = _CARRIER_METHOD
         if not vllm_config.use_v2_model_runner:
             speculative.method = METHOD
             cause = "vLLM's choice for this configuration"
@@ -119,7 +120,7 @@ def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         speculative = vllm_config.speculative_config
-        if speculative.method != _CARRIER or speculative.model != PROPOSER:
+        if speculative.method != _CARRIER_METHOD or speculative.model != PROPOSER:
             return original(vllm_config, device, req_states)
         return _speculator()(vllm_config, device, req_states)
 

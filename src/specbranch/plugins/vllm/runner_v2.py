@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution, Sampling
+from specbranch.core.distribution import Distribution, RequestSampling
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.hidden_states import FeatureError
 from specbranch.plugins.vllm.proposer import SpecBranchProposer
-from specbranch.plugins.vllm.runner_v2_device import WIDTH, Array, DraftLogits, Texts, has_room, link_to, pack
+from specbranch.plugins.vllm.runner_v2_device import WIDTH, Array, DraftLogits, HostTokens, copier_for, has_room, pack
 from specbranch.plugins.vllm.settings import ProposerSettings
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Speculator:
         import torch
 
         self._proposer = SpecBranchProposer(vllm_config)
-        compat.refuse_context_parallelism(vllm_config)
-        compat.introduce_runners()  # all ranks look how requests sample
+        compat.check_context_parallelism(vllm_config)
+        compat.wrap_runners()  # all ranks look how requests sample
         self._is_output_rank = compat.is_output_rank()
         self._device = device
         self._states = req_states
@@ -51,16 +51,16 @@ class Speculator:
         self._back = torch.arange(self.num_speculative_steps + 2, 0, -1, device=device)
         num_slots, max_len = req_states.max_num_reqs, req_states.max_model_len
         num_news = num_slots * (self.num_speculative_steps + 4)
-        self._link = link_to(device, max(max_len, num_news), num_slots * self.num_speculative_steps * (1 + WIDTH))
+        self._link = copier_for(device, max(max_len, num_news), num_slots * self.num_speculative_steps * (1 + WIDTH))
         self.draft_logits: Any = None  # of the drafts that vLLM verifies next; None: all of them are certain
         self._logits: DraftLogits | None = None
         self._vocab_len = compat.vocab_len(vllm_config)
         size = num_slots, self.num_speculative_steps, self._vocab_len
-        if self._proposer.draws and has_room(*size):
+        if self._proposer.uses_rejection and has_room(*size):
             self._logits = DraftLogits(*size, device)
-        elif self._proposer.draws:
+        elif self._proposer.uses_rejection:
             log.info("draft tokens are proposed as certain: what they are drawn from would take too much memory")
-        self._texts = Texts(num_slots, max_len, self._whole_text)
+        self._texts = HostTokens(num_slots, max_len, self._whole_text)
         self.enable_adaptive_verification = compat.has_adaptive_verification(vllm_config)
         self.draft_token_confidence_probs = torch.zeros(num_slots, self.num_speculative_steps, device=device)
 
@@ -70,7 +70,7 @@ class Speculator:
     def capture(self) -> None:
         """There is nothing to capture."""
 
-    def use(self, settings: ProposerSettings) -> None:
+    def configure(self, settings: ProposerSettings) -> None:
         """Take other settings from now on."""
         if settings.trained_predictor is not None:
             raise FeatureError(
@@ -79,18 +79,18 @@ class Speculator:
         self.draft_logits = None  # first, on all ranks: only one of them can fail below
         if self._logits is not None:
             self._logits.write_certain(self._all_slots, self._states.draft_tokens)
-        self._proposer.use(settings)
+        self._proposer.configure(settings)
 
     def counts(self) -> dict[str, float]:
         """The proposer's counters."""
         return self._proposer.counts()
 
-    def meet(self, model_runner: Any, news: compat.News) -> None:
+    def on_step_scheduled(self, model_runner: Any, news: compat.StepInfo) -> None:
         """The runner is about to run a step with this news. Never raises."""
         self._runner = model_runner
-        self._proposer.meet(None, news)
+        self._proposer.on_step_scheduled(None, news)
 
-    def cut(self, draft_token_ids: Any) -> Any:
+    def trim_drafts(self, draft_token_ids: Any) -> Any:
         """Shorten the drafts that the scheduler asks for to the places that are filled."""
         draft_token_ids.draft_token_ids = [
             draft[: self._lens.get(name, 0)]
@@ -148,15 +148,15 @@ class Speculator:
             self._logits.write_certain(slots, drafts)
         return drafts
 
-    def _look(self, input_batch: Any) -> tuple[bool, dict[int, Sampling]]:
+    def _look(self, input_batch: Any) -> tuple[bool, dict[int, RequestSampling]]:
         """Whether any row samples, and how those do whose draft tokens may be drawn by chance: equal on all ranks."""
-        if self._logits is None or self._runner is None or not self._proposer.draws:
+        if self._logits is None or self._runner is None or not self._proposer.uses_rejection:
             return False, {}
         if not compat.is_any_sampled(self._runner, input_batch):
             return False, {}
         return True, compat.samplings(self._runner, input_batch, self._vocab_len)
 
-    def _ask(self, input_batch: Any, num_sampled: Any, most: int, samplings: Mapping[int, Sampling]) -> Array:
+    def _ask(self, input_batch: Any, num_sampled: Any, most: int, samplings: Mapping[int, RequestSampling]) -> Array:
         """What the proposer has for every row; nothing if anything fails, for the other ranks wait for an answer."""
         drafts: list[list[int]] = [[] for _ in input_batch.req_ids]
         packed: Array | None = None
@@ -176,7 +176,7 @@ class Speculator:
     def _packed(
         self,
         drafts: Sequence[Sequence[int]],
-        samplings: Mapping[int, Sampling],
+        samplings: Mapping[int, RequestSampling],
         drawn_from: Mapping[int, Sequence[Distribution | None]],
     ) -> Array:
         """Drafts, and what they were drawn from if any row is verified by that # [rows, places, 1 or 1 + WIDTH]."""
@@ -185,10 +185,10 @@ class Speculator:
             answer[row, : len(draft)] = draft
         return pack(answer, samplings, drawn_from) if samplings else answer[..., None]
 
-    def _drafts(self, input_batch: Any, num_sampled: Any, samplings: Mapping[int, Sampling]) -> list[list[int]]:
+    def _drafts(self, input_batch: Any, num_sampled: Any, samplings: Mapping[int, RequestSampling]) -> list[list[int]]:
         names, slots = input_batch.req_ids, input_batch.idx_mapping_np
         if self._runner is not None:
-            self._proposer.meet(compat.in_the_form_of_v1(self._runner, names, slots), compat.News())
+            self._proposer.on_step_scheduled(compat.in_the_form_of_v1(self._runner, names, slots), compat.StepInfo())
         sampled: list[list[int]] = []
         texts: dict[int, Array] = {}
         news = self._link.fetch(self._news(input_batch.idx_mapping, num_sampled))
@@ -198,7 +198,7 @@ class Speculator:
             if new:
                 before = last[len(last) - num_new - 1]
                 texts[row] = self._texts.extend(int(slots[row]), names[row], length, before, np.array(new, np.int32))
-        return self._proposer.draft(sampled, texts, samplings)
+        return self._proposer.draft_rows(sampled, texts, samplings)
 
     def _news(self, slots: Any, num_sampled: Any) -> Any:
         """On the device: what a step added to each row # [rows, 2 + window].

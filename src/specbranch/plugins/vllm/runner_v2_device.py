@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from specbranch.core.distribution import MOST_IDS, Distribution, Sampling
+from specbranch.core.distribution import MOST_IDS, Distribution, RequestSampling
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Texts:
+class HostTokens:
     """The tokens of every request, by its slot in the runner's states.
 
     `whole` reads a text from the device: from this slot, of this length. It is used for a request that is new, and
@@ -97,11 +97,11 @@ def has_room(num_slots: int, num_places: int, vocab_len: int) -> bool:
 
 
 def pack(
-    answer: Array, samplings: Mapping[int, Sampling], drawn_from: Mapping[int, Sequence[Distribution | None]]
+    answer: Array, samplings: Mapping[int, RequestSampling], drawn_from: Mapping[int, Sequence[Distribution | None]]
 ) -> Array:
     """Drafts # [rows, places] with what they were drawn from # [rows, places, 1 + WIDTH], for all ranks.
 
-    `samplings` and `drawn_from` are those of rows by their index.
+    `samplings` and `sampled_from` are those of rows by their index.
     """
     packed = np.zeros((*answer.shape, 1 + WIDTH), dtype=np.int64)
     packed[..., 0] = answer
@@ -126,7 +126,7 @@ def pack(
     return packed
 
 
-class Link(Protocol):
+class DeviceCopier(Protocol):
     """A way to the device and back. One caller at a time."""
 
     def fetch(self, values: Any) -> Array:
@@ -138,7 +138,7 @@ class Link(Protocol):
         ...
 
 
-class PlainLink:
+class HostCopier:
     """Copies that are waited for. On the CPU all tensors are in host memory, and nothing is ever under way."""
 
     def __init__(self, device: Any) -> None:
@@ -153,7 +153,7 @@ class PlainLink:
         return torch.from_numpy(values).to(self._device)
 
 
-class CudaLink:
+class CudaCopier:
     """Pinned memory, a stream of its own and one event.
 
     The worker's thread sleeps on the event, so it holds neither the interpreter nor a core while the device samples.
@@ -198,6 +198,6 @@ class CudaLink:
         return arrived.reshape(values.shape)
 
 
-def link_to(device: Any, max_fetched: int, max_sent: int) -> Link:
+def copier_for(device: Any, max_fetched: int, max_sent: int) -> DeviceCopier:
     """The link to a device; the bounds are in values per call."""
-    return CudaLink(device, max_fetched, max_sent) if device.type == "cuda" else PlainLink(device)
+    return CudaCopier(device, max_fetched, max_sent) if device.type == "cuda" else HostCopier(device)

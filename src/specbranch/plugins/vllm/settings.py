@@ -118,7 +118,7 @@ def settings_table(settings: ProposerSettings) -> dict[str, Any]:
 KEY = "specbranch_gamma"
 
 
-class Limits:
+class RequestLimits:
     """The longest submission of each request that named one, by vLLM's id, while the request runs."""
 
     def __init__(self) -> None:
@@ -134,13 +134,13 @@ class Limits:
             for name in names:
                 self._longest.pop(name, None)
 
-    def longest(self, name: str | None) -> int | None:
+    def max_draft_tokens(self, name: str | None) -> int | None:
         """The most draft tokens that a request takes at once; None if it has not said."""
         return self._longest.get(name) if name is not None else None
 
-    def rows_off(self, names: Sequence[str | None]) -> list[int]:
+    def rows_without_drafts(self, names: Sequence[str | None]) -> list[int]:
         """Rows whose requests want no drafts."""
-        return [row for row, name in enumerate(names) if self.longest(name) == 0] if self._longest else []
+        return [row for row, name in enumerate(names) if self.max_draft_tokens(name) == 0] if self._longest else []
 
 
 def limit_of(sampling_params: Any) -> int | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from specbranch.private_files import claim_own_directory, is_private, own_directory
+from specbranch.private_files import ensure_runtime_directory, is_private, runtime_directory
 from specbranch.service.client.gate import Decision
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<II")  # length, checksum
 _TRIES = 5
 
 
-class Shown(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The counters and state of one engine's proposer. An empty namespace means that it does not draft at all."""
 
     model: str
@@ -48,7 +48,7 @@ class Shown(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Shown)
+_decoder = msgspec.msgpack.Decoder(PublishedStats)
 
 
 class StatsFile:
@@ -65,7 +65,7 @@ class StatsFile:
         finally:
             os.close(file)
 
-    def show(self, shown: Shown) -> None:
+    def publish(self, shown: PublishedStats) -> None:
         """Replace what was shown before."""
         body = _encoder.encode(shown)
         if len(body) <= _SIZE - _HEAD.size:
@@ -92,7 +92,7 @@ def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
         return None
     try:
         model, engine = names()
-        return StatsFile(claim_own_directory() / f"{_prefix(run)}{engine}", model, engine)
+        return StatsFile(ensure_runtime_directory() / f"{_prefix(run)}{engine}", model, engine)
     except Exception:
         log.warning(
             "no stats file can be written, so vLLM's metrics endpoint will lack the counters of specbranch",
@@ -101,7 +101,7 @@ def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
         return None
 
 
-def read_stats_files(run: str) -> Iterator[Shown]:
+def read_stats_files(run: str) -> Iterator[PublishedStats]:
     """The counters of all engines of a run, in the order of their numbers."""
     for path in sorted(_stats_files(run)):
         shown = _read(path)
@@ -115,7 +115,7 @@ def remove_stats_files(run: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> Shown | None:
+def _read(path: Path) -> PublishedStats | None:
     if path.is_symlink() or path.stat().st_uid != os.getuid() or not stat.S_ISREG(path.stat().st_mode):
         return None
     for _ in range(_TRIES):
@@ -128,7 +128,7 @@ def _read(path: Path) -> Shown | None:
 
 
 def _stats_files(run: str) -> list[Path]:
-    directory = own_directory()
+    directory = runtime_directory()
     return list(directory.glob(f"{_prefix(run)}*")) if is_private(directory) else []
 
 

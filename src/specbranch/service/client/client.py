@@ -24,32 +24,32 @@ import msgspec
 import numpy as np
 
 from specbranch.core.distribution import TEXT_LEN
-from specbranch.core.round import Outlook
-from specbranch.engines.vocabulary import VocabSample
-from specbranch.service.client.filters import Fit, redraw
-from specbranch.service.client.interface import ClientCounts, ClientOptions, Committed, Drafts
-from specbranch.service.client.sequences import Growth, Outcomes, Told
-from specbranch.service.client.transport import Connection, Link, SocketLink
-from specbranch.service.wire.addresses import each_address
+from specbranch.core.round import AcceptanceHint
+from specbranch.engines.vocabulary import VocabFingerprint
+from specbranch.service.client.filters import VocabularyCheck, resample_draft
+from specbranch.service.client.interface import ClientCounts, ClientOptions, DraftSource, SequenceUpdate
+from specbranch.service.client.sequences import PrefetchedDrafts, SequenceDelta, SyncedSequences
+from specbranch.service.client.transport import MessageChannel, Transport, ZmqTransport
+from specbranch.service.wire.addresses import normalize_addresses
 from specbranch.service.wire.messages import (
     MAX_NEW,
     MAX_ROWS,
     VERSION,
-    Ahead,
-    Beside,
+    DraftReply,
     Draining,
+    ErrorReply,
     Hello,
-    Open,
-    Proposals,
-    Refused,
+    OpenSequences,
+    OtherRows,
+    PrefetchPush,
     Reply,
     Request,
-    Step,
+    StepRequest,
     StepRow,
     Welcome,
-    WireOutlook,
+    WireHint,
     WireSampling,
-    pack,
+    pack_tokens,
 )
 from specbranch.service.wire.payloads import Tokens, unpack_probs
 
@@ -57,45 +57,45 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0  # a sequence that was sent but is still unknown is not sent again sooner
 _ASK_S = 1.0  # a service that cannot be used is asked again what it is, but not sooner
-_UNASKED = (Ahead, Draining)  # what services tell by themselves
+_UNASKED = (PrefetchPush, Draining)  # what services tell by themselves
 
 
-class Question(NamedTuple):
+class PreparedStep(NamedTuple):
     """A step for one service: all rows of the call, and which of them it is about, as they go over the wire."""
 
-    rows: Sequence[Committed]
+    rows: Sequence[SequenceUpdate]
     indices: Sequence[int]
     step_rows: list[StepRow]
 
 
-class DraftClient(Drafts):
+class DraftClient(DraftSource):
     """One connection to a draft service.
 
-    The parts of an exchange are there for who has several services to ask: `take_late`, `prepare`, `ask`, `hear` while
-    it `awaits`, `conclude`, `open_unknown`. These may raise.
+    A pool of several services calls the parts of an exchange itself: `drain_replies`, `prepare_step`, `send_step`,
+    `poll_reply` while the step `needs_reply`, `finish_step`, `resend_unknown`. These may raise.
     """
 
     def __init__(
         self,
         options: ClientOptions,
-        told: Told | None = None,
+        told: SyncedSequences | None = None,
         counts: ClientCounts | None = None,
-        link: Link | None = None,
+        transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`told` and `counts` may be shared with other clients of the same target.
 
-        `link` and `clock`: another transport than a socket of its own, and another time.
+        `transport` and `clock`: another transport than a socket of its own, and another time.
         """
         super().__init__(options, told, counts, clock)
-        (address,) = each_address(options.address)
-        self._connection = Connection(link or SocketLink(address, options.keys), clock)
+        (address,) = normalize_addresses(options.address)
+        self._connection = MessageChannel(transport or ZmqTransport(address, options.keys), clock)
         self._round = 0
         self._proposed: dict[bytes, int] = {}  # by digest of the sequence, of the last step only
         self._sent: dict[bytes, float] = {}  # when whole sequences went out, by the names that they have now
-        self._outcomes = Outcomes()
+        self._outcomes = PrefetchedDrafts()
         self._is_vocab_told = False
-        self._fit = Fit(VocabSample(options.vocab_len, options.vocab_sample))
+        self._fit = VocabularyCheck(VocabFingerprint(options.vocab_len, options.vocab_fingerprint))
         self._asked_s = 0.0
         self.lagging_s: float | None = None  # since when answers do not come in time
         self.refused_s: float | None = None  # when the service last refused something
@@ -107,18 +107,18 @@ class DraftClient(Drafts):
         return self.lagging_s is not None
 
     @property
-    def has_other_vocab(self) -> bool:
-        return self._fit.is_other
+    def vocab_mismatch(self) -> bool:
+        return self._fit.is_mismatch
 
-    def is_ours(self) -> bool:
-        return self._connection.is_ours()
+    def is_owner_process(self) -> bool:
+        return self._connection.is_owner_process()
 
     def hello(self, timeout_s: float) -> Welcome | None:
         """Ask the service what it is; None if it does not answer in time. Never raises."""
         end_s = self._clock() + timeout_s
         self._round += 1
         try:
-            while self._connection.is_ours() and self._clock() < end_s:
+            while self._connection.is_owner_process() and self._clock() < end_s:
                 if self._send(Hello(VERSION, self._round)):
                     reply = self._await(end_s)
                     return reply if isinstance(reply, Welcome) else None
@@ -131,22 +131,24 @@ class DraftClient(Drafts):
     def close(self) -> None:
         self._connection.close()
 
-    def probe(self) -> None:
+    def ping(self) -> None:
         """Ask a service that gets no new sequences what it is now; the answer is taken whenever it comes."""
         if self.is_connected:
             self._ask_again()
         elif self._send(Hello(VERSION, self._round)):
             self.lagging_s = -math.inf  # until it says something
 
-    def take_late(self, end_s: float) -> None:
+    def drain_replies(self, end_s: float) -> None:
         """Take in replies that came too late. The service is alive, so the next step waits for it again."""
-        for reply in self._connection.replies(end_s, waits=False):
+        for reply in self._connection.iter_replies(end_s, waits=False):
             self._take(reply)
             if reply is not None and not isinstance(reply, _UNASKED):
-                self.counts.late += isinstance(reply, Proposals)
+                self.counts.late += isinstance(reply, DraftReply)
                 self.lagging_s = None
 
-    def prepare(self, rows: Sequence[Committed], indices: Sequence[int], grown: Sequence[Growth]) -> Question:
+    def prepare_step(
+        self, rows: Sequence[SequenceUpdate], indices: Sequence[int], grown: Sequence[SequenceDelta]
+    ) -> PreparedStep:
         """The question for these of the rows, which have grown like this."""
         if not self._fit.is_known:
             self._send(Hello(VERSION, self._round))  # the round before: its answer is not the one awaited
@@ -154,84 +156,88 @@ class DraftClient(Drafts):
         step_rows = [self._step_row(rows[index], index, growth) for index, growth in zip(indices, grown, strict=True)]
         self._proposed = {}
         self._sent = self._sent_before(step_rows)
-        return Question(rows, indices, step_rows)
+        return PreparedStep(rows, indices, step_rows)
 
-    def ask(self, question: Question, end_s: float, step_us: int, beside: Beside | None = None) -> bool:
+    def send_step(self, question: PreparedStep, end_s: float, step_us: int, beside: OtherRows | None = None) -> bool:
         """Whether the question is on its way."""
         wait_s = 0.0 if self.lagging_s is not None else max(end_s - self._clock(), 0.0)
         # The service answers a little before we stop to listen.
-        step = Step(self._round, self._namespace, wait_s * 1000 * 0.9, question.step_rows, step_us, beside)
+        step = StepRequest(self._round, self._namespace, wait_s * 1000 * 0.9, question.step_rows, step_us, beside)
         if self._send(step):
             return True
         self.counts.unreachable += 1
         self._sent = {}  # whoever comes will not know them
         return False
 
-    def awaits(self, question: Question) -> bool:
+    def needs_reply(self, question: PreparedStep) -> bool:
         """Whether there is an answer to wait for."""
-        if all(row.taken is not None for row in question.step_rows):
+        if all(row.prefetched is not None for row in question.step_rows):
             return False
         if self.lagging_s is not None:
-            self.counts.unawaited += 1
+            self.counts.not_waited += 1
             return False
         return True
 
-    def hear(self, end_s: float, waits: bool) -> Reply | None:
+    def poll_reply(self, end_s: float, waits: bool) -> Reply | None:
         """The reply of this round, or one that ends the wait; None if it is not here, or does not come until then."""
-        for reply in self._connection.replies(end_s, waits):
+        for reply in self._connection.iter_replies(end_s, waits):
             self._take(reply)
             if isinstance(reply, _UNASKED):
                 continue
-            if isinstance(reply, Refused) or (reply is not None and reply.round == self._round):
+            if isinstance(reply, ErrorReply) or (reply is not None and reply.round == self._round):
                 return reply
-            if isinstance(reply, Welcome) and self._fit.is_other:
+            if isinstance(reply, Welcome) and self._fit.is_mismatch:
                 return reply
-            self.counts.late += isinstance(reply, Proposals)
+            self.counts.late += isinstance(reply, DraftReply)
         return None
 
-    def give_up(self) -> None:
+    def mark_timeout(self) -> None:
         """No reply came in time: none is waited for until one comes."""
         self.counts.timeouts += 1
         self.lagging_s = self._clock()
 
-    def conclude(self, question: Question, reply: Reply | None) -> tuple[dict[int, list[int]], dict[bytes, Tokens]]:
+    def finish_step(
+        self, question: PreparedStep, reply: Reply | None
+    ) -> tuple[dict[int, list[int]], dict[bytes, Tokens]]:
         """What to submit for the rows of a question, by their index; and the sequences that the service lacks."""
         answers, probs = self._answers(question.step_rows, reply)
         found: dict[int, list[int]] = {}
         unknown: dict[bytes, Tokens] = {}
         for index, row, answer, packed in zip(question.indices, question.step_rows, answers, probs, strict=True):
             committed = question.rows[index]
-            found[index] = row.taken if row.taken is not None else self._draft(index, committed, row, answer, packed)
+            found[index] = (
+                row.prefetched if row.prefetched is not None else self._draft(index, committed, row, answer, packed)
+            )
             self._proposed[row.after] = len(found[index])
             if answer is None and (self.is_draining or row.after not in self._sent):
                 unknown[row.after] = committed.tokens
         return found, unknown
 
-    def open_unknown(self, unknown: Mapping[bytes, Tokens], end_s: float) -> None:
+    def resend_unknown(self, unknown: Mapping[bytes, Tokens], end_s: float) -> None:
         """Send sequences that the service lacks, by their names."""
         num_sent = self.open(unknown.values(), end_s)
         self._sent |= dict.fromkeys(itertools.islice(unknown, num_sent), self._clock())
 
-    def _propose(self, rows: Sequence[Committed], end_s: float, step_us: int) -> list[list[int]] | None:
-        self.take_late(end_s)
-        if self._fit.is_other:
+    def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[list[int]] | None:
+        self.drain_replies(end_s)
+        if self._fit.is_mismatch:
             self.counts.other_vocab += 1
             self._ask_again()
             return None
         sent = [index for index, row in enumerate(rows) if self._fits(row)][:MAX_ROWS]
         if not sent:
             return None
-        question = self.prepare(rows, sent, [self._follow(rows[index]) for index in sent])
+        question = self.prepare_step(rows, sent, [self._follow(rows[index]) for index in sent])
         step_us = step_us if len(sent) == len(rows) else 0  # rows that are left out were in the step too
-        if not self.ask(question, end_s, step_us):
+        if not self.send_step(question, end_s, step_us):
             return None
-        drafts, unknown = self.conclude(question, self._await(end_s) if self.awaits(question) else None)
+        drafts, unknown = self.finish_step(question, self._await(end_s) if self.needs_reply(question) else None)
         if unknown:
-            self.open_unknown(unknown, end_s)
+            self.resend_unknown(unknown, end_s)
         return [drafts.get(index, []) for index in range(len(rows))]
 
-    def _expect(self, prompts: Sequence[Tokens], end_s: float) -> None:
-        if self._fit.is_other:
+    def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
+        if self._fit.is_mismatch:
             self._ask_again()
         elif not self.is_lagging:
             self.open(prompts, end_s)
@@ -240,19 +246,19 @@ class DraftClient(Drafts):
         self, rows: Sequence[StepRow], reply: Reply | None
     ) -> tuple[Sequence[Sequence[int] | None], Sequence[bytes]]:
         """What the service says to the rows of a step, None where it knows no sequence; and what it drew from."""
-        self.counts.other_vocab += self._fit.is_other
+        self.counts.other_vocab += self._fit.is_mismatch
         certain = [b""] * len(rows)
-        if not self._fit.is_known or not isinstance(reply, Proposals) or len(reply.rows) != len(rows):
+        if not self._fit.is_known or not isinstance(reply, DraftReply) or len(reply.rows) != len(rows):
             return [[] for _ in rows], certain
         self.counts.answered += 1
         return reply.rows, reply.probs if len(reply.probs) == len(rows) else certain
 
     def _draft(
-        self, index: int, committed: Committed, row: StepRow, told: Sequence[int] | None, packed: bytes
+        self, index: int, committed: SequenceUpdate, row: StepRow, told: Sequence[int] | None, packed: bytes
     ) -> list[int]:
         """What to submit for a row that was told this. What is said to be drawn by chance is drawn here."""
         told = told or ()
-        draft = told[: committed.longest]
+        draft = told[: committed.max_draft_tokens]
         if packed and row.sampling is not None:
             try:
                 drawn_from = unpack_probs(packed, len(told))[: len(draft)]
@@ -261,9 +267,11 @@ class DraftClient(Drafts):
             else:
                 end, seed = committed.tokens[-TEXT_LEN:], row.sampling.seed
                 text = end.tolist() if isinstance(end, np.ndarray) else end
-                draft, used = redraw(text, len(committed.tokens), draft, drawn_from, seed, self._options.vocab_len)
+                draft, used = resample_draft(
+                    text, len(committed.tokens), draft, drawn_from, seed, self._options.vocab_len
+                )
                 self.drawn_from[index] = used
-                self.counts.drawn += sum(q is not None for q in used)
+                self.counts.sampled += sum(q is not None for q in used)
         return self._known_tokens(draft)
 
     def _sent_before(self, rows: Sequence[StepRow]) -> dict[bytes, float]:
@@ -285,42 +293,42 @@ class DraftClient(Drafts):
         if vocab_len is None or all(token < vocab_len for token in draft):
             return list(draft)
         position = next(position for position, token in enumerate(draft) if token >= vocab_len)
-        if not self.counts.foreign:
+        if not self.counts.unknown_token:
             log.warning(
                 "the draft service proposed token %d, which the target does not have; such drafts are cut. "
                 "Was it started with a draft model for this target?",
                 draft[position],
             )
-        self.counts.foreign += 1
+        self.counts.unknown_token += 1
         return list(draft[:position])
 
-    def _step_row(self, row: Committed, index: int, growth: Growth) -> StepRow:
+    def _step_row(self, row: SequenceUpdate, index: int, growth: SequenceDelta) -> StepRow:
         before, new, after = growth
         submitted = self._proposed.get(before, 0) if row.num_submitted is None else row.num_submitted
         sampling = self._on_wire_sampling(row)
-        longest = None if row.longest is None else min(row.longest, MAX_NEW)
+        longest = None if row.max_draft_tokens is None else min(row.max_draft_tokens, MAX_NEW)
         step_row = StepRow(
             before,
             new,
             after,
             min(submitted, MAX_NEW),
-            _on_wire(row.outlook),
+            _on_wire(row.hint),
             None,
             sampling,
             longest,
             row.has_recurring_noise,
         )
-        told = self._outcomes.take(before, new) if self._fit.is_known else None
+        told = self._outcomes.pop(before, new) if self._fit.is_known else None
         if told is None:
             return step_row
-        self.counts.foreseen += 1
+        self.counts.prefetched += 1
         return msgspec.structs.replace(step_row, taken=self._draft(index, row, step_row, told.proposal, told.probs))
 
-    def _on_wire_sampling(self, row: Committed) -> WireSampling | None:
+    def _on_wire_sampling(self, row: SequenceUpdate) -> WireSampling | None:
         sampling = row.sampling
         if sampling is None or row.name is None:
             return None
-        seed = sampling.seed or self._told.seed(row.name)
+        seed = sampling.seed or self._told.seed_of(row.name)
         return WireSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed)
 
     def open(self, sequences: Collection[Tokens], end_s: float) -> int:
@@ -335,7 +343,9 @@ class DraftClient(Drafts):
         options = self._options
         num_sent = 0
         for tokens in sequences:
-            message = Open(self._namespace, options.planner, dict(options.settings), options.predictor, [pack(tokens)])
+            message = OpenSequences(
+                self._namespace, options.planner, dict(options.settings), options.predictor, [pack_tokens(tokens)]
+            )
             if not self._send(message):
                 break
             num_sent += 1
@@ -350,7 +360,7 @@ class DraftClient(Drafts):
         """Whether the message is on its way. If not, whoever comes may be another service than before."""
         self.is_connected = self._connection.send(message)
         if not self.is_connected:
-            self._fit.forget()
+            self._fit.reset()
             self._outcomes.clear()
             self.is_draining = False
         return self.is_connected
@@ -364,24 +374,24 @@ class DraftClient(Drafts):
 
     def _await(self, end_s: float) -> Reply | None:
         """The reply of this round, or one that ends the wait; None, and lagging from now on, if none comes in time."""
-        reply = self.hear(end_s, waits=True)
+        reply = self.poll_reply(end_s, waits=True)
         if reply is None:
-            self.give_up()
+            self.mark_timeout()
         return reply
 
     def _take(self, reply: Reply | None) -> None:
         """What is to be done with a reply whenever it comes."""
-        self.counts.refused += reply is None or isinstance(reply, Refused)
-        if isinstance(reply, Refused):
+        self.counts.refused += reply is None or isinstance(reply, ErrorReply)
+        if isinstance(reply, ErrorReply):
             self.refused_s = self._clock()
         if isinstance(reply, Draining):
             self.is_draining = reply.is_on
-        if isinstance(reply, Ahead):
-            self._outcomes.hear(reply)
+        if isinstance(reply, PrefetchPush):
+            self._outcomes.store(reply)
         if isinstance(reply, Welcome):
             self.is_draining = reply.is_draining
-            self._fit.take(reply)
-            if not self._fit.is_other:
+            self._fit.update(reply)
+            if not self._fit.is_mismatch:
                 self._compare_sizes(reply)
 
     def _compare_sizes(self, welcome: Welcome) -> None:
@@ -398,5 +408,5 @@ class DraftClient(Drafts):
             )
 
 
-def _on_wire(outlook: Outlook | None) -> WireOutlook | None:
-    return None if outlook is None else WireOutlook(int(outlook.signal))
+def _on_wire(outlook: AcceptanceHint | None) -> WireHint | None:
+    return None if outlook is None else WireHint(int(outlook.signal))

@@ -10,34 +10,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from specbranch.core.distribution import TEXT_LEN, Distribution, number, pick
-from specbranch.engines.vocabulary import VocabSample, sample_difference
+from specbranch.core.distribution import TEXT_LEN, Distribution, inverse_cdf, seeded_uniform
+from specbranch.engines.vocabulary import VocabFingerprint, fingerprint_mismatch
 from specbranch.service.wire.messages import Welcome
 from specbranch.service.wire.payloads import DrawnFrom
 
 log = logging.getLogger(__name__)
 
 
-class Fit:
+class VocabularyCheck:
     """What is known of the draft at the other end. A target that says nothing of its own tokens takes every draft."""
 
-    def __init__(self, target: VocabSample) -> None:
+    def __init__(self, target: VocabFingerprint) -> None:
         self._target = target
         self._has_target = target.size is not None or bool(target.hashes)
-        self._compared: VocabSample | None = None
+        self._compared: VocabFingerprint | None = None
         self._flaw: str | None = None
         self._told: tuple[str, str] | None = None  # the draft, and why it does not fit
         self.is_known = not self._has_target
-        self.is_other = False
+        self.is_mismatch = False
 
-    def take(self, welcome: Welcome) -> None:
+    def update(self, welcome: Welcome) -> None:
         """Compare the draft that this is from. A draft that does not fit is told of once."""
         if not self._has_target:
             return
-        draft = VocabSample(welcome.vocab_len, welcome.vocab_sample)
+        draft = VocabFingerprint(welcome.vocab_len, welcome.vocab_fingerprint)
         if draft != self._compared:
-            self._compared, self._flaw = draft, sample_difference(self._target, draft)
-        self.is_known, self.is_other = True, self._flaw is not None
+            self._compared, self._flaw = draft, fingerprint_mismatch(self._target, draft)
+        self.is_known, self.is_mismatch = True, self._flaw is not None
         if self._flaw is None:
             if self._told is not None:
                 log.info("the draft service now runs %.200r, which has the target's vocabulary", welcome.model)
@@ -51,12 +51,12 @@ class Fit:
                 self._flaw,
             )
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The connection is gone; whoever comes next may be another."""
-        self.is_known, self.is_other = not self._has_target, False
+        self.is_known, self.is_mismatch = not self._has_target, False
 
 
-def redraw(
+def resample_draft(
     text: Sequence[int], length: int, draft: Sequence[int], drawn_from: DrawnFrom, seed: int, vocab_len: int | None
 ) -> tuple[list[int], list[Distribution | None]]:
     """A draft whose tokens are drawn here, from the distributions that came with it, and those distributions.
@@ -69,7 +69,7 @@ def redraw(
     used: list[Distribution | None] = []
     for told, one in zip(draft, drawn_from, strict=True):
         q = _within(one, vocab_len) if one else None
-        token = told if q is None else q.ids[pick(q.probs, number(seed, length + len(tokens), text))]
+        token = told if q is None else q.ids[inverse_cdf(q.probs, seeded_uniform(seed, length + len(tokens), text))]
         tokens.append(token)
         used.append(q)
         text.append(token)

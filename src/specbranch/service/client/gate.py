@@ -58,10 +58,10 @@ class _Load:
     """What is known of one load."""
 
     most_rows: int
-    pause: int
+    closed_steps: int
     is_open: bool = False
     is_measuring: bool = True
-    stretch: int = 0  # steps that the gate is open for; 0 while it is closed
+    open_steps: int = 0  # steps that the gate is open for; 0 while it is closed
     plain: _Rate = field(default_factory=_Rate)
     drafted: _Rate = field(default_factory=_Rate)
     awaiting: _Rate = field(default_factory=_Rate)  # steps that were to have drafts, until the first came
@@ -121,7 +121,7 @@ class Gate:
         self._since_change += 1
         # The first steps after a change still show the other way: sequences in prefill, drafts on their way.
         is_settled = self._since_change > _SETTLE_STEPS and (
-            not load.is_open or self._has_seen_drafts or self._has_waited(load, num_tokens, step_s)
+            not load.is_open or self._has_seen_drafts or self._stop_waiting_for_drafts(load, num_tokens, step_s)
         )
         self._has_seen_drafts |= has_drafts
         if load.is_open != self._was_open or not is_settled:
@@ -130,7 +130,7 @@ class Gate:
         load.steps += 1
         self._decide(load)
 
-    def _has_waited(self, load: _Load, num_tokens: int, step_s: float) -> bool:
+    def _stop_waiting_for_drafts(self, load: _Load, num_tokens: int, step_s: float) -> bool:
         """Whether the first drafts need not be waited for any longer: it took too long, or costs too much itself."""
         waited = load.awaiting
         if waited.steps >= _TRIAL_STEPS // 2 and waited.value < _HOPELESS * load.plain.value:
@@ -152,10 +152,10 @@ class Gate:
                 else:
                     self._turn(load, is_open=True, is_measuring=True)
         elif load.is_open:
-            if load.steps >= load.stretch or not self._pays(load, _MARGIN):
+            if load.steps >= load.open_steps or not self._pays(load, _MARGIN):
                 load.plain = _Rate()
                 self._turn(load, is_open=False, is_measuring=True)
-        elif load.steps >= load.pause:
+        elif load.steps >= load.closed_steps:
             self._turn(load, is_open=True, is_measuring=True)
 
     def _conclude(self, load: _Load) -> None:
@@ -164,17 +164,17 @@ class Gate:
         was_free = load.is_open and not self._has_seen_drafts and self._pays(load, 1 / _MARGIN)
         self._turn(load, is_open=is_open, is_measuring=False)
         if is_open:
-            if load.pause > 2 * _CLOSED_STEPS:
-                self._hurry()
-            load.pause = _CLOSED_STEPS
-            load.stretch = min(max(2 * load.stretch, _FIRST_OPEN_STEPS), _OPEN_STEPS)
+            if load.closed_steps > 2 * _CLOSED_STEPS:
+                self._retry_soon()
+            load.closed_steps = _CLOSED_STEPS
+            load.open_steps = min(max(2 * load.open_steps, _FIRST_OPEN_STEPS), _OPEN_STEPS)
         else:
-            load.stretch = 0
+            load.open_steps = 0
             # A trial in which no draft came and no time was lost, as while the service is away, may soon be repeated.
-            longer = min(max(2 * load.pause, self._steps_to_regain(load)), _LONGEST_CLOSED_STEPS)
-            load.pause = _CLOSED_STEPS if was_free else longer
+            longer = min(max(2 * load.closed_steps, self._steps_to_regain(load)), _LONGEST_CLOSED_STEPS)
+            load.closed_steps = _CLOSED_STEPS if was_free else longer
             load.drafted = _Rate()
-        num_steps = load.stretch if is_open else load.pause
+        num_steps = load.open_steps if is_open else load.closed_steps
         self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
 
     def _steps_to_regain(self, load: _Load) -> int:
@@ -183,10 +183,10 @@ class Gate:
         lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)
         return int(min(lost / _MOST_LOST, 4 * _CLOSED_STEPS))
 
-    def _hurry(self) -> None:
+    def _retry_soon(self) -> None:
         """Drafts pay again at a load where they had not for long: the others find out soon whether they do there."""
         for load in self._loads.values():
-            load.pause = min(load.pause, _CLOSED_STEPS)
+            load.closed_steps = min(load.closed_steps, _CLOSED_STEPS)
 
     def _pays(self, load: _Load, margin: float) -> bool:
         return load.drafted.value >= margin * load.plain.value
@@ -202,7 +202,7 @@ class Gate:
         return self._loads[key]
 
 
-class Pace:
+class StepTimer:
     """Called once after every step. Only steps that decode the same rows as the one before can be compared."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from specbranch.core.distribution import Distribution, Sampling
+from specbranch.core.distribution import Distribution, RequestSampling
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.core.planners.predictors import CONSTANTS
-from specbranch.core.round import Outlook
+from specbranch.core.round import AcceptanceHint
 from specbranch.engines.models import local_model
 from specbranch.extensions import load_planners
-from specbranch.hrad.network import read_card
-from specbranch.service.client.sequences import Growth, Told
+from specbranch.hrad.network import read_hrad_card
+from specbranch.service.client.sequences import SequenceDelta, SyncedSequences
 from specbranch.service.wire.addresses import ClientKeys, default_address
 from specbranch.service.wire.messages import MAX_NEW, MAX_SEQUENCE, MAX_STEP_US, MAX_WAIT_MS
 from specbranch.service.wire.payloads import Tokens
@@ -59,7 +59,7 @@ class DraftSettings:
     def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
         """Options for the client; `gamma` is the most draft tokens per step, unless the settings name another number.
 
-        `vocab_len` and `vocab_sample` are the target's; a caller that only checks the settings has none.
+        `vocab_len` and `vocab_fingerprint` are the target's; a caller that only checks the settings has none.
         """
         load_planners()
         settings = dict(self.settings)
@@ -71,24 +71,24 @@ class DraftSettings:
             hint = suggest(self.predictor, list(CONSTANTS))
             raise SettingError(f"no predictor is called {self.predictor!r}, nor a directory with a trained one; {hint}")
         if trained is not None and planner.asks_predictor:
-            _refuse_window(trained, settings.get("gamma", gamma))
+            _check_window(trained, settings.get("gamma", gamma))
         return ClientOptions(
             address=self.address,
             planner=self.planner,
             settings=settings,
             predictor="hrad" if trained else self.predictor,
             deadline_s=self.deadline_ms / 1000,
-            step_share=None if planner.lets_wait else _STEP_SHARE,
+            step_share=None if planner.may_block_target else _STEP_SHARE,
             namespace=self.namespace.encode(errors="surrogatepass") if self.namespace else None,
             keys=client_keys(self.keys),
             vocab_len=vocab_len,
-            vocab_sample=vocab_sample,
+            vocab_fingerprint=vocab_sample,
         )
 
 
-def _refuse_window(directory: Path, gamma: int) -> None:
+def _check_window(directory: Path, gamma: int) -> None:
     """Raise if a predictor was trained for windows of another length: its "all" would not mean all of gamma tokens."""
-    window = read_card(directory).window
+    window = read_hrad_card(directory).window
     if window != gamma:
         raise SettingError(
             f"the predictor in {directory} was trained for windows of {window} draft tokens, and gamma is {gamma}; "
@@ -108,25 +108,25 @@ _SHORTEST_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class SequenceUpdate:
     """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
 
     An engine that does not know the last may leave it out: then it is what the client proposed for this sequence.
     `outlook` is what the target foresees for the tokens that come next, if it has looked. `name` is the engine's own
     name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
-    not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`drawn_from`), so
-    they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random one.
-    `longest`: the most draft tokens that are wanted. `has_recurring_noise`: the tokens are sampled with random numbers
-    that may come again, so nothing of them may help to draft another sequence.
+    not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`sampled_from`),
+    so they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random
+    one. `max_draft_tokens`: the most draft tokens that are wanted. `has_recurring_noise`: the tokens are sampled with
+    random numbers that may come again, so nothing of them may help to draft another sequence.
     """
 
     tokens: Tokens
     num_new: int
     num_submitted: int | None = None
-    outlook: Outlook | None = None
+    hint: AcceptanceHint | None = None
     name: str | None = None
-    sampling: Sampling | None = None
-    longest: int | None = None
+    sampling: RequestSampling | None = None
+    max_draft_tokens: int | None = None
     has_recurring_noise: bool = False
 
 
@@ -134,13 +134,13 @@ class Committed:
 class ClientOptions:
     """Where the service is, how long to wait for it, and which planner it shall use for us.
 
-    `address` may be several, of services with the same draft and the same keys (`pool.draft_client`).
-    Clients that were given the same `namespace` share drafts for equal sequences; without one a random one is made.
-    `step_share`: an answer may take this part of the target's step at most, as steps were told (`propose`, `is_whole`),
-    and never more than `deadline_s`; None for planners that let the target wait on purpose.
-    `vocab_len` is how many tokens the target has. An engine fails at one beyond, so drafts are cut before it; without a
-    number the caller has to see to that. `vocab_sample` is of the target's tokens (`vocabulary.read_sample`). A draft
-    with another vocabulary is not used; without a sample on both sides, sizes are compared.
+    `address` may be several, of services with the same draft and the same keys (`pool.draft_client`). Clients that were
+    given the same `namespace` share drafts for equal sequences; without one a random one is made. `step_share`: an
+    answer may take this part of the target's step at most, as steps were told (`propose`, `is_pure_decode_step`), and
+    never more than `deadline_s`; None for planners that let the target wait on purpose. `vocab_len` is how many tokens
+    the target has. An engine fails at one beyond, so drafts are cut before it; without a number the caller has to see
+    to that. `vocab_fingerprint` is of the target's tokens (`vocabulary.read_fingerprint`). A draft with another
+    vocabulary is not used; without a sample on both sides, sizes are compared.
     """
 
     address: str | Sequence[str]
@@ -151,7 +151,7 @@ class ClientOptions:
     namespace: bytes | None = None
     keys: ClientKeys | None = None
     vocab_len: int | None = None
-    vocab_sample: bytes = b""
+    vocab_fingerprint: bytes = b""
     step_share: float | None = None
 
 
@@ -163,17 +163,17 @@ class ClientCounts:
     answered: int = 0
     timeouts: int = 0
     unreachable: int = 0
-    unawaited: int = 0  # told the service, did not wait for it
+    not_waited: int = 0  # told the service, did not wait for it
     late: int = 0
-    foreseen: int = 0  # rows whose answer was here before they asked
-    drawn: int = 0  # draft tokens that were drawn by chance
+    prefetched: int = 0  # rows whose answer was here before they asked
+    sampled: int = 0  # draft tokens that were drawn by chance
     refused: int = 0
-    foreign: int = 0  # drafts cut before a token that the target does not have
+    unknown_token: int = 0  # drafts cut before a token that the target does not have
     other_vocab: int = 0  # calls without drafts, because the draft has another vocabulary
     oversized: int = 0  # rows that were not sent: more tokens than a message may have
     faults: int = 0
     opened: int = 0
-    moved: int = 0  # sequences that went on at another service
+    rerouted: int = 0  # sequences that went on at another service
     wait_s: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
@@ -184,13 +184,13 @@ class ClientCounts:
 _COUNTS = attrgetter(*ClientCounts.__slots__)
 
 
-class Drafts(ABC):
+class DraftSource(ABC):
     """Asks for drafts for one target. One thread at a time may use it; a forked process gets nothing from it."""
 
     def __init__(
         self,
         options: ClientOptions,
-        told: Told | None = None,
+        told: SyncedSequences | None = None,
         counts: ClientCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -198,7 +198,7 @@ class Drafts(ABC):
         self._clock = clock
         self._namespace = options.namespace or os.urandom(16)
         self._returned_s: float | None = None  # when the last call of `propose` ended
-        self._told = told or Told()
+        self._told = told or SyncedSequences()
         self._step_s: float | None = None  # of the target, smoothed
         self.counts = counts or ClientCounts()
         self.drawn_from: list[list[Distribution | None]] = []  # of the last call: for each row, for each of its tokens
@@ -215,7 +215,7 @@ class Drafts(ABC):
 
     @property
     @abstractmethod
-    def has_other_vocab(self) -> bool:
+    def vocab_mismatch(self) -> bool:
         """Whether the draft has another vocabulary than the target, so that nothing is drafted."""
 
     @abstractmethod
@@ -223,34 +223,34 @@ class Drafts(ABC):
         """Let go of the connection; nothing that is still queued is waited for."""
 
     @abstractmethod
-    def is_ours(self) -> bool:
+    def is_owner_process(self) -> bool:
         """Whether this process made the connection."""
 
     @abstractmethod
-    def _propose(self, rows: Sequence[Committed], end_s: float, step_us: int) -> list[list[int]] | None:
+    def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[list[int]] | None:
         """Tokens to submit for every row, until then; None if there are none."""
 
     @abstractmethod
-    def _expect(self, prompts: Sequence[Tokens], end_s: float) -> None:
+    def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
         """Send sequences that the target begins to read."""
 
-    def propose(self, rows: Sequence[Committed], is_whole: bool = False) -> list[list[int]]:
+    def propose(self, rows: Sequence[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
         """Tokens to submit for every row; empty lists where there are none in time. Never raises.
 
-        `is_whole`: the engine's step since the last call has decoded these rows and nothing else, so that its time
-        tells what verifying costs.
+        `is_pure_decode_step`: the engine's step since the last call has decoded these rows and nothing else, so that
+        its time tells what verifying costs.
         """
         nothing: list[list[int]] = [[] for _ in rows]
         self.drawn_from = [[] for _ in rows]
-        if not self.is_ours():
+        if not self.is_owner_process():
             return nothing
         self.counts.calls += 1
         start_s = self._clock()
-        step_s = start_s - self._returned_s if is_whole and self._returned_s is not None else 0.0
-        self._learn_step(step_s)
+        step_s = start_s - self._returned_s if is_pure_decode_step and self._returned_s is not None else 0.0
+        self._update_step_time(step_s)
         try:
             step_us = int(1e6 * step_s)
-            found = self._propose(rows, start_s + self._patience_s(), step_us if step_us <= MAX_STEP_US else 0)
+            found = self._propose(rows, start_s + self._reply_timeout_s(), step_us if step_us <= MAX_STEP_US else 0)
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed; this step goes without drafts")
@@ -264,28 +264,28 @@ class Drafts(ABC):
         self.drawn_from = [drawn[: len(draft)] for drawn, draft in zip(self.drawn_from, found, strict=True)]
         return found
 
-    def expect(self, prompts: Sequence[Tokens]) -> None:
+    def announce_prompts(self, prompts: Sequence[Tokens]) -> None:
         """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""
         end_s = self._clock() + self._options.deadline_s
         try:
-            if self.is_ours():
-                self._expect([prompt for prompt in prompts if len(prompt) <= MAX_SEQUENCE], end_s)
+            if self.is_owner_process():
+                self._announce_prompts([prompt for prompt in prompts if len(prompt) <= MAX_SEQUENCE], end_s)
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed; prompts will be sent with their first tokens")
 
-    def _learn_step(self, step_s: float) -> None:
+    def _update_step_time(self, step_s: float) -> None:
         if step_s > 0.0:
             self._step_s = step_s if self._step_s is None else self._step_s + _PACE * (step_s - self._step_s)
 
-    def _patience_s(self) -> float:
+    def _reply_timeout_s(self) -> float:
         """How long the target may wait for an answer."""
         share, longest_s = self._options.step_share, self._options.deadline_s
         if share is None or self._step_s is None:
             return longest_s
         return min(max(share * self._step_s, _SHORTEST_WAIT_S), longest_s)
 
-    def _fits(self, row: Committed) -> bool:
+    def _fits(self, row: SequenceUpdate) -> bool:
         """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
         length = len(row.tokens)
         if length > MAX_SEQUENCE or row.num_new > MAX_NEW:
@@ -302,5 +302,5 @@ class Drafts(ABC):
             return False
         return 0 < row.num_new < length
 
-    def _follow(self, row: Committed) -> Growth:
-        return self._told.follow(row.name, np.asarray(row.tokens, dtype="<i4"), row.num_new)
+    def _follow(self, row: SequenceUpdate) -> SequenceDelta:
+        return self._told.advance(row.name, np.asarray(row.tokens, dtype="<i4"), row.num_new)

@@ -23,12 +23,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from specbranch.service.client.client import DraftClient, Question
-from specbranch.service.client.interface import ClientOptions, Committed, Drafts
-from specbranch.service.client.sequences import Growth
-from specbranch.service.client.transport import SocketLink, await_any
-from specbranch.service.wire.addresses import each_address
-from specbranch.service.wire.messages import MAX_ROWS, Beside, Reply, pack
+from specbranch.service.client.client import DraftClient, PreparedStep
+from specbranch.service.client.interface import ClientOptions, DraftSource, SequenceUpdate
+from specbranch.service.client.sequences import SequenceDelta
+from specbranch.service.client.transport import ZmqTransport, poll_any
+from specbranch.service.wire.addresses import normalize_addresses
+from specbranch.service.wire.messages import MAX_ROWS, OtherRows, Reply, pack_tokens
 from specbranch.service.wire.payloads import Digest, Tokens
 
 log = logging.getLogger(__name__)
@@ -37,68 +37,70 @@ _SILENCE_S = 0.25  # after so much of it, sequences leave a service; not sooner,
 _REFUSED_S = 5.0  # after a refusal nothing is sent for so long, unless all refuse
 
 
-def draft_client(options: ClientOptions) -> Drafts:
+def draft_client(options: ClientOptions) -> DraftSource:
     """The client for one address, or for several."""
-    return DraftClient(options) if len(each_address(options.address)) == 1 else DraftPool(options)
+    return DraftClient(options) if len(normalize_addresses(options.address)) == 1 else DraftPool(options)
 
 
-class DraftPool(Drafts):
+class DraftPool(DraftSource):
     """A connection to each of several draft services with the same draft. Services are numbered as their addresses."""
 
     def __init__(self, options: ClientOptions) -> None:
         super().__init__(options)
-        self._addresses = each_address(options.address)
+        self._addresses = normalize_addresses(options.address)
         own = [replace(options, address=address, namespace=self._namespace) for address in self._addresses]
-        links = [SocketLink(address, options.keys) for address in self._addresses]
-        self._services = [DraftClient(one, self._told, self.counts, link) for one, link in zip(own, links, strict=True)]
-        self._links = dict(zip(self._services, links, strict=True))
+        transports = [ZmqTransport(address, options.keys) for address in self._addresses]
+        self._services = [
+            DraftClient(one, self._told, self.counts, transport) for one, transport in zip(own, transports, strict=True)
+        ]
+        self._links = dict(zip(self._services, transports, strict=True))
         self._flaws: list[str | None] = [None] * len(own)  # as last logged
-        self._homes = Homes(self._addresses, self._namespace)
+        self._homes = RendezvousRouter(self._addresses, self._namespace)
 
     @property
     def is_lagging(self) -> bool:
         return all(service.is_lagging for service in self._services)
 
     @property
-    def has_other_vocab(self) -> bool:
-        return all(service.has_other_vocab for service in self._services)
+    def vocab_mismatch(self) -> bool:
+        return all(service.vocab_mismatch for service in self._services)
 
-    def is_ours(self) -> bool:
-        return self._services[0].is_ours()
+    def is_owner_process(self) -> bool:
+        return self._services[0].is_owner_process()
 
     def close(self) -> None:
         for service in self._services:
             service.close()
 
-    def _propose(self, rows: Sequence[Committed], end_s: float, step_us: int) -> list[list[int]] | None:
+    def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[list[int]] | None:
         usable = self._usable(end_s)
         grown = {index: self._follow(row) for index, row in enumerate(rows) if self._fits(row)}
         placed = self._place(rows, grown, usable)
-        questions: dict[DraftClient, Question] = {}
+        questions: dict[DraftClient, PreparedStep] = {}
         for number, indices in placed.items():
             service = self._services[number]
             service.drawn_from = self.drawn_from  # one list, in which each has its rows
-            questions[service] = service.prepare(rows, indices, [grown[index] for index in indices])
+            questions[service] = service.prepare_step(rows, indices, [grown[index] for index in indices])
         if sum(map(len, placed.values())) < len(rows):
             step_us = 0  # rows that are left out were in the step too
         besides = _besides(questions)
         asked = {
             service: question
             for service, question in questions.items()
-            if service.ask(question, end_s, step_us, besides[service])
+            if service.send_step(question, end_s, step_us, besides[service])
         }
         return self._collect(rows, asked, end_s) if asked else None
 
-    def _expect(self, prompts: Sequence[Tokens], end_s: float) -> None:
+    def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
         usable = self._usable(end_s)
         placed: dict[int, list[Tokens]] = {}
         for prompt in prompts:
             name = Digest(prompt).name
-            number = self._homes.find(name)
+            number = self._homes.lookup(name)
             if number not in usable:
-                number = self._homes.choose(prompt, self._taking(usable))
+                number = self._homes.assign(prompt, self._taking(usable))
             if number is not None:
-                self._homes.settle(name, number)
+                self._homes.pin(name, number)
                 placed.setdefault(number, []).append(prompt)
         for number, own in placed.items():
             self._services[number].open(own, end_s)
@@ -108,10 +110,10 @@ class DraftPool(Drafts):
         now_s = self._clock()
         flaws = []
         for service in self._services:
-            service.take_late(end_s)
+            service.drain_replies(end_s)
             flaws.append(_flaw(service, now_s))
             if flaws[-1] is not None or service.is_draining:
-                service.probe()
+                service.ping()
         if flaws != self._flaws:
             self._tell(flaws)
         usable = {
@@ -134,53 +136,53 @@ class DraftPool(Drafts):
         self._flaws = flaws
 
     def _place(
-        self, rows: Sequence[Committed], grown: Mapping[int, Growth], usable: Collection[int]
+        self, rows: Sequence[SequenceUpdate], grown: Mapping[int, SequenceDelta], usable: Collection[int]
     ) -> dict[int, list[int]]:
         """The rows by their service. New ones, and those whose service cannot be used, are given one."""
-        homes = {index: self._homes.find(growth.before) for index, growth in grown.items()}
+        homes = {index: self._homes.lookup(growth.before) for index, growth in grown.items()}
         self._homes.forget([growth.before for growth in grown.values()])
-        self._homes.count_anew()
+        self._homes.reset_loads()
         taking = self._taking(usable)
         placed: dict[int, list[int]] = {}
         for index, home in sorted(homes.items(), key=lambda item: item[1] not in usable):
             row, number = rows[index], home
             if number not in usable:
-                number = self._homes.choose(row.tokens[: len(row.tokens) - row.num_new], taking)
-                self.counts.moved += home is not None and number is not None
+                number = self._homes.assign(row.tokens[: len(row.tokens) - row.num_new], taking)
+                self.counts.rerouted += home is not None and number is not None
             if number is not None:
                 placed.setdefault(number, []).append(index)
             settled = home if number is None else number
             if settled is not None:
-                self._homes.settle(grown[index].after, settled)
+                self._homes.pin(grown[index].after, settled)
         return {number: indices[:MAX_ROWS] for number, indices in placed.items()}
 
     def _collect(
-        self, rows: Sequence[Committed], asked: Mapping[DraftClient, Question], end_s: float
+        self, rows: Sequence[SequenceUpdate], asked: Mapping[DraftClient, PreparedStep], end_s: float
     ) -> list[list[int]]:
         """What to submit for every row, as far as those who were asked say it in time."""
-        replies = self._await([service for service, question in asked.items() if service.awaits(question)], end_s)
+        replies = self._await([service for service, question in asked.items() if service.needs_reply(question)], end_s)
         found: list[list[int]] = [[] for _ in rows]
         for service, question in asked.items():
-            drafts, unknown = service.conclude(question, replies.get(service))
+            drafts, unknown = service.finish_step(question, replies.get(service))
             for index, draft in drafts.items():
                 found[index] = draft
             if service.is_draining:
                 self._homes.forget(unknown)  # the next step finds another service for them
             elif unknown:
-                service.open_unknown(unknown, end_s)
+                service.resend_unknown(unknown, end_s)
         return found
 
     def _await(self, services: Sequence[DraftClient], end_s: float) -> dict[DraftClient, Reply]:
         """The replies of those that answer until then; the others are given up."""
         waiting = {self._links[service]: service for service in services}
         replies: dict[DraftClient, Reply] = {}
-        while waiting and (ready := await_any(list(waiting), end_s - self._clock())):
-            for link in ready:
-                reply = waiting[link].hear(end_s, waits=False)
+        while waiting and (ready := poll_any(list(waiting), end_s - self._clock())):
+            for transport in ready:
+                reply = waiting[transport].poll_reply(end_s, waits=False)
                 if reply is not None:
-                    replies[waiting.pop(link)] = reply
+                    replies[waiting.pop(transport)] = reply
         for service in waiting.values():
-            service.give_up()
+            service.mark_timeout()
         return replies
 
 
@@ -188,7 +190,7 @@ def _flaw(service: DraftClient, now_s: float) -> str | None:
     """Why a service cannot be used; None if it can."""
     if not service.is_connected:
         return "cannot be reached"
-    if service.has_other_vocab:
+    if service.vocab_mismatch:
         return "has a draft with another vocabulary"
     if service.lagging_s is not None and now_s - service.lagging_s > _SILENCE_S:
         return "does not answer"
@@ -199,7 +201,7 @@ def _has_refused(service: DraftClient, now_s: float) -> bool:
     return service.refused_s is not None and now_s - service.refused_s < _REFUSED_S
 
 
-def _besides(questions: Mapping[DraftClient, Question]) -> dict[DraftClient, Beside | None]:
+def _besides(questions: Mapping[DraftClient, PreparedStep]) -> dict[DraftClient, OtherRows | None]:
     """For each service, what the step has beside the rows that it is asked for."""
     if len(questions) < 2:
         return dict.fromkeys(questions)
@@ -212,7 +214,7 @@ def _besides(questions: Mapping[DraftClient, Question]) -> dict[DraftClient, Bes
         for service, question in questions.items()
     }
     rows, submitted, committed = map(sum, zip(*sums.values(), strict=True))
-    return {service: Beside(rows - own[0], submitted - own[1], committed - own[2]) for service, own in sums.items()}
+    return {service: OtherRows(rows - own[0], submitted - own[1], committed - own[2]) for service, own in sums.items()}
 
 
 KEY_LEN = 64  # tokens at the beginning of a prompt that decide where it goes
@@ -221,7 +223,7 @@ _EXCESS = 1.25  # times the mean of all services: more sequences than that none 
 _FEW = 4  # so many it gets in any case
 
 
-class Homes:
+class RendezvousRouter:
     """Services by number. Sequences are named by their digests; the least recently used are forgotten."""
 
     def __init__(self, addresses: Sequence[str], namespace: bytes) -> None:
@@ -230,18 +232,18 @@ class Homes:
         self._homes: OrderedDict[bytes, int] = OrderedDict()
         self._loads = [0] * len(addresses)
 
-    def find(self, name: bytes) -> int | None:
+    def lookup(self, name: bytes) -> int | None:
         """The service that has a sequence; None for a new one."""
         return self._homes.get(name)
 
-    def choose(self, tokens: Tokens, usable: Collection[int]) -> int | None:
+    def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
         """Where a sequence with this beginning is to go; None if no service is usable."""
         if not usable:
             return None
         most = max(_FEW, math.ceil(_EXCESS * (sum(self._loads) + 1) / len(usable)))
         return next(service for service in self._order(tokens) if service in usable and self._loads[service] < most)
 
-    def settle(self, name: bytes, service: int) -> None:
+    def pin(self, name: bytes, service: int) -> None:
         """A service has this sequence from now on, as one more."""
         self._homes[name] = service
         self._homes.move_to_end(name)
@@ -254,12 +256,12 @@ class Homes:
         for name in names:
             self._homes.pop(name, None)
 
-    def count_anew(self) -> None:
+    def reset_loads(self) -> None:
         """A step begins: sequences that are not settled again count no more."""
         self._loads = [0] * len(self._services)
 
     def _order(self, tokens: Tokens) -> list[int]:
-        key = hashlib.blake2b(pack(tokens[:KEY_LEN]), key=self._namespace, digest_size=16).digest()
+        key = hashlib.blake2b(pack_tokens(tokens[:KEY_LEN]), key=self._namespace, digest_size=16).digest()
         return sorted(
             range(len(self._services)),
             key=lambda service: hashlib.blake2b(self._services[service], key=key, digest_size=8).digest(),

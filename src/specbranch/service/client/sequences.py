@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbranch.service.wire.messages import MAX_NEW, Ahead, Outcome
+from specbranch.service.wire.messages import MAX_NEW, PrefetchPush, VerdictDraft
 from specbranch.service.wire.payloads import Digest
 
 _MOST = 4096  # sequences; an engine runs fewer at once, and never says that one has ended
@@ -26,7 +26,7 @@ _TAIL = 8  # tokens that must still be the same, in case an engine uses a name t
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
-class Growth(NamedTuple):
+class SequenceDelta(NamedTuple):
     """The name of a sequence as it was told, the tokens since, and its name with them."""
 
     before: bytes
@@ -34,20 +34,20 @@ class Growth(NamedTuple):
     after: bytes
 
 
-class Told:
+class SyncedSequences:
     """Length, digest, last tokens and seed of what was told, by name. The least recently used make way."""
 
     def __init__(self) -> None:
         self._told: OrderedDict[str, tuple[int, Digest, bytes, int]] = OrderedDict()
 
-    def follow(self, name: str | None, tokens: TokenArray, num_new: int) -> Growth:
+    def advance(self, name: str | None, tokens: TokenArray, num_new: int) -> SequenceDelta:
         """How a sequence has grown since it was told; all of it is told now."""
-        before, new = self.since(name, tokens, num_new)
+        before, new = self.unsent(name, tokens, num_new)
         after = before.extend(new)
-        self.note(name, tokens, after)
-        return Growth(before.name, new, after.name)
+        self.mark_synced(name, tokens, after)
+        return SequenceDelta(before.name, new, after.name)
 
-    def since(self, name: str | None, tokens: TokenArray, num_new: int) -> tuple[Digest, list[int]]:
+    def unsent(self, name: str | None, tokens: TokenArray, num_new: int) -> tuple[Digest, list[int]]:
         """The digest of what was told of a sequence, and the tokens since.
 
         Of a sequence that is not known by this name, or has gained more than a message may have, everything but the
@@ -61,7 +61,7 @@ class Told:
         border = len(tokens) - num_new
         return Digest(tokens[:border]), tokens[border:].tolist()
 
-    def note(self, name: str | None, tokens: TokenArray, digest: Digest) -> None:
+    def mark_synced(self, name: str | None, tokens: TokenArray, digest: Digest) -> None:
         """All these tokens are told now; this is their digest."""
         if name is None:
             return
@@ -74,7 +74,7 @@ class Told:
         if len(self._told) > _MOST:
             self._told.popitem(last=False)
 
-    def seed(self, name: str | None) -> int:
+    def seed_of(self, name: str | None) -> int:
         """A random number that belongs to a sequence that was noted."""
         known = self._told.get(name) if name is not None else None
         return known[3] if known is not None else 0
@@ -87,13 +87,13 @@ def _tail(tokens: TokenArray) -> bytes:
 _MOST_OUTCOMES = 1024  # sequences
 
 
-class Outcomes:
+class PrefetchedDrafts:
     """By name of a sequence: what was told last. Answers are taken once; the oldest make way."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[bytes, dict[tuple[int, ...], Outcome]] = OrderedDict()
+        self._told: OrderedDict[bytes, dict[tuple[int, ...], VerdictDraft]] = OrderedDict()
 
-    def hear(self, ahead: Ahead) -> None:
+    def store(self, ahead: PrefetchPush) -> None:
         """Take in what the service tells."""
         for row in ahead.rows:
             self._told[row.before] = {tuple(outcome.committed): outcome for outcome in row.outcomes}
@@ -101,7 +101,7 @@ class Outcomes:
             if len(self._told) > _MOST_OUTCOMES:
                 self._told.popitem(last=False)
 
-    def take(self, before: bytes, committed: Sequence[int]) -> Outcome | None:
+    def pop(self, before: bytes, committed: Sequence[int]) -> VerdictDraft | None:
         """What to submit now that these tokens were committed; None if nobody has said."""
         return self._told.pop(before, {}).get(tuple(committed))
 

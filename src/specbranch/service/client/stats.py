@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from specbranch.service.client.transport import Connection, Link, SocketLink
+from specbranch.service.client.transport import MessageChannel, Transport, ZmqTransport
 from specbranch.service.wire.addresses import ClientKeys
-from specbranch.service.wire.messages import Overview, OverviewRequest, Refused, Reply, StatsReply, StatsRequest
+from specbranch.service.wire.messages import ErrorReply, Overview, OverviewRequest, Reply, StatsReply, StatsRequest
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 1.0  # a question that stays open for longer is met with silence
 
 
-class Reach(enum.Enum):
+class ServiceStatus(enum.Enum):
     """How a service was found when it was last asked."""
 
     ANSWERS = "answers"
@@ -36,11 +36,11 @@ class Reach(enum.Enum):
     ABSENT = "absent"  # nobody listens
 
 
-class Reporter:
+class StatsClient:
     """One connection to a draft service. One thread at a time may use it.
 
     It asks for the `stats` of one namespace or, without one, for the `overview` of the service. `refusal` is why the
-    last question was not answered by either. `link` and `clock` are as those of `DraftClient`.
+    last question was not answered by either. `transport` and `clock` are as those of `DraftClient`.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Reporter:
         namespace: bytes | None,
         keys: ClientKeys | None = None,
         *,
-        link: Link | None = None,
+        transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._namespace = namespace
         self._clock = clock
-        self._connection = Connection(link or SocketLink(address, keys), clock)
+        self._connection = MessageChannel(transport or ZmqTransport(address, keys), clock)
         self._round = 0
         self._is_new = True
         self._open_s: float | None = None  # when the oldest question was asked that is still open
@@ -62,24 +62,24 @@ class Reporter:
         self.overview: Overview | None = None
         self.refusal: str | None = None
 
-    def ask(self, timeout_s: float) -> Reach:
+    def poll(self, timeout_s: float) -> ServiceStatus:
         """Bring the figures up to date if that can be done in time; they stay as they were if not."""
         try:
-            return self._ask(timeout_s)
+            return self._poll(timeout_s)
         except Exception:
             log.exception("the draft service could not be asked for its figures")
-            return Reach.ABSENT
+            return ServiceStatus.ABSENT
 
     def close(self) -> None:
         """Let go of the connection."""
         self._connection.close()
 
-    def _ask(self, timeout_s: float) -> Reach:
-        if not self._connection.is_ours():
-            return Reach.ABSENT
+    def _poll(self, timeout_s: float) -> ServiceStatus:
+        if not self._connection.is_owner_process():
+            return ServiceStatus.ABSENT
         now_s = self._clock()
         end_s = now_s + timeout_s
-        for reply in self._connection.replies(end_s, waits=False):
+        for reply in self._connection.iter_replies(end_s, waits=False):
             self._take(reply)  # an answer that came too late; it still is the newest we have
         self._round += 1
         if self._is_new:
@@ -88,14 +88,14 @@ class Reporter:
             self._is_new = False
         if not self._connection.send(self._question()):
             self._open_s = None
-            return Reach.ABSENT
+            return ServiceStatus.ABSENT
         if self._open_s is not None:
-            return Reach.SILENT if now_s - self._open_s > _PATIENCE_S else Reach.LATE
-        for reply in self._connection.replies(end_s):
+            return ServiceStatus.SILENT if now_s - self._open_s > _PATIENCE_S else ServiceStatus.LATE
+        for reply in self._connection.iter_replies(end_s):
             if self._take(reply) == self._round:
-                return Reach.ANSWERS
+                return ServiceStatus.ANSWERS
         self._open_s = now_s
-        return Reach.LATE
+        return ServiceStatus.LATE
 
     def _question(self) -> StatsRequest | OverviewRequest:
         if self._namespace is None:
@@ -107,7 +107,7 @@ class Reporter:
         self._open_s = None
         if reply is None:
             return None
-        self.refusal = reply.reason if isinstance(reply, Refused) else None
+        self.refusal = reply.reason if isinstance(reply, ErrorReply) else None
         if isinstance(reply, StatsReply):
             self.stats = reply
             return reply.round
@@ -123,7 +123,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricSample:
     """One number of a page."""
 
     name: str
@@ -131,7 +131,7 @@ class Sample:
     value: float
 
 
-def read_page(text: str) -> Iterator[Sample]:
+def parse_metrics_text(text: str) -> Iterator[MetricSample]:
     """The samples of a page; comments and what is no sample are left out."""
     for line in text.splitlines():
         found = _SAMPLE.match(line)
@@ -139,6 +139,6 @@ def read_page(text: str) -> Iterator[Sample]:
             continue
         name, labels, value = found.groups()
         try:
-            yield Sample(name, dict(_LABEL.findall(labels or "")), float(value))
+            yield MetricSample(name, dict(_LABEL.findall(labels or "")), float(value))
         except ValueError:
             continue

@@ -25,23 +25,23 @@ from typing import Any, Protocol
 import zmq
 import zmq.auth
 
-from specbranch.logs import Seldom
+from specbranch.logs import RateLimitedWarning
 from specbranch.service.wire.addresses import (
     _BEAT_MS,
     _DEAD_MS,
     LINGER_MS,
+    AddressError,
     ClientKeys,
-    EndpointError,
     _curve_keys,
-    is_safe,
+    is_trusted_socket,
     socket_path,
 )
-from specbranch.service.wire.messages import MAX_REPLY, FrameError, Refused, Reply, Request, decode_reply, encode
+from specbranch.service.wire.messages import MAX_REPLY, ErrorReply, FrameError, Reply, Request, decode_reply, encode
 
 log = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+class Transport(Protocol):
     """A way to a service that connects by itself, again and again. Nothing raises unless it says so."""
 
     def send(self, frame: bytes) -> bool:
@@ -60,8 +60,8 @@ class Link(Protocol):
         """Wait until something can be sent, or the time is up."""
         ...
 
-    def renew(self) -> None:
-        """Connect anew; raises `EndpointError` if somebody else could listen there."""
+    def reconnect(self) -> None:
+        """Connect anew; raises `AddressError` if somebody else could listen there."""
         ...
 
     def close(self) -> None:
@@ -69,14 +69,14 @@ class Link(Protocol):
         ...
 
 
-class SocketLink:
+class ZmqTransport:
     """One DEALER socket. A fork leaves its parent's alone when it is closed."""
 
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self._address = address
         context: zmq.Context[Any] = zmq.Context()
         try:
-            self._socket = connected(context, address, keys)
+            self._socket = dealer_socket(context, address, keys)
         except BaseException:
             context.destroy(linger=0)
             raise
@@ -104,20 +104,20 @@ class SocketLink:
     def await_writable(self, timeout_s: float) -> None:
         self._socket.poll(math.ceil(timeout_s * 1000), zmq.POLLOUT)
 
-    def renew(self) -> None:
+    def reconnect(self) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it was not connected
             self._socket.disconnect(self._address)
-        reach(self._socket, self._address)
+        connect_if_trusted(self._socket, self._address)
 
     def close(self) -> None:
         self._close()
 
 
-def await_any(links: Sequence[SocketLink], timeout_s: float) -> list[SocketLink]:
+def poll_any(transports: Sequence[ZmqTransport], timeout_s: float) -> list[ZmqTransport]:
     """Those with a message, as soon as one of them has one; none if the time is up before."""
-    asked: list[tuple[Any, int]] = [(link._socket, zmq.POLLIN) for link in links]
+    asked: list[tuple[Any, int]] = [(transport._socket, zmq.POLLIN) for transport in transports]
     ready = dict(zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))) if timeout_s > 0 else {}
-    return [link for link in links if link._socket in ready]
+    return [transport for transport in transports if transport._socket in ready]
 
 
 def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> None:
@@ -130,19 +130,19 @@ _MOST_IN_A_ROW = 256  # frames without a pause; a service that woke up has so ma
 _RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
 
 
-class Connection:
-    """Messages over one link. One thread at a time may use it, and only the process that made it."""
+class MessageChannel:
+    """Messages over one transport. One thread at a time may use it, and only the process that made it."""
 
-    def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
-        self._link = link
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+        self._transport = transport
         self._clock = clock
         self._pid = os.getpid()
         self._is_fork_told = False
-        self._warn = Seldom(log, clock)
+        self._warn = RateLimitedWarning(log, clock)
         self._num_in_a_row = 0
         self._since_s = clock()
 
-    def is_ours(self) -> bool:
+    def is_owner_process(self) -> bool:
         """Whether this process made the connection; a fork of it must not touch the socket, and is told so once."""
         if os.getpid() == self._pid:
             return True
@@ -153,17 +153,17 @@ class Connection:
 
     def send(self, message: Request) -> bool:
         """Whether the message is on its way; False, at once, if there is nobody to send it to."""
-        if self._link.send(encode(message)):
+        if self._transport.send(encode(message)):
             return True
         if self._clock() - self._since_s > _RENEWAL_S:
-            self._renew()
+            self._reconnect()
         return False
 
     def await_writable(self, timeout_s: float) -> None:
         """Wait until something can be sent, or the time is up."""
-        self._link.await_writable(timeout_s)
+        self._transport.await_writable(timeout_s)
 
-    def replies(self, end_s: float, waits: bool = True) -> Iterator[Reply | None]:
+    def iter_replies(self, end_s: float, waits: bool = True) -> Iterator[Reply | None]:
         """Replies as they come, until then, or those that are here already; None for what is no reply.
 
         Who sends so fast that there always is one more is no service, and is dropped.
@@ -171,7 +171,7 @@ class Connection:
         while (frames := self._receive(end_s if waits else 0.0)) is not None:
             if self._num_in_a_row == _MOST_IN_A_ROW:
                 self._warn("the draft service sends more than can be taken in; connecting anew")
-                self._renew()
+                self._reconnect()
                 return
             self._num_in_a_row += 1
             yield self._read(frames)
@@ -180,16 +180,16 @@ class Connection:
 
     def close(self) -> None:
         """Let go of the connection; nothing that is still queued is waited for. A fork leaves its parent's alone."""
-        self._link.close()
+        self._transport.close()
 
     def _receive(self, end_s: float) -> list[bytes] | None:
         """What is here, or comes until then. To try costs less than to ask first."""
-        frames = self._link.receive()
+        frames = self._transport.receive()
         if frames is not None:
             return frames
         self._num_in_a_row = 0
         left_s = end_s - self._clock()
-        return self._link.receive() if left_s > 0 and self._link.await_readable(left_s) else None
+        return self._transport.receive() if left_s > 0 and self._transport.await_readable(left_s) else None
 
     def _read(self, frames: list[bytes]) -> Reply | None:
         try:
@@ -199,20 +199,20 @@ class Connection:
         except FrameError as error:
             self._warn("the draft service sent what is no message: %.200r", str(error))
             return None
-        if isinstance(reply, Refused):
+        if isinstance(reply, ErrorReply):
             self._warn("the draft service refused: %.200r", reply.reason)
         return reply
 
-    def _renew(self) -> None:
+    def _reconnect(self) -> None:
         self._num_in_a_row = 0
         self._since_s = self._clock()
         try:
-            self._link.renew()
-        except EndpointError as error:
+            self._transport.reconnect()
+        except AddressError as error:
             self._warn("no connection to the draft service: %s", error)
 
 
-def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
+def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
     """A DEALER socket that connects by itself, again and again, with back-off; see `reach`."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, LINGER_MS)
@@ -227,15 +227,15 @@ def connected(context: zmq.Context[Any], address: str, keys: ClientKeys | None =
         dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
         dealer.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
-    reach(dealer, address)
+    connect_if_trusted(dealer, address)
     return dealer
 
 
-def reach(dealer: zmq.Socket[bytes], address: str) -> None:
+def connect_if_trusted(dealer: zmq.Socket[bytes], address: str) -> None:
     """Connect, unless the directory of a Unix socket is not there: it could be made by anybody, and is looked at first.
 
     Raises if somebody else could listen there.
     """
     path = socket_path(address)
-    if path is None or is_safe(path):
+    if path is None or is_trusted_socket(path):
         dealer.connect(address)

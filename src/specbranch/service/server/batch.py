@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from specbranch.service.server.session import DraftSession
+from specbranch.service.server.draft_session import DraftSession
 
 _SILENT_S, _MOST_SILENT_S = 1.0, 20.0  # a tenant of which nothing is heard for so long may be gone
 _PAUSE_S = 0.05  # between two messages of a tenant, not within one
@@ -16,13 +16,13 @@ _Queues = OrderedDict[bytes, OrderedDict[DraftSession, None]]  # by tenant
 
 
 @dataclass(slots=True)
-class Heard:
+class TenantActivity:
     """When there was news of a tenant. One with slow steps may be silent for longer: for two of its pauses."""
 
     last_s: float = -math.inf
     pause_s: float = 0.0
 
-    def note(self, now_s: float) -> None:
+    def record(self, now_s: float) -> None:
         """There is news."""
         pause_s = now_s - self.last_s
         if _PAUSE_S < pause_s < math.inf:
@@ -34,7 +34,7 @@ class Heard:
         return now_s - self.last_s < min(max(_SILENT_S, 2 * self.pause_s), _MOST_SILENT_S)
 
 
-class Busy:
+class RunnableSessions:
     """Texts that targets wait for, those that they decode, and those that were only announced. One thread uses it."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Busy:
     def add(self, session: DraftSession) -> None:
         """There is news of this session."""
         kind = self._announced
-        if session.is_awaited:
+        if session.is_target_waiting:
             kind = self._awaited
         elif session.has_verdict:
             kind = self._decoded
@@ -76,7 +76,7 @@ class Busy:
             if not kind[session.tenant]:
                 del kind[session.tenant]
 
-    def take(
+    def select(
         self, most: int, most_others: int, present: Collection[bytes]
     ) -> tuple[list[DraftSession], list[DraftSession]]:
         """So many whose turn it is, the first of every tenant before a second one of any, awaited ones first.

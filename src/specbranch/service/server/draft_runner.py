@@ -1,4 +1,4 @@
-"""The compute thread: plan, run one batched step, put the distributions into the trees, look for news, again.
+"""The draft thread: plan, run one batched step, put the distributions into the trees, look for news, again.
 
 It alone touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then by how
 likely the draft thinks it that their sequence comes true. Prefill goes a piece at a time, and no more than one piece's
@@ -14,18 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from specbranch.core.costs import StepCost, StepEstimate
+from specbranch.core.costs import StepCost, StepTimeModel
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
-from specbranch.core.scheduler import LEAST_PIECE, Wish, schedule, wish_for
+from specbranch.core.scheduler import LEAST_PIECE, RowRequest, request_rows, select_rows
 from specbranch.engines.base import DraftEngine
-from specbranch.engines.tree_cache import Feed
+from specbranch.engines.tree_cache import EngineRow
 from specbranch.errors import EngineError, EngineFull
-from specbranch.service.server.batch import Busy, Heard
-from specbranch.service.server.fair_queue import Usage
-from specbranch.service.server.recorder import Observer
-from specbranch.service.server.session import DraftSession, State
-from specbranch.service.server.store import Faults, SessionStore
+from specbranch.service.server.batch import RunnableSessions, TenantActivity
+from specbranch.service.server.draft_session import DraftSession, State
+from specbranch.service.server.fair_queue import DecayedUsage
+from specbranch.service.server.recorder import EventSink
+from specbranch.service.server.store import FaultGuard, SessionStore
 
 _READ_HALF_LIFE_S = 10.0
 _PACE = 0.1  # of following the times of prefill and of planning
@@ -37,8 +37,8 @@ _MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost
 
 
 @dataclass(slots=True)
-class ComputeCounts:
-    """What the compute thread did."""
+class DraftRunnerCounts:
+    """What the draft thread did."""
 
     steps: int = 0
     rows: int = 0
@@ -49,7 +49,7 @@ class ComputeCounts:
     borrowed_tokens: int = 0  # that were not prefilled because another session's cache held them
 
 
-class Compute:
+class DraftRunner:
     """Runs on its own thread from `start` to `stop`. `notify` is called after every step."""
 
     def __init__(
@@ -58,31 +58,31 @@ class Compute:
         store: SessionStore,
         notify: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        observer: Observer | None = None,
-        piece_len: int = 128,
+        observer: EventSink | None = None,
+        prefill_chunk: int = 128,
     ) -> None:
-        self._piece_len = piece_len
-        self._observer = observer or Observer()
+        self._piece_len = prefill_chunk
+        self._observer = observer or EventSink()
         self._engine = engine
         self._store = store
         self._notify = notify
         self._clock = clock
         self._news: queue.SimpleQueue[DraftSession | None] = queue.SimpleQueue()
-        self._busy = Busy()
+        self._busy = RunnableSessions()
         self._grown: queue.SimpleQueue[DraftSession] = queue.SimpleQueue()
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._read = Usage(_READ_HALF_LIFE_S)  # tokens, by tenant
+        self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
+        self._read = DecayedUsage(_READ_HALF_LIFE_S)  # tokens, by tenant
         self._read_s = 0.0  # of one token in prefill, smoothed
         self._plan_s = 0.0  # of all but the engine, for one session or one row in a step, smoothed
-        self._heard: dict[bytes, Heard] = {}  # by tenant
+        self._heard: dict[bytes, TenantActivity] = {}  # by tenant
         self._is_shared = False  # by several tenants
         self._others_at_s = 0.0  # when there is time again for texts that nobody is known to decode
         self._may_pause = False  # nothing else is to be done until then
         self._num_failures = 0  # turns since the engine last worked
-        self.faults = Faults(store)
-        self.cost = StepEstimate()
-        self.counts = ComputeCounts()
+        self.faults = FaultGuard(store)
+        self.cost = StepTimeModel()
+        self.counts = DraftRunnerCounts()
 
     def start(self) -> None:
         """Begin to work."""
@@ -101,36 +101,36 @@ class Compute:
         """Whether the thread runs; it ends by itself only if it dies, or if the engine is lost."""
         return self._thread.is_alive()
 
-    def tell(self, session: DraftSession) -> None:
+    def notify(self, session: DraftSession) -> None:
         """There may be work for this draft. Called by the lookup thread."""
         self._news.put(session)
 
-    def take_grown(self) -> list[DraftSession]:
+    def pop_updated(self) -> list[DraftSession]:
         """Drafts that have grown since the last call. Called by the lookup thread."""
         grown: dict[DraftSession, None] = {}
         while not self._grown.empty():
             grown[self._grown.get()] = None
         return list(grown)
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """One turn of the loop, contained: a fault of no session that could be named costs all of them.
 
         False if there was nothing to do.
         """
         try:
-            return self.work()
+            return self.run_step()
         except Exception as error:
-            self.faults.note(error, "all sessions are forgotten")
-            self._forget_all()
+            self.faults.record(error, "all sessions are forgotten")
+            self._drop_all()
             return True
 
-    def work(self) -> bool:
+    def run_step(self) -> bool:
         """Look for news, plan, run one step; False if there was nothing to do."""
         self._take_news()
-        self._close_forgotten()
-        self._clear_rests()
+        self._close_dropped()
+        self._evict_idle_kv()
         start_s, engine_s = self._clock(), self.counts.step_s
-        sessions, others = self._in_turn()
+        sessions, others = self._select_sessions()
         feeds = self._plan(sessions, others)
         if not feeds:
             return False
@@ -143,13 +143,13 @@ class Compute:
         return True
 
     @property
-    def has_lost_engine(self) -> bool:
+    def engine_failed(self) -> bool:
         """Whether nothing could be run for so many turns that no further one will succeed."""
         return self._num_failures >= _MOST_FAILURES
 
     def _run(self) -> None:
-        while not self._is_stopping and not self.has_lost_engine:
-            if not self.turn():
+        while not self._is_stopping and not self.engine_failed:
+            if not self.run_once():
                 self._wait_for_news()
 
     def _wait_for_news(self) -> None:
@@ -159,18 +159,18 @@ class Compute:
         pause_s = self._others_at_s - self._clock()
         with contextlib.suppress(queue.Empty):
             if not self._busy:
-                self._hear(self._news.get())
+                self._record_activity(self._news.get())
             elif self._may_pause and pause_s > 0:
-                self._hear(self._news.get(timeout=pause_s))
+                self._record_activity(self._news.get(timeout=pause_s))
 
     def _take_news(self) -> None:
         while not self._news.empty():
-            self._hear(self._news.get())
+            self._record_activity(self._news.get())
 
-    def _hear(self, session: DraftSession | None) -> None:
+    def _record_activity(self, session: DraftSession | None) -> None:
         if session is not None:
             self._busy.add(session)
-            self._heard.setdefault(session.tenant, Heard()).note(self._clock())
+            self._heard.setdefault(session.tenant, TenantActivity()).record(self._clock())
 
     def _present(self) -> set[bytes]:
         """The tenants that were heard of lately, whether there is something to draft for them now or not."""
@@ -180,34 +180,34 @@ class Compute:
             del self._heard[tenant]
         return set(self._heard)
 
-    def _close_forgotten(self) -> None:
-        for session in self._store.take_forgotten():
+    def _close_dropped(self) -> None:
+        for session in self._store.pop_dropped():
             self._busy.discard(session)
-            self.faults.contain(session, self._close, session)
+            self.faults.guard(session, self._close, session)
             self._notify()  # a target may wait for it
 
     def _close(self, session: DraftSession) -> None:
         with session.lock:
             session.binding.close()
 
-    def _clear_rests(self) -> None:
+    def _evict_idle_kv(self) -> None:
         """Let go of what sessions at rest hold in the cache, the oldest first, where it slows down the others.
 
         Their sequences stay: one that goes on after all is prefilled again.
         """
-        limit = self._engine.info.rest_tokens
+        limit = self._engine.info.idle_cache_tokens
         if limit >= self._engine.info.max_tokens or self._engine.num_tokens <= limit:
             return
-        resting = [session for session in self._store.snapshot() if session.is_at_rest and session.binding.num_handles]
+        resting = [session for session in self._store.snapshot() if session.is_idle and session.binding.num_handles]
         num_tokens = sum(len(session.core.tokens) for session in resting)
         for session in resting:
             if num_tokens <= limit:
                 return
             num_tokens -= len(session.core.tokens)
-            self.faults.contain(session, self._close, session)
+            self.faults.guard(session, self._close, session)
             self.counts.cleared += 1
 
-    def _in_turn(self) -> tuple[list[DraftSession], list[DraftSession]]:
+    def _select_sessions(self) -> tuple[list[DraftSession], list[DraftSession]]:
         """The sessions to plan for. Where there are several tenants, as many as at most double the time of a step.
 
         Those that targets wait for go first, then those that they decode; a first session of every tenant before a
@@ -219,103 +219,112 @@ class Compute:
         self._may_pause = False
         if not self._is_shared or cost is None or self._plan_s <= 0:
             return list(self._busy), []
-        most = max(_LEAST_PLANNED, int(cost.first_s / (self._plan_s + cost.more_s)))
+        most = max(_LEAST_PLANNED, int(cost.base_s / (self._plan_s + cost.per_row_s)))
         most_others = max(1, most // _ANNOUNCED)
         if len(self._busy) <= most:
             most = most_others = len(self._busy)
-        taken = self._busy.take(most, most_others if self._clock() >= self._others_at_s else 0, present)
+        taken = self._busy.select(most, most_others if self._clock() >= self._others_at_s else 0, present)
         self._may_pause = not any(taken)
         return taken
 
     def _plan(
         self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
-    ) -> list[tuple[DraftSession, Feed]]:
-        contain = self.faults.contain
+    ) -> list[tuple[DraftSession, EngineRow]]:
+        contain = self.faults.guard
         now_s = self._clock()  # once: of a tenant's sessions none has read less than another
-        wishes = [wish for session in sessions if (wish := contain(session, self._wish, session, now_s))]
+        wishes = [wish for session in sessions if (wish := contain(session, self._row_request, session, now_s))]
         start_s = end_s = self._clock()
         for session in others:
-            if end_s - start_s < _PLANNING_S and (wish := contain(session, self._wish, session, now_s)):
+            if end_s - start_s < _PLANNING_S and (wish := contain(session, self._row_request, session, now_s)):
                 wishes.append(wish)
             end_s = self._clock()
         if others:
             self._others_at_s = end_s + min(_PAUSE * (end_s - start_s), _LONGEST_PAUSE_S)
-        plan = schedule(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
-        self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.wishes)
-        for wish in plan.wishes:  # before any feed: what is fed is not yet in the engine's cache
-            self._borrow(wish.session)
-        fed = [(wish.session, contain(wish.session, self._feeds, wish, plan.piece_len) or ()) for wish in plan.wishes]
+        plan = select_rows(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
+        self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.requests)
+        for wish in plan.requests:  # before any feed: what is fed is not yet in the engine's cache
+            self._adopt_prefix(wish.session)
+        fed = [
+            (wish.session, contain(wish.session, self._engine_rows, wish, plan.prefill_chunk) or ())
+            for wish in plan.requests
+        ]
         feeds = [(session, feed) for session, own in fed for feed in own]
-        without_room = [wish.session for wish in plan.wishes if wish.granted and not wish.session.is_forgotten]
+        without_room = [wish.session for wish in plan.requests if wish.granted and not wish.session.is_dropped]
         if without_room and not feeds:
             self._make_room(without_room)
         return feeds
 
-    def _wish(self, session: DraftSession, now_s: float) -> Wish[DraftSession] | None:
+    def _row_request(self, session: DraftSession, now_s: float) -> RowRequest[DraftSession] | None:
         with session.lock:
-            core, num_unread = session.core, session.num_unread
-            nodes = () if session.is_forgotten else core.rows()
-            if not nodes and session.state is State.BEHIND and num_unread > 1:
+            core, num_unread = session.core, session.num_unprefilled
+            nodes = () if session.is_dropped else core.rows()
+            if not nodes and session.state is State.PREFILLING and num_unread > 1:
                 nodes = (core.tree.root,)  # its planner drafts only while a target waits, and none will until then
-            is_left_out = session.is_at_rest or (session.is_paused and not session.is_awaited)
-            if not nodes or session.is_forgotten or is_left_out:
+            is_left_out = session.is_idle or (session.is_paused and not session.is_target_waiting)
+            if not nodes or session.is_dropped or is_left_out:
                 self._busy.discard(session)
                 return None
             self._busy.add(session)  # a target that has waited for it may have gone on
             if self._is_about_to_borrow(session):
                 return None
-            num_read = self._read.of(session.tenant, now_s)
-            return wish_for(session, core.round, nodes, session.is_awaited, num_unread, session.tenant, num_read)
+            num_read = self._read.get(session.tenant, now_s)
+            return request_rows(
+                session, core.round, nodes, session.is_target_waiting, num_unread, session.tenant, num_read
+            )
 
     def _step_cost(self) -> StepCost | None:
         cost = self.cost.cost
-        return None if cost is None else replace(cost, more_s=cost.more_s + self._plan_s, read_s=self._read_s)
+        return (
+            None
+            if cost is None
+            else replace(cost, per_row_s=cost.per_row_s + self._plan_s, per_prefill_token_s=self._read_s)
+        )
 
-    def _feeds(self, wish: Wish[DraftSession], piece_len: int) -> list[Feed]:
+    def _engine_rows(self, wish: RowRequest[DraftSession], prefill_chunk: int) -> list[EngineRow]:
         session = wish.session
         with session.lock:
             core = session.core
-            if session.is_forgotten:
+            if session.is_dropped:
                 return []
             if core.round.index != wish.round_index:
                 # A verdict came in between: the old nodes may be gone.
                 wish.granted = list(core.rows()[: len(wish.granted)])
-            return session.binding.feeds(core.tokens, core.tree, wish.granted, piece_len)
+            return session.binding.rows_for(core.tokens, core.tree, wish.granted, prefill_chunk)
 
     def _is_about_to_borrow(self, session: DraftSession) -> bool:
         """Whether the session that this one will borrow from is itself still reading."""
-        found = session.donor  # read once: the lookup thread may forget the draft meanwhile
+        found = session.prefix_donor  # read once: the lookup thread may forget the draft meanwhile
         if found is None or session.binding.num_handles:
             return False
         donor, _ = found
-        if donor not in self._busy or donor.is_forgotten or donor.is_at_rest:
+        if donor not in self._busy or donor.is_dropped or donor.is_idle:
             return False
         # One that is decoded does not wait for one that has few turns: only announced, or of a tenant that is gone.
         has_turns = donor.has_verdict and (not self._is_shared or donor.tenant in self._heard)
-        return donor.num_unread > 1 and (has_turns or not session.has_verdict)
+        return donor.num_unprefilled > 1 and (has_turns or not session.has_verdict)
 
-    def _borrow(self, session: DraftSession) -> None:
+    def _adopt_prefix(self, session: DraftSession) -> None:
         """Begin with what another session's cache holds of the same sequence."""
-        found, session.donor = session.donor, None
+        found, session.prefix_donor = session.prefix_donor, None
         if found is None or not session.is_draftable:
             return
         donor, length = found
-        if donor.is_forgotten or session.binding.num_handles:
+        if donor.is_dropped or session.binding.num_handles:
             return
-        lent = self.faults.contain(donor, self._lend, donor, session, length)
+        lent = self.faults.guard(donor, self._fork_prefix, donor, session, length)
         if lent is not None:
-            session.binding.adopt(*lent)
+            session.binding.start_from(*lent)
             self.counts.borrowed_tokens += lent[1]
 
-    def _lend(self, donor: DraftSession, session: DraftSession, known: int) -> tuple[int, int] | None:
+    def _fork_prefix(self, donor: DraftSession, session: DraftSession, known: int) -> tuple[int, int] | None:
         """A handle that holds what both sequences begin with, `known` tokens at least, and how many these are."""
         with donor.lock, contextlib.suppress(EngineFull):
             length = _common_len(donor.core.tokens, session.core.tokens, known)
-            handle = donor.binding.lend(donor.core.tokens, donor.core.tree, length)
+            handle = donor.binding.fork_prefix(donor.core.tokens, donor.core.tree, length)
             return None if handle is None else (handle, length)
         return None
 
-    def _step(self, feeds: list[tuple[DraftSession, Feed]]) -> bool:
+    def _step(self, feeds: list[tuple[DraftSession, EngineRow]]) -> bool:
         """Run one step; False if the engine could not."""
         start_s = self._clock()
         try:
@@ -330,7 +339,7 @@ class Compute:
             return False
         except Exception as error:
             self.counts.failed_steps += 1
-            self._find_fault(feeds, error)
+            self._isolate_failure(feeds, error)
             return False
         self._num_failures = 0
         step_s = self._clock() - start_s
@@ -342,33 +351,33 @@ class Compute:
         self._notify()
         return True
 
-    def _place(self, feeds: list[tuple[DraftSession, Feed]], distributions: list[Distribution]) -> None:
+    def _place(self, feeds: list[tuple[DraftSession, EngineRow]], distributions: list[Distribution]) -> None:
         asked = [(session, node) for session, feed in feeds for node in feed.nodes]
         for (session, node), distribution in zip(asked, distributions, strict=True):
             if node is not None:
-                self.faults.contain(session, self._grow, session, node, distribution)
+                self.faults.guard(session, self._grow, session, node, distribution)
 
     def _grow(self, session: DraftSession, node: Node, distribution: Distribution) -> None:
         with session.lock:
-            session.core.grow(node, distribution)
+            session.core.add_distribution(node, distribution)
 
-    def _find_fault(self, feeds: list[tuple[DraftSession, Feed]], error: Exception) -> None:
+    def _isolate_failure(self, feeds: list[tuple[DraftSession, EngineRow]], error: Exception) -> None:
         """After a step that the engine could not run: each draft's rows run alone, and who fails alone is forgotten."""
-        apart: dict[DraftSession, list[tuple[DraftSession, Feed]]] = {}
+        apart: dict[DraftSession, list[tuple[DraftSession, EngineRow]]] = {}
         for session, feed in feeds:
             apart.setdefault(session, []).append((session, feed))
         if len(apart) == 1:
             self.faults.drop(feeds[0][0], error)
             return
         for session, own in apart.items():
-            self.faults.contain(session, self._step_again, own)
+            self.faults.guard(session, self._step_again, own)
 
-    def _step_again(self, feeds: list[tuple[DraftSession, Feed]]) -> None:
+    def _step_again(self, feeds: list[tuple[DraftSession, EngineRow]]) -> None:
         for _, feed in feeds:  # a step that failed may have fed some of its tokens
             self._engine.truncate(feed.row.handle, feed.held)
         self._step(feeds)
 
-    def _count(self, feeds: list[tuple[DraftSession, Feed]], step_s: float) -> None:
+    def _count(self, feeds: list[tuple[DraftSession, EngineRow]], step_s: float) -> None:
         self.counts.steps += 1
         num_rows = sum(feed.row.num_outputs for _, feed in feeds)
         self.counts.rows += num_rows
@@ -388,21 +397,21 @@ class Compute:
     def _recover(self, sessions: list[DraftSession]) -> None:
         """After a step without room the handles of its drafts are given back: they start from the sequence again."""
         for session in sessions:
-            self.faults.contain(session, self._close, session)
+            self.faults.guard(session, self._close, session)
         self._make_room(sessions)
 
     def _make_room(self, wanting: list[DraftSession]) -> None:
         info = self._engine.info
-        self._store.make_room(
+        self._store.evict_for(
             wanting,
             lambda session: max(
                 len(session.core.tokens) / info.max_tokens, session.binding.num_handles / info.max_handles
             ),
         )
 
-    def _forget_all(self) -> None:
+    def _drop_all(self) -> None:
         for session in self._store.snapshot():
-            self._store.forget(session)
+            self._store.drop(session)
 
 
 def _common_len(one: Sequence[int], other: Sequence[int], known: int) -> int:

@@ -36,7 +36,7 @@ class Message(NamedTuple):
         return _OVERHEAD + sum(len(frame) for frame in self.frames)
 
 
-class Turns:
+class FairQueue:
     """Bounded: where there is no room, the client whose messages take the most loses its newest one.
 
     What has waited too long is dropped. Time is that which serving took: a process that stood still loses nothing.
@@ -56,7 +56,7 @@ class Turns:
         self._sizes: dict[bytes, int] = {}
         self._num_messages = 0
         self.num_bytes = 0  # of all that wait
-        self._used = Usage(_HALF_LIFE_S, newcomer=_NEWCOMER_S)
+        self._used = DecayedUsage(_HALF_LIFE_S, newcomer=_NEWCOMER_S)
         self.num_dropped = 0
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class Turns:
         """The next message to serve; None if there is none."""
         while self._queues:
             now_s = self._clock()
-            client = min(self._queues, key=lambda one: self._used.of(one, now_s))
+            client = min(self._queues, key=lambda one: self._used.get(one, now_s))
             since_s, message = self._queues[client].popleft()
             self._took(message)
             if self._spent_s - since_s <= _STALE_S:
@@ -103,7 +103,7 @@ class Turns:
 _MOST = 1024  # that are told apart
 
 
-class Usage:
+class DecayedUsage:
     """Amounts by key; what was used counts half after `half_life_s`. Who has used nothing for longest makes way.
 
     `newcomer` is what an unknown key counts as: those who are known to use little go before strangers.
@@ -114,14 +114,14 @@ class Usage:
         self._newcomer = newcomer
         self._used: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # amount, and when it was that
 
-    def of(self, key: bytes, now_s: float) -> float:
+    def get(self, key: bytes, now_s: float) -> float:
         """What counts now."""
         amount, at_s = self._used.get(key, (self._newcomer, now_s))
         return float(amount * 0.5 ** ((now_s - at_s) / self._half_life_s))
 
     def add(self, key: bytes, amount: float, now_s: float) -> None:
         """So much more was used."""
-        self._used[key] = (self.of(key, now_s) + amount, now_s)
+        self._used[key] = (self.get(key, now_s) + amount, now_s)
         self._used.move_to_end(key)
         if len(self._used) > _MOST:
             self._used.popitem(last=False)

@@ -22,34 +22,34 @@ import msgspec
 from specbranch.core.costs import StepCost
 from specbranch.core.planners import SettingError
 from specbranch.engines.base import DraftEngine
-from specbranch.logs import Seldom
-from specbranch.service.server.draft_runner import Compute
-from specbranch.service.server.lookup import Lookup, LookupCounts
-from specbranch.service.server.metrics import Figures
-from specbranch.service.server.pending import Pending, Waiting
-from specbranch.service.server.recorder import Observer
-from specbranch.service.server.session import DraftSession
-from specbranch.service.server.store import Faults, SessionStore
-from specbranch.service.server.tenants import StepCounter
+from specbranch.logs import RateLimitedWarning
+from specbranch.service.server.draft_runner import DraftRunner
+from specbranch.service.server.draft_session import DraftSession
+from specbranch.service.server.lookup import LookupCounts, SessionLookup
+from specbranch.service.server.pending import PendingReplies, PendingStep
+from specbranch.service.server.prometheus import ServiceMetrics
+from specbranch.service.server.recorder import EventSink
+from specbranch.service.server.store import FaultGuard, SessionStore
+from specbranch.service.server.tenants import ClientActivity
 from specbranch.service.wire.messages import (
     MAX_AHEAD,
     MAX_REPLY,
     VERSION,
-    Ahead,
-    AheadRow,
+    DraftReply,
     Drain,
     Draining,
+    ErrorReply,
     FrameError,
     Hello,
-    Open,
+    OpenSequences,
     Overview,
     OverviewRequest,
-    Proposals,
-    Refused,
+    PrefetchPush,
+    PrefetchRow,
     Reply,
     StatsReply,
     StatsRequest,
-    Step,
+    StepRequest,
     StepRow,
     Welcome,
     decode_request,
@@ -63,15 +63,15 @@ _LONGEST_WAIT_S = 1.0  # unless another one is chosen
 _MOST_NAMESPACES = 4  # of one client; ours use one
 
 
-class Dispatch:
+class RequestHandler:
     """Answers clients. Called by the lookup thread only."""
 
     def __init__(
         self,
         engine: DraftEngine,
         store: SessionStore,
-        compute: Compute,
-        observer: Observer | None = None,
+        runner: DraftRunner,
+        observer: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: Mapping[str, str | int] | None = None,
         longest_wait_s: float = _LONGEST_WAIT_S,
@@ -84,19 +84,19 @@ class Dispatch:
         self._info = engine.info
         self._settings = dict(settings or {})
         self._store = store
-        self._compute = compute
-        self._observer = observer or Observer()
+        self._runner = runner
+        self._observer = observer or EventSink()
         self._clock = clock
         self._longest_wait_s = longest_wait_s
         self._owner = owner
-        self._warn = Seldom(log, clock)
+        self._warn = RateLimitedWarning(log, clock)
         self._grown: dict[DraftSession, None] = {}  # since they were last looked at for those who wait
         self._untold: dict[DraftSession, None] = {}  # since they were last told of ahead
-        self.faults = Faults(store)
-        self.lookup = Lookup(engine, store, compute, faults=self.faults, observer=self._observer, clock=clock)
+        self.faults = FaultGuard(store)
+        self.lookup = SessionLookup(engine, store, runner, faults=self.faults, observer=self._observer, clock=clock)
         self._tenants = self.lookup.tenants
-        self._waiting = Waiting(self.faults, compute.tell)
-        self.figures = Figures(store, compute, self.lookup.counts, self.faults, clock)
+        self._waiting = PendingReplies(self.faults, runner.notify)
+        self.figures = ServiceMetrics(store, runner, self.lookup.counts, self.faults, clock)
 
     @property
     def counts(self) -> LookupCounts:
@@ -114,9 +114,9 @@ class Dispatch:
         except (FrameError, SettingError) as error:
             self.counts.refused += 1
             self._warn("refused a message: %s", repr(str(error))[:200])
-            yield client, Refused(str(error)[:500])
+            yield client, ErrorReply(str(error)[:500])
         except Exception as error:
-            yield self._refuse(client, error)
+            yield self._error_reply(client, error)
 
     def next_deadline_s(self) -> float | None:
         """When `answer_overdue` must be called at the latest."""
@@ -126,7 +126,7 @@ class Dispatch:
         """Answers that were held back and are complete now; asked after draft steps."""
         self._take_grown()
         grown, self._grown = self._grown, {}
-        return self._answers(self._waiting.ready(grown))
+        return self._answers(self._waiting.completed(grown))
 
     def answer_overdue(self) -> list[Answer]:
         """Answers whose time is up: rows that are not ready go without a draft."""
@@ -134,14 +134,14 @@ class Dispatch:
         self.counts.overdue += len(overdue)
         return self._answers(overdue)
 
-    def tell_ahead(self) -> list[Answer]:
+    def push_prefetched(self) -> list[Answer]:
         """Answers that nobody has asked for yet; asked after draft steps."""
         self._take_grown()
         untold, self._untold = self._untold, {}
-        return list(tell_ahead(untold, self.faults))
+        return list(prefetch_messages(untold, self.faults))
 
     def _take_grown(self) -> None:
-        grown = dict.fromkeys(self._compute.take_grown())
+        grown = dict.fromkeys(self._runner.pop_updated())
         self._grown |= grown
         self._untold |= grown
 
@@ -150,44 +150,44 @@ class Dispatch:
             raise FrameError(f"a message has one frame, this one has {len(frames)}")
         request = decode_request(frames[0])
         key, user = user, _short(user)
-        if user and isinstance(request, Step | Open | StatsRequest):
+        if user and isinstance(request, StepRequest | OpenSequences | StatsRequest):
             request = msgspec.structs.replace(request, namespace=user + request.namespace)
-        if isinstance(request, Step | Open):
-            self._admit(client, request.namespace)
-        if isinstance(request, Step):
+        if isinstance(request, StepRequest | OpenSequences):
+            self._check_namespace_quota(client, request.namespace)
+        if isinstance(request, StepRequest):
             return self._serve_step(client, request)
         if isinstance(request, Hello):
             return [(client, self._serve_hello(request))]
         if isinstance(request, StatsRequest):
             return [(client, self._serve_stats(request))]
         if isinstance(request, OverviewRequest):
-            return [(client, Overview(request.round, self._settings, self.figures.by_name()))]
+            return [(client, Overview(request.round, self._settings, self.figures.as_dict()))]
         if isinstance(request, Drain):
             if key != self._owner:
                 raise FrameError("only the key that was made with the service's own (client.key) may drain it")
             return self._serve_drain(client, request)
-        assert isinstance(request, Open)
+        assert isinstance(request, OpenSequences)
         return [] if self.lookup.open(client, request, user) else [(client, self._draining())]
 
-    def _admit(self, client: Client, namespace: bytes) -> None:
+    def _check_namespace_quota(self, client: Client, namespace: bytes) -> None:
         """A client that makes up namespaces would count as many tenants."""
         namespaces = self._tenants.step_counter(client).namespaces
         if namespace not in namespaces and len(namespaces) == _MOST_NAMESPACES:
             raise FrameError(f"a client has at most {_MOST_NAMESPACES} namespaces; connect anew for another one")
         namespaces.add(namespace)
 
-    def _refuse(self, client: Client, error: Exception) -> Answer:
+    def _error_reply(self, client: Client, error: Exception) -> Answer:
         """The answer where serving failed by a fault of ours: it costs this client one answer, and nobody else."""
-        self.faults.note(error, "a message is refused")
+        self.faults.record(error, "a message is refused")
         self._waiting.remove(client)
-        return (client, Refused("the service failed on this message; see its log"))
+        return (client, ErrorReply("the service failed on this message; see its log"))
 
     def _serve_hello(self, hello: Hello) -> Welcome:
         if hello.version != VERSION:
             raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
         info = self._info
         return Welcome(
-            VERSION, hello.round, info.model[-256:], info.vocab_len, info.vocab_sample, self._store.is_draining
+            VERSION, hello.round, info.model[-256:], info.vocab_len, info.vocab_fingerprint, self._store.is_draining
         )
 
     def _serve_drain(self, client: Client, request: Drain) -> Iterator[Answer]:
@@ -205,7 +205,7 @@ class Dispatch:
 
     def _serve_stats(self, request: StatsRequest) -> StatsReply:
         sessions, stats = self._store.stats_of(request.namespace)
-        cost = self._compute.cost.cost or StepCost(0.0)
+        cost = self._runner.cost.cost or StepCost(0.0)
         return StatsReply(
             round=request.round,
             sessions=sessions,
@@ -217,23 +217,23 @@ class Dispatch:
             rejected=stats.rejected,
             unused=stats.unused,
             cut=stats.cut,
-            first_row_us=round(1e6 * cost.first_s),
-            more_row_us=round(1e6 * cost.more_s),
+            first_row_us=round(1e6 * cost.base_s),
+            more_row_us=round(1e6 * cost.per_row_s),
             **self._store.undrafted.counts(request.namespace),
         )
 
-    def _serve_step(self, client: Client, step: Step) -> Iterator[Answer]:
+    def _serve_step(self, client: Client, step: StepRequest) -> Iterator[Answer]:
         now_s = self._clock()
-        self._tenants.step_ended(step, now_s)
+        self._tenants.record_step(step, now_s)
         self._drop_pending(client)
         self.counts.steps += 1
         step_counter = self._tenants.step_counter(client)
         step_counter.steps += 1
         step_counter.heard_s = now_s
         step_counter.num_ahead = 0
-        pending = Pending(client=client, step=step, since_s=now_s, deadline_s=now_s + self._wait_s(step))
+        pending = PendingStep(client=client, step=step, since_s=now_s, deadline_s=now_s + self._wait_s(step))
         self._waiting.add(pending)
-        first, later = _in_turn(step.rows)
+        first, later = _split_by_urgency(step.rows)
         seen: dict[tuple[bytes, bytes], int] = {}
         for index in first:
             self._look_up(pending, index, step_counter, seen)
@@ -247,18 +247,18 @@ class Dispatch:
             try:
                 self._look_up(pending, index, step_counter, seen)
             except Exception as error:  # the answer has gone out; the row is asked for again
-                self.faults.note(error, "a row is not followed")
+                self.faults.record(error, "a row is not followed")
         self._observer.arrived(client, step, pending.sessions, now_s)
         if not is_held:
             self._note_answer(pending, answered_s)
         elif pending.deadline_s <= now_s:
             yield from self.answer_overdue()
 
-    def _wait_s(self, step: Step) -> float:
+    def _wait_s(self, step: StepRequest) -> float:
         return min(step.wait_ms / 1000, self._longest_wait_s)
 
     def _look_up(
-        self, pending: Pending, index: int, step_counter: StepCounter, seen: dict[tuple[bytes, bytes], int]
+        self, pending: PendingStep, index: int, step_counter: ClientActivity, seen: dict[tuple[bytes, bytes], int]
     ) -> None:
         """Bring the session of a row up to its verdict, and take what it has to submit.
 
@@ -267,22 +267,22 @@ class Dispatch:
         row = pending.step.rows[index]
         first = seen.setdefault((row.before, row.after), index)
         if first != index and row == pending.step.rows[first]:
-            self._waiting.enter(pending, index, pending.sessions[first], pending.proposals[first])
+            self._waiting.add_row(pending, index, pending.sessions[first], pending.proposals[first])
             return
-        session = self.lookup.session_of(pending.step.namespace, row)
+        session = self.lookup.commit_row(pending.step.namespace, row)
         if session and self._waiting.waits_for(session):  # another client, for a round that may be over
             self._grown[session] = None
-        self._waiting.enter(pending, index, session, self._proposal(session, row) if session else None)
+        self._waiting.add_row(pending, index, session, self._proposal(session, row) if session else None)
         if session:
-            session.hear(step_counter)
+            session.touch(step_counter)
             if session.is_draftable:
-                self._compute.tell(session)
+                self._runner.notify(session)
 
     def _proposal(self, session: DraftSession, row: StepRow) -> list[int] | None:
         """What to answer for a row; nothing if the target was told ahead."""
-        if row.taken is not None:
-            return self.faults.contain(session, session.adopt, row.taken)
-        return self.faults.contain(session, session.propose)
+        if row.prefetched is not None:
+            return self.faults.guard(session, session.mark_prefetched_used, row.prefetched)
+        return self.faults.guard(session, session.propose)
 
     def _drop_pending(self, client: Client) -> None:
         """The client has gone on: nobody waits for its last step's drafts any more."""
@@ -290,40 +290,40 @@ class Dispatch:
         if pending is not None:
             self._note_answer(pending, min(self._clock(), pending.deadline_s))
 
-    def _answers(self, done: Iterable[Pending]) -> list[Answer]:
+    def _answers(self, done: Iterable[PendingStep]) -> list[Answer]:
         """The answers to these steps; rows that are not ready go with what there is."""
         answers: list[Answer] = []
         for pending in done:
             try:
-                self._waiting.give_up(pending)
+                self._waiting.expire(pending)
                 now_s = self._clock()
                 answers.append(self._answer(pending, now_s))
                 self._note_answer(pending, now_s)
             except Exception as error:
-                answers.append(self._refuse(pending.client, error))
+                answers.append(self._error_reply(pending.client, error))
         return answers
 
-    def _answer(self, pending: Pending, now_s: float) -> Answer:
+    def _answer(self, pending: PendingStep, now_s: float) -> Answer:
         self._waiting.remove(pending.client)
         self.counts.wait_s += now_s - pending.since_s
-        self._tenants.answered(pending.step.namespace, now_s)
+        self._tenants.record_reply(pending.step.namespace, now_s)
         probs = pending.probs if any(pending.probs) else []
-        return (pending.client, Proposals(pending.step.round, pending.proposals, probs))
+        return (pending.client, DraftReply(pending.step.round, pending.proposals, probs))
 
-    def _note_answer(self, pending: Pending, at_s: float) -> None:
+    def _note_answer(self, pending: PendingStep, at_s: float) -> None:
         self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)
 
 
-def _in_turn(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
+def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
     """The rows that somebody waits for, and those that may be followed after the answer.
 
     What the target was told ahead it verifies already. But where a row that asks shares a sequence with such a row, the
     first of the two gets the session.
     """
-    asked = {name for row in rows if row.taken is None for name in (row.before, row.after)}
+    asked = {name for row in rows if row.prefetched is None for name in (row.before, row.after)}
     turns: tuple[list[int], list[int]] = [], []
     for index, row in enumerate(rows):
-        turns[row.taken is not None and row.before not in asked].append(index)
+        turns[row.prefetched is not None and row.before not in asked].append(index)
     return turns
 
 
@@ -336,27 +336,27 @@ _MOST_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
 _MOST = 64  # messages to one client between two of its steps: by then all is drafted that a verdict could use
 
 
-def tell_ahead(sessions: Iterable[DraftSession], faults: Faults) -> Iterator[tuple[bytes, Ahead]]:
+def prefetch_messages(sessions: Iterable[DraftSession], faults: FaultGuard) -> Iterator[tuple[bytes, PrefetchPush]]:
     """Messages with what has changed for these sessions, each for the client whose verdict is awaited."""
-    rows: dict[bytes, list[AheadRow]] = {}
+    rows: dict[bytes, list[PrefetchRow]] = {}
     counters = {}
     for session in sessions:
         counter = session.step_counter
-        if session.is_forgotten or not session.is_draftable or counter.num_ahead >= _MOST:
+        if session.is_dropped or not session.is_draftable or counter.num_ahead >= _MOST:
             continue
-        outcomes = faults.contain(session, session.foresee)
+        outcomes = faults.guard(session, session.prefetch)
         if outcomes:
-            rows.setdefault(counter.client, []).append(AheadRow(session.key[1], outcomes))
+            rows.setdefault(counter.client, []).append(PrefetchRow(session.key[1], outcomes))
             counters[counter.client] = counter
     for client, told in rows.items():
         for part in _parts(told):
             counters[client].num_ahead += 1
-            yield client, Ahead(part)
+            yield client, PrefetchPush(part)
 
 
-def _parts(rows: Sequence[AheadRow]) -> Iterator[list[AheadRow]]:
+def _parts(rows: Sequence[PrefetchRow]) -> Iterator[list[PrefetchRow]]:
     """Rows that fit into one message, by number and by size."""
-    part: list[AheadRow] = []
+    part: list[PrefetchRow] = []
     size = 0
     for row in rows:
         row_size = sum(len(outcome.probs) for outcome in row.outcomes)

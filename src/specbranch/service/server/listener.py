@@ -21,9 +21,16 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from specbranch.logs import Seldom
+from specbranch.logs import RateLimitedWarning
 from specbranch.service.server.fair_queue import Message
-from specbranch.service.wire.addresses import LINGER_MS, EndpointError, ServiceKeys, is_safe, load_key, socket_path
+from specbranch.service.wire.addresses import (
+    LINGER_MS,
+    AddressError,
+    ServiceKeys,
+    is_trusted_socket,
+    load_key,
+    socket_path,
+)
 from specbranch.service.wire.messages import MAX_FRAME
 
 log = logging.getLogger(__name__)
@@ -43,7 +50,7 @@ class Listener:
         self._address = address
         self._path = socket_path(address)
         self._file: SocketFile | None = None
-        self._warn = Seldom(log)
+        self._warn = RateLimitedWarning(log)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -85,13 +92,13 @@ class Listener:
         if self._file is None or self._path is None or self._file.is_ours:
             return
         if self._path.exists():
-            raise EndpointError(
+            raise AddressError(
                 f"{self._path} was replaced: another service listens there, and nobody can reach this one any more; "
                 "start one of them with another --listen"
             )
         try:
             self._file.replace(_bind_unix(self.socket, self._address, self._path))
-        except (EndpointError, OSError) as error:
+        except (AddressError, OSError) as error:
             self._warn("the socket was deleted, and it cannot be made again: %s", error)
         else:
             self._warn("the socket was deleted; made it again at %s", self._address)
@@ -111,7 +118,7 @@ def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None 
         listener.close()
 
 
-def raise_file_limit() -> int:
+def raise_fd_limit() -> int:
     """Allow this process as many descriptors as it may have; how many these are. Every client takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -120,7 +127,7 @@ def raise_file_limit() -> int:
     return 1 << 20 if limit == resource.RLIM_INFINITY else limit
 
 
-def lowest_free_file() -> int:
+def lowest_free_fd() -> int:
     """The lowest number that no descriptor has: all below are in use."""
     try:
         number = os.dup(0)
@@ -135,7 +142,7 @@ def _guarded(router: zmq.Socket[bytes], file: SocketFile) -> Iterator[None]:
     """Hide the socket's file while few descriptors are left: on the last one ZeroMQ would abort the process."""
     events: zmq.Socket[bytes] = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
     is_over = threading.Event()
-    thread = threading.Thread(target=_guard, args=(events, file, is_over), name="descriptors", daemon=True)
+    thread = threading.Thread(target=_watch_descriptors, args=(events, file, is_over), name="descriptors", daemon=True)
     thread.start()
     try:
         yield
@@ -146,17 +153,17 @@ def _guarded(router: zmq.Socket[bytes], file: SocketFile) -> Iterator[None]:
         events.close()
 
 
-def _guard(events: zmq.Socket[bytes], file: SocketFile, is_over: threading.Event) -> None:
-    limit = raise_file_limit()
+def _watch_descriptors(events: zmq.Socket[bytes], file: SocketFile, is_over: threading.Event) -> None:
+    limit = raise_fd_limit()
     reserve = max(limit // 4, 64)
-    warn = Seldom(log)
+    warn = RateLimitedWarning(log)
     while not is_over.is_set():
         if events.poll(_LOOK_MS):
             with contextlib.suppress(zmq.Again):
                 for _ in range(1000):
                     events.recv_multipart(zmq.NOBLOCK)
         try:
-            is_full = lowest_free_file() >= limit - reserve
+            is_full = lowest_free_fd() >= limit - reserve
         except OSError:
             is_full = True
         if is_full and file.hide():
@@ -166,19 +173,19 @@ def _guard(events: zmq.Socket[bytes], file: SocketFile, is_over: threading.Event
 
 
 def _bind_unix(router: zmq.Socket[bytes], address: str, path: Path) -> SocketFile:
-    if not is_safe(path):
+    if not is_trusted_socket(path):
         path.parent.mkdir(parents=True, mode=0o700)
     if path.exists():
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise EndpointError(f"{path} exists and is no socket; choose another address")
+            raise AddressError(f"{path} exists and is no socket; choose another address")
         if _is_alive(path):
-            raise EndpointError(f"a service listens at {address} already; stop it or choose another address")
+            raise AddressError(f"a service listens at {address} already; stop it or choose another address")
         path.unlink()
     before = os.umask(0o177)
     try:
         router.bind(address)
     except zmq.ZMQError as error:
-        raise EndpointError(f"cannot listen at {address}: {error}") from error
+        raise AddressError(f"cannot listen at {address}: {error}") from error
     finally:
         os.umask(before)
     path.chmod(0o600)
@@ -198,12 +205,10 @@ def _bind_tcp(
     context: zmq.Context[Any], router: zmq.Socket[bytes], address: str, keys: ServiceKeys | None
 ) -> ThreadAuthenticator:
     if keys is None:
-        raise EndpointError(
-            f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR"
-        )
+        raise AddressError(f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR")
     public, secret = load_key(keys.secret)
     if not list(keys.clients.glob("*.key")):
-        raise EndpointError(f"{keys.clients} holds no client's public key; nobody could connect")
+        raise AddressError(f"{keys.clients} holds no client's public key; nobody could connect")
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve(domain="*", location=str(keys.clients))
@@ -213,7 +218,7 @@ def _bind_tcp(
         router.bind(address)
     except zmq.ZMQError as error:
         authenticator.stop()
-        raise EndpointError(f"cannot listen at {address}: {error}") from error
+        raise AddressError(f"cannot listen at {address}: {error}") from error
     return authenticator
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from specbranch.service.server.session import DraftSession, State
-from specbranch.service.server.store import Faults
-from specbranch.service.wire.messages import Step
+from specbranch.service.server.draft_session import DraftSession, State
+from specbranch.service.server.store import FaultGuard
+from specbranch.service.wire.messages import StepRequest
 
 
 @dataclass(slots=True, kw_only=True)
-class Pending:
+class PendingStep:
     """A step that is not answered yet; one entry for each row in `sessions` and `proposals`."""
 
     client: bytes
-    step: Step
+    step: StepRequest
     since_s: float
     deadline_s: float
     sessions: list[DraftSession | None] = field(init=False)
@@ -27,43 +27,45 @@ class Pending:
     def __post_init__(self) -> None:
         rows = self.step.rows
         self.sessions, self.probs = [None] * len(rows), [b""] * len(rows)
-        self.proposals = [None if row.taken is None else [] for row in rows]  # what was told is not said again
+        self.proposals = [None if row.prefetched is None else [] for row in rows]  # what was told is not said again
 
-    def settle(self, index: int, proposal: list[int] | None) -> None:
+    def set_draft(self, index: int, proposal: list[int] | None) -> None:
         """The proposal of a row, with what it was drawn from: the next row may go on with the same session."""
         session = self.sessions[index]
-        if self.step.rows[index].taken is None:
+        if self.step.rows[index].prefetched is None:
             self.proposals[index] = proposal
         if session is not None and proposal and self.step.rows[index].sampling is not None:
             self.probs[index] = session.probs()
 
 
-class Waiting:
-    """The steps that wait, one for each client. `tell` lets the compute thread look at a session again.
+class PendingReplies:
+    """The steps that wait, one for each client. `notify` lets the draft thread look at a session again.
 
     However many rows wait for a session, it is asked once, and only after it has grown.
     """
 
-    def __init__(self, faults: Faults, tell: Callable[[DraftSession], None]) -> None:
+    def __init__(self, faults: FaultGuard, notify: Callable[[DraftSession], None]) -> None:
         self._faults = faults
-        self._tell = tell
-        self._pending: dict[bytes, Pending] = {}
+        self._notify = notify
+        self._pending: dict[bytes, PendingStep] = {}
         self._rows: dict[DraftSession, dict[tuple[bytes, int], None]] = {}  # that wait for a session: client, index
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: PendingStep) -> None:
         """From now on this client waits."""
         self._pending[pending.client] = pending
 
-    def enter(self, pending: Pending, index: int, session: DraftSession | None, proposal: list[int] | None) -> None:
+    def add_row(
+        self, pending: PendingStep, index: int, session: DraftSession | None, proposal: list[int] | None
+    ) -> None:
         """The session of a row of a step. If it has no proposal yet, the row waits for it."""
         pending.sessions[index] = session
-        if session and proposal is None and session.is_awaited:
+        if session and proposal is None and session.is_target_waiting:
             pending.waiting.add(index)
             pending.num_held += 1
             self._rows.setdefault(session, {})[pending.client, index] = None
-        pending.settle(index, proposal)
+        pending.set_draft(index, proposal)
 
-    def remove(self, client: bytes) -> Pending | None:
+    def remove(self, client: bytes) -> PendingStep | None:
         """The client waits no more: it was answered, or it has gone on."""
         pending = self._pending.pop(client, None)
         if pending is not None:
@@ -75,7 +77,7 @@ class Waiting:
         """Whether a row waits for this session."""
         return session in self._rows
 
-    def all(self) -> list[Pending]:
+    def all(self) -> list[PendingStep]:
         """Everyone who waits."""
         return list(self._pending.values())
 
@@ -83,37 +85,37 @@ class Waiting:
         """When the first of them must be answered."""
         return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
-    def ready(self, grown: Collection[DraftSession]) -> list[Pending]:
+    def completed(self, grown: Collection[DraftSession]) -> list[PendingStep]:
         """Steps all of whose rows have their proposals, or need not wait, now that these sessions have grown."""
         touched: dict[bytes, None] = {}
-        for session in [one for one in self._rows if one in grown or one.is_forgotten or one.is_far_behind]:
-            proposal = None if session.is_forgotten else self._faults.contain(session, session.propose)
-            if proposal is None and not session.is_forgotten:
+        for session in [one for one in self._rows if one in grown or one.is_dropped or one.is_far_behind]:
+            proposal = None if session.is_dropped else self._faults.guard(session, session.propose)
+            if proposal is None and not session.is_dropped:
                 continue
             for client, index in list(self._rows[session]):
                 touched[client] = None
                 if proposal is None:
                     self._give_up(self._pending[client], index)
                 else:
-                    self._pending[client].settle(index, proposal)
+                    self._pending[client].set_draft(index, proposal)
                     self._release(self._pending[client], index)
-            if session.is_far_behind and session.turn(State.BEHIND):
-                self._tell(session)  # it goes on with its prefill
+            if session.is_far_behind and session.set_state(State.PREFILLING):
+                self._notify(session)  # it goes on with its prefill
         return [self._pending[client] for client in touched if not self._pending[client].waiting]
 
-    def give_up(self, pending: Pending) -> None:
+    def expire(self, pending: PendingStep) -> None:
         """The time is up: rows that are not ready go with what there is."""
         for index in list(pending.waiting):
             self._give_up(pending, index)
 
-    def _give_up(self, pending: Pending, index: int) -> None:
+    def _give_up(self, pending: PendingStep, index: int) -> None:
         session = pending.sessions[index]
         assert session is not None, "only sessions are waited for"
-        pending.settle(index, self._faults.contain(session, session.propose_now))
+        pending.set_draft(index, self._faults.guard(session, session.propose_without_waiting))
         self._release(pending, index)
-        self._tell(session)
+        self._notify(session)
 
-    def _release(self, pending: Pending, index: int) -> None:
+    def _release(self, pending: PendingStep, index: int) -> None:
         """The row waits no more; nor is its session awaited, unless another client waits for it."""
         pending.waiting.discard(index)
         session = pending.sessions[index]
@@ -121,8 +123,8 @@ class Waiting:
         rows = self._rows[session]
         rows.pop((pending.client, index), None)
         if rows:
-            session.turn(State.AWAITED)
+            session.set_state(State.TARGET_WAITING)
             return
         del self._rows[session]
-        if session.is_awaited:
-            session.turn(State.PREPARING)
+        if session.is_target_waiting:
+            session.set_state(State.PREPARING)

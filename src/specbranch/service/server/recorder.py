@@ -2,7 +2,7 @@
 
 What a service tells of itself while it runs: a timeline, a trace, both or neither.
 
-All others report here and need not know who listens. Called by the lookup thread; `drafted` by the compute thread.
+All others report here and need not know who listens. Called by the lookup thread; `drafted` by the draft thread.
 
 Records verdicts and the draft's distributions along them as a trace, while the service runs.
 
@@ -21,40 +21,46 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.tree_cache import Feed
+from specbranch.engines.tree_cache import EngineRow
 from specbranch.private_files import open_private
-from specbranch.service.server.session import DraftSession
-from specbranch.service.server.timeline import RowVerdict, Snapshot, TimelineRecorder, VerdictTree, take_snapshot
-from specbranch.service.wire.messages import Open, Step, StepRow, unpack
+from specbranch.service.server.draft_session import DraftSession
+from specbranch.service.server.timeline_recorder import (
+    RowVerdict,
+    TimelineRecorder,
+    TreeSnapshot,
+    VerdictTree,
+    take_snapshot,
+)
+from specbranch.service.wire.messages import OpenSequences, StepRequest, StepRow, unpack_tokens
 from specbranch.trace import NO_DISTRIBUTION, Header, Record, encode_line, top_k_of
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class PreVerdictState:
     """What a trace needs of a session before a verdict changes it."""
 
     prompt: list[int]  # only at the first verdict
     distributions: list[Distribution | None]
 
 
-class Observer:
+class EventSink:
     """Passes on what happens to a timeline and to a recorder, as far as they were given."""
 
-    def __init__(self, timeline: TimelineRecorder | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(self, timeline: TimelineRecorder | None = None, recorder: TraceRecorder | None = None) -> None:
         self._timeline = timeline
         self._recorder = recorder
-        self._trees: dict[int, Snapshot] = {}  # of the step that is being taken in, by session
+        self._trees: dict[int, TreeSnapshot] = {}  # of the step that is being taken in, by session
 
-    def opened(self, client: bytes, request: Open, at_s: float) -> None:
+    def opened(self, client: bytes, request: OpenSequences, at_s: float) -> None:
         """Whole sequences came in."""
         if self._timeline is not None:
-            num_tokens = sum(len(unpack(packed)) for packed in request.sequences)
+            num_tokens = sum(len(unpack_tokens(packed)) for packed in request.sequences)
             lane = (client, request.namespace)
             self._timeline.open(lane, at_s, request.planner, len(request.sequences), num_tokens)
 
-    def before_commit(self, session: DraftSession, row: StepRow) -> Before | None:
+    def before_commit(self, session: DraftSession, row: StepRow) -> PreVerdictState | None:
         """A session is about to take in a verdict."""
         if not session.is_draftable:
             return None
@@ -66,13 +72,13 @@ class Observer:
             return None
         with session.lock:
             distributions = core.tree.distributions(row.tokens)
-        return Before(list(core.tokens) if len(core.tokens) == core.prompt_len else [], distributions)
+        return PreVerdictState(list(core.tokens) if len(core.tokens) == core.prompt_len else [], distributions)
 
-    def after_commit(self, session: DraftSession, row: StepRow, before: Before | None, age_s: float) -> None:
+    def after_commit(self, session: DraftSession, row: StepRow, before: PreVerdictState | None, age_s: float) -> None:
         """The session has taken the verdict in; `age_s` is the service's age."""
         if self._recorder is not None and before is not None:
             self._recorder.note(
-                Note(
+                VerdictRecord(
                     session=session.number,
                     at_s=age_s,
                     prompt=before.prompt,
@@ -83,19 +89,19 @@ class Observer:
                 )
             )
 
-    def arrived(self, client: bytes, step: Step, sessions: Sequence[DraftSession | None], at_s: float) -> None:
+    def arrived(self, client: bytes, step: StepRequest, sessions: Sequence[DraftSession | None], at_s: float) -> None:
         """A target's step came in, and its sessions have taken it in."""
         if self._timeline is not None:
             verdicts = [self._row_verdict(row, session) for row, session in zip(step.rows, sessions, strict=True)]
             self._timeline.arrive((client, step.namespace), at_s, verdicts)
             self._trees.clear()
 
-    def answered(self, client: bytes, step: Step, since_s: float, at_s: float, num_held: int) -> None:
+    def answered(self, client: bytes, step: StepRequest, since_s: float, at_s: float, num_held: int) -> None:
         """The answer to a step left; `num_held` of its rows had been waited for."""
         if self._timeline is not None:
             self._timeline.answer((client, step.namespace), since_s, at_s, num_held)
 
-    def drafted(self, feeds: Sequence[tuple[DraftSession, Feed]], start_s: float, end_s: float) -> None:
+    def drafted(self, feeds: Sequence[tuple[DraftSession, EngineRow]], start_s: float, end_s: float) -> None:
         """A draft step is over; its distributions are not in the trees yet. A session without any is in prefill."""
         if self._timeline is not None:
             num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
@@ -125,7 +131,7 @@ _MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class VerdictRecord:
     """One verdict of a session: when it came, its tokens, their distributions, and how many had been submitted.
 
     The first one of a session has the sequence before it as well.
@@ -140,7 +146,7 @@ class Note:
     is_hit: bool
 
 
-class Recorder:
+class TraceRecorder:
     """One trace file, which ends at `max_bytes`. Used by the lookup thread alone.
 
     An existing file, for example after a crash, is appended to. `wall_ns` and `open_file`: another clock and another
@@ -162,11 +168,11 @@ class Recorder:
         self._file = open_file(path, "ab")
         self._file.truncate(held)
         self._left = max_bytes - held
-        self._notes: list[Note] = []
+        self._notes: list[VerdictRecord] = []
         if not held:
             self._write(encode_line(Header(draft=draft)))
 
-    def note(self, note: Note) -> None:
+    def note(self, note: VerdictRecord) -> None:
         """Take in a verdict."""
         if self._left > 0:
             self._notes.append(note)
@@ -202,7 +208,7 @@ class Recorder:
         self._file.write(line)
 
 
-def _record(note: Note, first: int) -> Record:
+def _record(note: VerdictRecord, first: int) -> Record:
     distributions = [distribution or NO_DISTRIBUTION for distribution in note.distributions]
     return Record(
         note.tokens,

@@ -1,4 +1,4 @@
-"""The draft service as a running thing: one socket, a lookup thread (the caller's) and a compute thread.
+"""The draft service as a running thing: one socket, a lookup thread (the caller's) and a draft thread.
 
 Messages wait in `turns` until it is their client's turn; between two of them answers that are due go out.
 """
@@ -19,11 +19,11 @@ import zmq
 
 from specbranch.engines.base import DraftEngine, EngineInfo
 from specbranch.errors import EngineError
-from specbranch.service.server.draft_runner import Compute
-from specbranch.service.server.fair_queue import Message, Turns
-from specbranch.service.server.handler import Answer, Dispatch
-from specbranch.service.server.listener import Listener, listening, raise_file_limit
-from specbranch.service.server.recorder import Observer
+from specbranch.service.server.draft_runner import DraftRunner
+from specbranch.service.server.fair_queue import FairQueue, Message
+from specbranch.service.server.handler import Answer, RequestHandler
+from specbranch.service.server.listener import Listener, listening, raise_fd_limit
+from specbranch.service.server.recorder import EventSink
 from specbranch.service.server.store import SessionStore
 from specbranch.service.wire.addresses import ServiceKeys
 from specbranch.service.wire.messages import VERSION, encode
@@ -46,7 +46,7 @@ _STOP_S = 5.0  # for the step under way when the service ends
 class ServiceOptions:
     """Where to listen, how much to remember, and how many tokens of a sequence are prefilled at a time.
 
-    `piece_len` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only told
+    `prefill_chunk` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only told
     to who asks what runs here. `max_wait_s`: no answer is held back longer, whatever its client asks for.
     """
 
@@ -54,7 +54,7 @@ class ServiceOptions:
     keys: ServiceKeys | None = None
     max_sessions: int = 256
     max_session_tokens: int = 4_000_000
-    piece_len: int | None = None
+    prefill_chunk: int | None = None
     engine: str = ""
     max_wait_s: float = 1.0
 
@@ -81,13 +81,13 @@ class Server:
         self,
         engine: DraftEngine,
         options: ServiceOptions,
-        observer: Observer | None = None,
+        observer: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """`work_clock`: what clients are charged by, the time that this thread has worked."""
         self._engine = engine
-        self._observer = observer or Observer()
+        self._observer = observer or EventSink()
         self._options = options
         self._clock = clock
         self._work_clock = work_clock
@@ -95,20 +95,20 @@ class Server:
         self._is_woken = False
         self._is_stopping = False
         self.store = SessionStore(options.max_sessions, options.max_session_tokens)
-        piece_len = options.piece_len or (32 if engine.info.device == "cpu" else 512)
-        self.compute = Compute(engine, self.store, self._wake, clock, self._observer, piece_len)
-        settings = _settings(engine.info, options, piece_len)
-        self.dispatch = Dispatch(
+        prefill_chunk = options.prefill_chunk or (32 if engine.info.device == "cpu" else 512)
+        self.runner = DraftRunner(engine, self.store, self._wake, clock, self._observer, prefill_chunk)
+        settings = _settings(engine.info, options, prefill_chunk)
+        self.dispatch = RequestHandler(
             engine,
             self.store,
-            self.compute,
+            self.runner,
             self._observer,
             clock,
             settings,
             options.max_wait_s,
             options.keys.owner() if options.keys else b"",
         )
-        self._turns = Turns(clock)
+        self._turns = FairQueue(clock)
         self._checked_s = clock()
 
     def stop(self) -> None:
@@ -126,13 +126,13 @@ class Server:
         self._wake_sender.setsockopt(zmq.LINGER, 0)
         self._wake_sender.connect(_WAKE)
         try:
-            raise_file_limit()
+            raise_fd_limit()
             with listening(context, self._options.address, self._options.keys) as listener:
-                self.compute.start()
+                self.runner.start()
                 log.info("listening at %s", self._options.address)
                 self._loop(listener, wake)
         finally:
-            has_ended = self.compute.stop(_STOP_S)
+            has_ended = self.runner.stop(_STOP_S)
             self._observer.close()
             if not has_ended:
                 log.error("the draft engine has not come back from a step within %g s; ending without it", _STOP_S)
@@ -154,7 +154,7 @@ class Server:
             self._send(router, self.dispatch.answer_ready())
         self._send(router, self.dispatch.answer_overdue())
         if is_woken:
-            self._send(router, self.dispatch.tell_ahead())
+            self._send(router, self.dispatch.push_prefetched())
         self._observer.flush()
 
     def _loop(self, listener: Listener, wake: zmq.Socket[bytes]) -> None:
@@ -169,10 +169,10 @@ class Server:
 
     def _check(self, listener: Listener) -> None:
         """End the service where it cannot go on."""
-        if self.compute.has_lost_engine:
+        if self.runner.engine_failed:
             raise EngineError("the draft engine fails at every step; see the first error above, and start it again")
-        if not self.compute.is_alive:
-            raise RuntimeError("the compute thread has ended and nothing is drafted; start the service again")
+        if not self.runner.is_alive:
+            raise RuntimeError("the draft thread has ended and nothing is drafted; start the service again")
         if self._clock() - self._checked_s >= _CHECK_S:
             self._checked_s = self._clock()
             listener.check()
@@ -210,14 +210,14 @@ class Server:
                 log.debug("an answer found no client: %s", error)
 
     def _wake(self) -> None:
-        """Called by the compute thread. One wake-up in the pipe is enough."""
+        """Called by the draft thread. One wake-up in the pipe is enough."""
         self._is_woken = True
         if self._wake_sender is not None:
             with contextlib.suppress(zmq.Again):
                 self._wake_sender.send(b"", zmq.NOBLOCK)
 
 
-def _settings(info: EngineInfo, options: ServiceOptions, piece_len: int) -> dict[str, str | int]:
+def _settings(info: EngineInfo, options: ServiceOptions, prefill_chunk: int) -> dict[str, str | int]:
     """How a service was started; what is not known is left out."""
     settings: dict[str, str | int] = {
         "version": __version__,
@@ -233,6 +233,6 @@ def _settings(info: EngineInfo, options: ServiceOptions, piece_len: int) -> dict
         "row_limit": info.row_limit,
         "max_sessions": options.max_sessions,
         "max_session_tokens": options.max_session_tokens,
-        "piece_len": piece_len,
+        "prefill_chunk": prefill_chunk,
     }
     return {name: value for name, value in settings.items() if value}

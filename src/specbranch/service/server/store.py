@@ -4,7 +4,7 @@ The sessions of a service, found by content. Where room is needed, the tenant th
 
 A tenant is a namespace, or where clients have keys, a key; it forgets what it used least recently. A key is a namespace
 and the digest of the committed sequence. One lock guards the order of the store; each session has
-a lock of its own, which the lookup thread and the compute thread hold for microseconds at a time, never during a step.
+a lock of its own, which the lookup thread and the draft thread hold for microseconds at a time, never during a step.
 
 Who holds the beginning of a sequence: the next turn of a chat, another sample of a prompt, a common system message.
 
@@ -27,9 +27,9 @@ from dataclasses import replace
 from types import CodeType
 from typing import Generic, ParamSpec, TypeVar
 
-from specbranch.core.distribution import Sampling
-from specbranch.core.round import Outlook, Stats
-from specbranch.service.server.session import DraftSession, Key, State
+from specbranch.core.distribution import RequestSampling
+from specbranch.core.round import AcceptanceHint, Stats
+from specbranch.service.server.draft_session import DraftSession, Key, State
 from specbranch.service.wire.messages import REASONS, Reason
 from specbranch.service.wire.payloads import Digest, as_bytes
 
@@ -38,7 +38,7 @@ _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 _MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
 
 
-class Holding:
+class TenantUsage:
     """What one tenant has in the store: its sessions, least recently used first, and their tokens."""
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._sessions: OrderedDict[Key, DraftSession] = OrderedDict()
-        self._holdings: OrderedDict[bytes, Holding] = OrderedDict()  # by tenant, least recently used first
-        self._prefixes: Prefixes[DraftSession] = Prefixes()
+        self._holdings: OrderedDict[bytes, TenantUsage] = OrderedDict()  # by tenant, least recently used first
+        self._prefixes: PrefixIndex[DraftSession] = PrefixIndex()
         self._lock = threading.Lock()
         self._num_tokens = 0
         self._forgotten: list[DraftSession] = []
@@ -71,7 +71,7 @@ class SessionStore:
         self._evicted: OrderedDict[Key, int] = OrderedDict()  # lengths
         self.num_evictions = 0
         self.is_draining = False  # nobody may add new sequences; written by the lookup thread
-        self.undrafted = Undrafted()
+        self.undrafted = UndraftableSequences()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -96,11 +96,11 @@ class SessionStore:
         with self._lock:
             self._remove(self._sessions.get(session.key))
             self._sessions[session.key] = session
-            self._holdings.setdefault(session.tenant, Holding()).sessions[session] = None
+            self._holdings.setdefault(session.tenant, TenantUsage()).sessions[session] = None
             self._holdings.move_to_end(session.tenant)
             self._grow(session, len(session.core.tokens))
             if session.is_draftable:
-                session.donor = self._prefixes.add(session, session.namespace, session.core.tokens)
+                session.prefix_donor = self._prefixes.add(session, session.namespace, session.core.tokens)
             self._shrink()
 
     def commit(
@@ -108,13 +108,13 @@ class SessionStore:
         session: DraftSession,
         tokens: Sequence[int],
         num_submitted: int,
-        outlook: Outlook | None = None,
-        sampling: Sampling | None = None,
+        outlook: AcceptanceHint | None = None,
+        sampling: RequestSampling | None = None,
         has_recurring_noise: bool = False,
     ) -> bool:
         """Let a session take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
         with self._lock:
-            if session.is_forgotten:
+            if session.is_dropped:
                 return False
             del self._sessions[session.key]
             held = len(session.core.tokens)
@@ -131,9 +131,9 @@ class SessionStore:
             if session.is_draftable:
                 self._prefixes.add(session, session.namespace, session.core.tokens)
             self._shrink()
-            return not session.is_forgotten
+            return not session.is_dropped
 
-    def make_room(self, wanting: Sequence[DraftSession], weight: Callable[[DraftSession], float]) -> None:
+    def evict_for(self, wanting: Sequence[DraftSession], weight: Callable[[DraftSession], float]) -> None:
         """Forget one session, so that others find room in the engine; `weight` is the part of it that a session takes.
 
         The tenant that takes most loses: its least recently used session, but one that wants room only if it has no
@@ -149,17 +149,17 @@ class SessionStore:
             own = (session for session in wanting if session.tenant == largest)
             self._evict(next(idle, None) or max(own, key=weight))
 
-    def take_evicted_len(self, key: Key) -> int | None:
+    def pop_evicted_length(self, key: Key) -> int | None:
         """How long a sequence was that was forgotten for want of room, if it was; told once."""
         with self._lock:
             return self._evicted.pop(key, None)
 
-    def forget(self, session: DraftSession) -> None:
+    def drop(self, session: DraftSession) -> None:
         """Forget one session."""
         with self._lock:
             self._remove(session)
 
-    def take_forgotten(self) -> list[DraftSession]:
+    def pop_dropped(self) -> list[DraftSession]:
         """Sessions forgotten since the last call. Whoever owns the engine closes their handles."""
         with self._lock:
             forgotten, self._forgotten = self._forgotten, []
@@ -208,10 +208,10 @@ class SessionStore:
         self.num_evictions += 1
 
     def _remove(self, session: DraftSession | None) -> None:
-        if session is not None and session.turn(State.FORGOTTEN):
+        if session is not None and session.set_state(State.DROPPED):
             self._sessions.pop(session.key, None)
             self._prefixes.remove(session)
-            session.donor = None  # else sessions that never borrow would keep all their forerunners alive
+            session.prefix_donor = None  # else sessions that never borrow would keep all their forerunners alive
             self._grow(session, -len(session.core.tokens))
             del self._holdings[session.tenant].sessions[session]
             if not self._holdings[session.tenant].sessions:
@@ -228,7 +228,7 @@ class SessionStore:
             self._retired.popitem(last=False)
 
 
-def _tokens_of(holding: Holding) -> int:
+def _tokens_of(holding: TenantUsage) -> int:
     return holding.num_tokens
 
 
@@ -237,7 +237,7 @@ MARK_LEN = 16
 T = TypeVar("T")
 
 
-class Marks:
+class PrefixHashes:
     """The marks of one growing sequence."""
 
     def __init__(self) -> None:
@@ -255,19 +255,19 @@ class Marks:
             yield self._length, self._digest.name
 
 
-class Prefixes(Generic[T]):
+class PrefixIndex(Generic[T]):
     """The latest holder of each beginning. Grows by one entry for sixteen tokens of a holder's sequence."""
 
     def __init__(self) -> None:
         self._holders: dict[Key, T] = {}
-        self._marks: dict[T, tuple[Marks, list[Key]]] = {}
+        self._marks: dict[T, tuple[PrefixHashes, list[Key]]] = {}
 
     def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
         """Let a holder be found by its sequence, or by what its sequence has become.
 
         Returns who held most of the beginning of what is new in it, as `find` would.
         """
-        marks, keys = self._marks.setdefault(holder, (Marks(), []))
+        marks, keys = self._marks.setdefault(holder, (PrefixHashes(), []))
         found = None
         for length, name in marks.extend(tokens):
             before = self._holders.get((namespace, name))
@@ -287,7 +287,7 @@ class Prefixes(Generic[T]):
     def find(self, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
         """Who holds most of the beginning of a sequence, and how many of its tokens; never all of them."""
         found = None
-        for length, name in Marks().extend(tokens[:-1]):
+        for length, name in PrefixHashes().extend(tokens[:-1]):
             holder = self._holders.get((namespace, name))
             if holder is not None:
                 found = (holder, length)
@@ -297,7 +297,7 @@ class Prefixes(Generic[T]):
 P = ParamSpec("P")
 
 
-class Faults:
+class FaultGuard:
     """The exceptions that one thread has caught. The first of each kind is logged, the others are counted only."""
 
     def __init__(self, store: SessionStore) -> None:
@@ -305,7 +305,7 @@ class Faults:
         self._known: set[tuple[type[Exception], CodeType | None, int]] = set()
         self.count = 0
 
-    def contain(self, session: DraftSession, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def guard(self, session: DraftSession, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Do something for a draft. If it fails, the draft is forgotten, and None comes of it."""
         try:
             return act(*args, **kwargs)
@@ -315,10 +315,10 @@ class Faults:
 
     def drop(self, session: DraftSession, error: Exception) -> None:
         """Forget the draft that a fault came from. Its sequence is opened anew if it goes on."""
-        self.note(error, f"session {session.number} is forgotten")
-        self._store.forget(session)
+        self.record(error, f"session {session.number} is forgotten")
+        self._store.drop(session)
 
-    def note(self, error: Exception, loss: str) -> None:
+    def record(self, error: Exception, loss: str) -> None:
         """Count a fault; `loss` says what it costs."""
         self.count += 1
         kind = _kind(error)
@@ -347,7 +347,7 @@ _MESSAGES: dict[Reason, str] = {
 }
 
 
-class Undrafted:
+class UndraftableSequences:
     """Any thread may use it."""
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class Undrafted:
         self._counts: OrderedDict[bytes, Counter[Reason]] = OrderedDict()  # the last to be noted last
         self._total: Counter[Reason] = Counter()
 
-    def note(self, namespace: bytes, reason: Reason, value: int, limit: int) -> None:
+    def record(self, namespace: bytes, reason: Reason, value: int, limit: int) -> None:
         """Count a text; `value` is what is beyond the `limit`, for the log."""
         with self._lock:
             is_first = not self._total[reason]

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from specbranch.core.costs import Costs, StepEstimate
-from specbranch.core.ngram import AnswerMemory, Room
-from specbranch.service.wire.messages import Beside, Step
+from specbranch.core.costs import PairModel, StepTimeModel
+from specbranch.core.ngram import HistoryBudget, OutputHistory
+from specbranch.service.wire.messages import OtherRows, StepRequest
 
 T = TypeVar("T")
 _MOST = 1024
 _LONGEST_STEP_S = 10.0  # a longer pause between two steps is a target at rest
 _PAUSE = 10  # a single step so many times as long as usual was no step alone: the machine has stood still
-_NOTHING = Beside(0, 0, 0)
+_NOTHING = OtherRows(0, 0, 0)
 
 
 @dataclass(slots=True)
 class _Tenant:
-    costs: Costs
+    costs: PairModel
     answered_s: float | None = None
     is_told: bool = False  # how long its steps take
     was_pause: bool = False  # the last of them, which was not learned from
@@ -37,26 +37,26 @@ class _Tenant:
 class Tenants:
     """By namespace: learned costs. By client: step counters. The least recently used make way."""
 
-    def __init__(self, draft_cost: StepEstimate) -> None:
+    def __init__(self, draft_cost: StepTimeModel) -> None:
         self._draft_cost = draft_cost
-        self._room = Room()
+        self._room = HistoryBudget()
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
-        self._step_counters: OrderedDict[bytes, StepCounter] = OrderedDict()
+        self._step_counters: OrderedDict[bytes, ClientActivity] = OrderedDict()
 
-    def costs(self, namespace: bytes) -> Costs:
+    def costs(self, namespace: bytes) -> PairModel:
         """What was learned for a namespace."""
         return self._tenant(namespace).costs
 
-    def step_counter(self, client: bytes) -> StepCounter:
+    def step_counter(self, client: bytes) -> ClientActivity:
         """The steps of one client."""
-        return _kept(self._step_counters, client, lambda: StepCounter(client))
+        return _kept(self._step_counters, client, lambda: ClientActivity(client))
 
     @property
     def clients(self) -> list[bytes]:
         """Those that were heard of last."""
         return list(self._step_counters)
 
-    def step_ended(self, step: Step, now_s: float) -> None:
+    def record_step(self, step: StepRequest, now_s: float) -> None:
         """A verdict came. A target tells how long its step took; of one that never does, the pause is known.
 
         The step began when the last answer left.
@@ -72,7 +72,7 @@ class Tenants:
             num_committed = sum(len(row.tokens) for row in step.rows) + beside.committed
             tenant.learn(len(step.rows) + beside.rows, num_submitted, num_committed, step_s)
 
-    def answered(self, namespace: bytes, now_s: float) -> None:
+    def record_reply(self, namespace: bytes, now_s: float) -> None:
         """An answer left."""
         self._tenant(namespace).answered_s = now_s
 
@@ -80,7 +80,7 @@ class Tenants:
         return _kept(self._tenants, namespace, self._new_tenant)
 
     def _new_tenant(self) -> _Tenant:
-        return _Tenant(Costs(draft=self._draft_cost, memory=AnswerMemory(self._room)))
+        return _Tenant(PairModel(draft=self._draft_cost, history=OutputHistory(self._room)))
 
 
 def _kept(store: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
@@ -94,7 +94,7 @@ def _kept(store: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
     return found
 
 
-class StepCounter:
+class ClientActivity:
     """What one target has told: how many steps, when the last, in which namespaces; and how often it was told ahead."""
 
     def __init__(self, client: bytes = b"") -> None:

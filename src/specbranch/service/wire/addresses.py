@@ -16,14 +16,14 @@ import zmq
 import zmq.auth
 
 from specbranch.errors import SpecBranchError
-from specbranch.private_files import DirectoryError, holds_sockets, own_directory
+from specbranch.private_files import DirectoryError, can_hold_sockets, runtime_directory
 
 LINGER_MS = 0
 # A network that goes away closes nothing: a connection over which nobody answers for so long is made anew.
 _BEAT_MS, _DEAD_MS = 1000, 4000
 
 
-class EndpointError(SpecBranchError, RuntimeError):
+class AddressError(SpecBranchError, RuntimeError):
     """An address or a key that cannot be used; the message says why and what would help."""
 
 
@@ -51,21 +51,21 @@ class ClientKeys:
 
 def default_address() -> str:
     """A Unix socket that only this user can reach."""
-    return f"ipc://{own_directory()}/specbranch-draft.sock"
+    return f"ipc://{runtime_directory()}/specbranch-draft.sock"
 
 
-def each_address(given: str | Sequence[str]) -> tuple[str, ...]:
+def normalize_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses of one service or of several, each once."""
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(one, str) for one in listed):
-        raise EndpointError(f"{given!r} is no address of a draft service, nor a list of addresses")
+        raise AddressError(f"{given!r} is no address of a draft service, nor a list of addresses")
     return tuple(dict.fromkeys(listed))
 
 
 def make_keys(directory: Path) -> list[Path]:
     """Write a key pair for a service and one for a client; secret ones can be read by their owner only.
 
-    Never overwrites: if one of the files exists, `EndpointError` is raised and nothing is changed.
+    Never overwrites: if one of the files exists, `AddressError` is raised and nothing is changed.
     """
     files = [directory / name for name in ("service.key", "service.key_secret", "client.key", "client.key_secret")]
     copy = directory / "clients" / "client.key"
@@ -96,14 +96,14 @@ def _write_new(contents: Mapping[Path, bytes]) -> None:
         undone.pop_all()
 
 
-def _exists(path: Path) -> EndpointError:
-    return EndpointError(
+def _exists(path: Path) -> AddressError:
+    return AddressError(
         f"{path} exists already, so nothing was written: new keys would lock out every target that has the old ones; "
         "name another directory, or first delete the keys in this one yourself"
     )
 
 
-def check_reachable(address: str, keys: ClientKeys | None = None) -> None:
+def check_address(address: str, keys: ClientKeys | None = None) -> None:
     """Raise what `connected` would raise for an address or for keys that cannot be used."""
     if socket_path(address) is None:
         _curve_keys(address, keys)
@@ -112,12 +112,12 @@ def check_reachable(address: str, keys: ClientKeys | None = None) -> None:
 def _curve_keys(address: str, keys: ClientKeys | None) -> tuple[bytes, bytes, bytes]:
     """A client's public and secret key, and the service's public one."""
     if keys is None:
-        raise EndpointError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
+        raise AddressError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
     public, secret = load_key(keys.secret)
     try:
         service, _ = zmq.auth.load_certificate(keys.service)
     except (OSError, ValueError) as error:
-        raise EndpointError(f"{keys.service} cannot be read as a key: {error}") from error
+        raise AddressError(f"{keys.service} cannot be read as a key: {error}") from error
     return public, secret, service
 
 
@@ -127,15 +127,15 @@ def socket_path(address: str) -> Path | None:
         return Path(address.removeprefix("ipc://"))
     if address.startswith("tcp://"):
         return None
-    raise EndpointError(f"{address!r} is no address; give ipc://PATH, or tcp://HOST:PORT with keys")
+    raise AddressError(f"{address!r} is no address; give ipc://PATH, or tcp://HOST:PORT with keys")
 
 
-def is_safe(path: Path) -> bool:
+def is_trusted_socket(path: Path) -> bool:
     """Whether there is a directory for a socket; one that is not safe raises."""
     try:
-        return holds_sockets(path)
+        return can_hold_sockets(path)
     except DirectoryError as error:
-        raise EndpointError(str(error)) from error
+        raise AddressError(str(error)) from error
 
 
 def load_key(path: Path) -> tuple[bytes, bytes]:
@@ -143,7 +143,7 @@ def load_key(path: Path) -> tuple[bytes, bytes]:
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise EndpointError(f"{path} cannot be read as a key: {error}") from error
+        raise AddressError(f"{path} cannot be read as a key: {error}") from error
     if secret is None:
-        raise EndpointError(f"{path} holds no secret key; name the file that ends in .key_secret")
+        raise AddressError(f"{path} holds no secret key; name the file that ends in .key_secret")
     return public, secret

@@ -33,15 +33,15 @@ Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Version = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Name = Annotated[bytes, Meta(min_length=DIGEST_LEN, max_length=DIGEST_LEN)]
+SequenceId = Annotated[bytes, Meta(min_length=DIGEST_LEN, max_length=DIGEST_LEN)]
 Namespace = Annotated[bytes, Meta(min_length=1, max_length=64)]
-Word = Annotated[str, Meta(min_length=1, max_length=64)]
+ShortString = Annotated[str, Meta(min_length=1, max_length=64)]
 NewTokens = Annotated[list[Token], Meta(min_length=1, max_length=MAX_NEW)]
 PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]  # see `pack`
 Draft = Annotated[list[Token], Meta(max_length=MAX_WINDOW)]
 Probs = Annotated[bytes, Meta(max_length=1 << 17)]  # see `draft_probs`
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
-Figure = Annotated[float, Meta(ge=0, lt=1e18)]
+MetricValue = Annotated[float, Meta(ge=0, lt=1e18)]
 
 
 class FrameError(SpecBranchError, ValueError):
@@ -65,16 +65,16 @@ class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknow
     round: Round
     model: Annotated[str, Meta(max_length=256)]
     vocab_len: Annotated[int, Meta(ge=1)]
-    vocab_sample: Annotated[bytes, Meta(max_length=MAX_SAMPLE)] = b""
+    vocab_fingerprint: Annotated[bytes, Meta(max_length=MAX_SAMPLE)] = b""
     is_draining: bool = False
 
     def __post_init__(self) -> None:
         """What the types cannot say: a sample is whole hashes."""
-        if len(self.vocab_sample) % HASH_LEN:
+        if len(self.vocab_fingerprint) % HASH_LEN:
             raise ValueError("not a sample of a vocabulary")
 
 
-class WireOutlook(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class WireHint(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What the target foresees for the next window."""
 
     signal: Annotated[int, Meta(ge=0, le=2)]
@@ -101,18 +101,18 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     may come again, so no other sequence may learn from them (`Session.seclude`).
     """
 
-    before: Name
+    before: SequenceId
     tokens: NewTokens
-    after: Name
+    after: SequenceId
     num_submitted: Annotated[int, Meta(ge=0, le=MAX_NEW)]
-    outlook: WireOutlook | None = None
-    taken: Draft | None = None
+    hint: WireHint | None = None
+    prefetched: Draft | None = None
     sampling: WireSampling | None = None
-    longest: Annotated[int, Meta(ge=0, le=MAX_NEW)] | None = None
+    max_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_NEW)] | None = None
     has_recurring_noise: bool = False
 
 
-class Beside(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class OtherRows(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What an engine step verified beside the rows of a message, because it is drafted for by other services."""
 
     rows: Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -120,7 +120,7 @@ class Beside(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     committed: Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
+class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
     """One engine step, all its sequences in one message. The answer may take up to `wait_ms`.
 
     Where every row has taken what was told ahead, there is no answer.
@@ -133,10 +133,10 @@ class Step(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fiel
     wait_ms: Annotated[float, Meta(ge=0, le=MAX_WAIT_MS)]
     rows: Annotated[list[StepRow], Meta(min_length=1, max_length=MAX_ROWS)]
     step_us: Annotated[int, Meta(ge=0, le=MAX_STEP_US)] = 0
-    beside: Beside | None = None
+    beside: OtherRows | None = None
 
 
-class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
+class DraftReply(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
     """What to submit for every row; None where the sequence is not known and must be opened.
 
     `probs`: what the tokens of each row were drawn from; empty if no row has any that were drawn.
@@ -147,7 +147,7 @@ class Proposals(Struct, tag="proposals", array_like=True, frozen=True, forbid_un
     probs: Annotated[list[Probs], Meta(max_length=MAX_ROWS)] = []
 
 
-class Outcome(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What to submit if the verdict that is awaited commits these tokens."""
 
     committed: Annotated[list[Token], Meta(min_length=1, max_length=MAX_WINDOW + 1)]
@@ -155,32 +155,32 @@ class Outcome(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     probs: Probs = b""
 
 
-class AheadRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class PrefetchRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The likeliest verdicts on one sequence, by the name that it has before them."""
 
-    before: Name
-    outcomes: Annotated[list[Outcome], Meta(max_length=MAX_OUTCOMES)]
+    before: SequenceId
+    outcomes: Annotated[list[VerdictDraft], Meta(max_length=MAX_OUTCOMES)]
 
 
-class Ahead(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fields=True):
+class PrefetchPush(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fields=True):
     """Answers to steps that were not sent yet. What was told before of the same sequences is no longer true."""
 
-    rows: Annotated[list[AheadRow], Meta(min_length=1, max_length=MAX_AHEAD)]
+    rows: Annotated[list[PrefetchRow], Meta(min_length=1, max_length=MAX_AHEAD)]
 
 
-class Open(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
+class OpenSequences(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
     """Whole sequences to draft for, and the planner that shall do it. There is no answer but `Draining`."""
 
     namespace: Namespace
-    planner: Word
-    settings: Annotated[dict[Word, Setting], Meta(max_length=16)]
-    predictor: Word
+    planner: ShortString
+    settings: Annotated[dict[ShortString, Setting], Meta(max_length=16)]
+    predictor: ShortString
     sequences: Annotated[list[PackedTokens], Meta(min_length=1, max_length=MAX_ROWS)]
 
     def __post_init__(self) -> None:
         """What the types cannot say: a sequence is whole tokens, none of them negative."""
         for packed in self.sequences:
-            if len(packed) % 4 or (unpack(packed) < 0).any():
+            if len(packed) % 4 or (unpack_tokens(packed) < 0).any():
                 raise ValueError("not a sequence of tokens")
 
 
@@ -202,7 +202,7 @@ class Draining(Struct, tag="draining", array_like=True, frozen=True, forbid_unkn
     sessions: Count
 
 
-class Refused(Struct, tag="refused", array_like=True, frozen=True, forbid_unknown_fields=True):
+class ErrorReply(Struct, tag="refused", array_like=True, frozen=True, forbid_unknown_fields=True):
     """Why a message could not be served."""
 
     reason: Annotated[str, Meta(max_length=512)]
@@ -252,12 +252,12 @@ class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unkn
     """
 
     round: Round
-    settings: Annotated[dict[Word, Annotated[str, Meta(max_length=256)] | Count], Meta(max_length=64)]
-    figures: Annotated[dict[Word, Figure], Meta(max_length=128)]
+    settings: Annotated[dict[ShortString, Annotated[str, Meta(max_length=256)] | Count], Meta(max_length=64)]
+    figures: Annotated[dict[ShortString, MetricValue], Meta(max_length=128)]
 
 
-Request = Hello | Step | Open | Drain | StatsRequest | OverviewRequest
-Reply = Welcome | Proposals | Ahead | Draining | Refused | StatsReply | Overview
+Request = Hello | StepRequest | OpenSequences | Drain | StatsRequest | OverviewRequest
+Reply = Welcome | DraftReply | PrefetchPush | Draining | ErrorReply | StatsReply | Overview
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -265,7 +265,7 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def pack(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
+def pack_tokens(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
     """A whole sequence for the wire: four bytes a token, little end first.
 
     A list would take a hundred times as long.
@@ -273,7 +273,7 @@ def pack(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
-def unpack(packed: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
+def unpack_tokens(packed: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
     """The tokens of a sequence from the wire."""
     return np.frombuffer(packed, dtype="<i4")
 

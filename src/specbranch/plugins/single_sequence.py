@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.engines.vocabulary import VocabSample
+from specbranch.engines.vocabulary import VocabFingerprint
 from specbranch.service.client.gate import Gate
-from specbranch.service.client.interface import Committed, DraftSettings
+from specbranch.service.client.interface import DraftSettings, SequenceUpdate
 from specbranch.service.client.pool import draft_client
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
-class TextDrafts:
+class SingleSequenceDrafts:
     """Asks a draft service for a target with this vocabulary. No call raises or takes longer than the deadline.
 
     `longest` is the most draft tokens that the target verifies at once.
     """
 
-    def __init__(self, settings: DraftSettings, longest: int, target: VocabSample) -> None:
+    def __init__(self, settings: DraftSettings, longest: int, target: VocabFingerprint) -> None:
         self._client = draft_client(settings.client_options(longest, target.size, target.hashes))
         self._longest = longest
         self._gate = Gate() if settings.is_gated else None
@@ -44,7 +44,7 @@ class TextDrafts:
             return
         try:
             if self._gate is None or self._gate.was_open:
-                self._client.expect([prompt])
+                self._client.announce_prompts([prompt])
         finally:
             self._lock.release()
 
@@ -79,14 +79,14 @@ class TextDrafts:
         draft: list[int] = []
         if self._is_asked:
             submitted = self._num_drafted if num_new else 0
-            committed = Committed(
+            committed = SequenceUpdate(
                 text,
                 num_new or 1,
                 submitted,
                 name=str(self._num_texts),
                 has_recurring_noise=has_recurring_noise,
             )
-            (draft,) = self._client.propose([committed], is_whole=was_asked and num_new > 0)
+            (draft,) = self._client.propose([committed], is_pure_decode_step=was_asked and num_new > 0)
         self._text, self._num_drafted, self._called_s = text, min(len(draft), most), now_s
         return draft[:most]
 

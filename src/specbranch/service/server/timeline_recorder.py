@@ -51,7 +51,7 @@ class VerdictTree:
 
     session: int
     tokens: tuple[int, ...]
-    tree: Snapshot
+    tree: TreeSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ RUN, SUBMITTED = 1, 2  # marks of a node
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TreeSnapshot:
     """The nodes below the root, which is 0 and not in here; a parent comes before its children."""
 
     parents: array[int]
@@ -238,14 +238,14 @@ class Snapshot:
         return {name: getattr(self, name).tolist() for name in self.__slots__}
 
 
-def take_snapshot(tree: Tree, num_submitted: int) -> Snapshot:
+def take_snapshot(tree: Tree, num_submitted: int) -> TreeSnapshot:
     """The tree now; of what was submitted, only the first tokens were really sent."""
     submitted = {id(node) for node in (tree.submitted or [])[:num_submitted]}
-    taken = Snapshot(array("H"), array("i"), array("B"), array("B"))
+    taken = TreeSnapshot(array("H"), array("i"), array("B"), array("B"))
     for parent, node in _likeliest(tree.root):
         taken.parents.append(parent)
         taken.tokens.append(node.token)
-        taken.percents.append(min(100, round(100 * math.exp(node.log_chance - tree.root.log_chance))))
+        taken.percents.append(min(100, round(100 * math.exp(node.log_prob - tree.root.log_prob))))
         taken.marks.append(RUN * (node.distribution is not None) + SUBMITTED * (id(node) in submitted))
     return taken
 
@@ -258,7 +258,7 @@ def _likeliest(root: Node) -> Iterator[tuple[int, Node]]:
     while True:
         for child in parent.children:
             num_seen += 1
-            heapq.heappush(heap, (-child.log_chance, num_seen, number, child))
+            heapq.heappush(heap, (-child.log_prob, num_seen, number, child))
         if not heap or number == MAX_NODES:
             return
         number += 1

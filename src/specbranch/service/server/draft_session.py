@@ -10,12 +10,12 @@ import threading
 from collections.abc import Sequence
 from enum import Enum
 
-from specbranch.core.distribution import Sampling
-from specbranch.core.round import Outlook
+from specbranch.core.distribution import RequestSampling
+from specbranch.core.round import AcceptanceHint
 from specbranch.core.session import Session
-from specbranch.engines.tree_cache import Binding
-from specbranch.service.server.tenants import StepCounter
-from specbranch.service.wire.messages import MAX_OUTCOMES, Outcome
+from specbranch.engines.tree_cache import TreeCache
+from specbranch.service.server.tenants import ClientActivity
+from specbranch.service.wire.messages import MAX_OUTCOMES, VerdictDraft
 from specbranch.service.wire.payloads import Digest, pack_probs
 
 Key = tuple[bytes, bytes]  # namespace, digest
@@ -31,10 +31,10 @@ class State(Enum):
     """What a session is doing."""
 
     PREPARING = "preparing"  # the draft works ahead; no target waits
-    AWAITED = "awaited"  # a target waits for its draft
-    BEHIND = "behind"  # a target asked for a draft, and did not wait: there is a long prefill to do first
+    TARGET_WAITING = "awaited"  # a target waits for its draft
+    PREFILLING = "behind"  # a target asked for a draft, and did not wait: there is a long prefill to do first
     UNDRAFTABLE = "undraftable"  # kept only so that its sequence is not asked for again
-    FORGOTTEN = "forgotten"  # left the store; its handles are to be closed
+    DROPPED = "forgotten"  # left the store; its handles are to be closed
 
 
 class DraftSession:
@@ -47,9 +47,9 @@ class DraftSession:
     | `state`: AWAITED, PREPARING, BEHIND | lookup thread | `turn` |
     | `state`: FORGOTTEN, which is final | either thread, through the store | `turn` |
     | `core`: `commit`, `propose` | lookup thread | `lock` |
-    | `core`: `rows`, `grow` | compute thread | `lock` |
-    | `binding` | compute thread | `lock` |
-    | `donor` | set by the store, taken by the compute thread | assignment |
+    | `core`: `rows`, `grow` | draft thread | `lock` |
+    | `binding` | draft thread | `lock` |
+    | `donor` | set by the store, taken by the draft thread | assignment |
     | step counter, digest, `told` | lookup thread | |
     """
 
@@ -57,7 +57,7 @@ class DraftSession:
         self,
         namespace: bytes,
         core: Session,
-        binding: Binding,
+        binding: TreeCache,
         *,
         digest: Digest,
         tenant: bytes = b"",
@@ -72,10 +72,10 @@ class DraftSession:
         self.lock = threading.Lock()
         self.state = State.PREPARING if is_draftable else State.UNDRAFTABLE
         self.is_draftable = is_draftable
-        self.donor: tuple[DraftSession, int] | None = None  # who holds the same prefix, and how much of it
+        self.prefix_donor: tuple[DraftSession, int] | None = None  # who holds the same prefix, and how much of it
         self._state_lock = threading.Lock()
-        self.step_counter = StepCounter()
-        self.told: list[Outcome] = []  # ahead, of the verdict that is awaited
+        self.step_counter = ClientActivity()
+        self.pushed: list[VerdictDraft] = []  # ahead, of the verdict that is awaited
         self._heard = 0
         self.digest = digest
 
@@ -85,14 +85,14 @@ class DraftSession:
         return (self.namespace, self.digest.name)
 
     @property
-    def is_forgotten(self) -> bool:
+    def is_dropped(self) -> bool:
         """Whether it has left the store."""
-        return self.state is State.FORGOTTEN
+        return self.state is State.DROPPED
 
     @property
-    def is_awaited(self) -> bool:
+    def is_target_waiting(self) -> bool:
         """Whether a target waits for its draft."""
-        return self.state is State.AWAITED
+        return self.state is State.TARGET_WAITING
 
     @property
     def has_verdict(self) -> bool:
@@ -105,34 +105,34 @@ class DraftSession:
         return self.has_verdict and self.step_counter.steps - self._heard > _PAUSE_STEPS
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether its target has gone on for long without it: the request has most likely ended."""
         return self.step_counter.steps - self._heard > _REST_STEPS
 
     def is_active(self, now_s: float) -> bool:
         """Whether its target goes on with it: neither has left it out for some steps, nor is silent."""
-        return not (self.is_paused or self.is_at_rest) and now_s - self.step_counter.heard_s < _ACTIVE_S
+        return not (self.is_paused or self.is_idle) and now_s - self.step_counter.heard_s < _ACTIVE_S
 
     @property
-    def num_unread(self) -> int:
+    def num_unprefilled(self) -> int:
         """Committed tokens that the draft has yet to prefill."""
-        return self.binding.num_unread(self.core.tree)
+        return self.binding.num_unprefilled(self.core.tree)
 
     @property
     def is_far_behind(self) -> bool:
         """Whether so much has yet to be prefilled that no target should wait for it: others needed its cache."""
         with self.lock:
-            return self.num_unread > _FAR_BEHIND
+            return self.num_unprefilled > _FAR_BEHIND
 
-    def turn(self, state: State) -> bool:
+    def set_state(self, state: State) -> bool:
         """Change the state; False if it cannot: a forgotten or undraftable session can only be forgotten."""
         with self._state_lock:
-            if self.state is State.FORGOTTEN or not (self.is_draftable or state is State.FORGOTTEN):
+            if self.state is State.DROPPED or not (self.is_draftable or state is State.DROPPED):
                 return False
             self.state = state
             return True
 
-    def hear(self, step_counter: StepCounter) -> None:
+    def touch(self, step_counter: ClientActivity) -> None:
         """The target with this step counter has just sent a verdict for the session."""
         self.step_counter, self._heard = step_counter, step_counter.steps
 
@@ -140,40 +140,42 @@ class DraftSession:
         self,
         tokens: Sequence[int],
         num_submitted: int,
-        outlook: Outlook | None,
-        sampling: Sampling | None = None,
+        outlook: AcceptanceHint | None,
+        sampling: RequestSampling | None = None,
         has_recurring_noise: bool = False,
     ) -> None:
         """Take in a verdict; the caller holds the lock and moves the session in the store."""
         if has_recurring_noise:
             self.core.seclude()
         self.core.commit(tokens, num_submitted, outlook)
-        self.core.sample(sampling)
+        self.core.set_sampling(sampling)
         self.digest = self.digest.extend(tokens)
-        self.told = []
+        self.pushed = []
 
-    def adopt(self, tokens: Sequence[int]) -> list[int]:
+    def mark_prefetched_used(self, tokens: Sequence[int]) -> list[int]:
         """The target verifies what it was told ahead."""
         with self.lock:
-            self.core.adopt(tokens)
+            self.core.mark_submitted(tokens)
         return []
 
-    def foresee(self) -> list[Outcome]:
+    def prefetch(self) -> list[VerdictDraft]:
         """What to submit after the verdict that is awaited, where that has changed since it was told."""
         with self.lock:
             outcomes = [
-                Outcome(tokens, [node.token for node in nodes], pack_probs([node.drawn_from for node in nodes]))
-                for tokens, nodes in self.core.foresee(_DRAWN_OUTCOMES if self.core.is_sampled else MAX_OUTCOMES)
+                VerdictDraft(tokens, [node.token for node in nodes], pack_probs([node.sampled_from for node in nodes]))
+                for tokens, nodes in self.core.drafts_by_verdict(
+                    _DRAWN_OUTCOMES if self.core.is_sampled else MAX_OUTCOMES
+                )
             ]
-        if outcomes == self.told:
+        if outcomes == self.pushed:
             return []
-        self.told = outcomes
+        self.pushed = outcomes
         return outcomes
 
     def probs(self) -> bytes:
         """What the tokens under verification were drawn from."""
         with self.lock:
-            return pack_probs(self.core.drawn_from) if self.core.is_sampled else b""
+            return pack_probs(self.core.sampled_from) if self.core.is_sampled else b""
 
     def propose(self) -> list[int] | None:
         """What there is to submit; None if the target should wait for it, and then it is awaited.
@@ -184,17 +186,17 @@ class DraftSession:
             proposal = self.core.propose()
             if proposal is not None:
                 return proposal
-            if self.num_unread > _FAR_BEHIND:
-                return self._propose_now()
-            self.turn(State.AWAITED)
+            if self.num_unprefilled > _FAR_BEHIND:
+                return self._propose_without_waiting()
+            self.set_state(State.TARGET_WAITING)
             return None
 
-    def propose_now(self) -> list[int] | None:
+    def propose_without_waiting(self) -> list[int] | None:
         """What there is to submit: the target waits no longer."""
         with self.lock:
-            return self._propose_now()
+            return self._propose_without_waiting()
 
-    def _propose_now(self) -> list[int] | None:
-        self.core.give_up()
-        self.turn(State.BEHIND if self.num_unread > 1 else State.PREPARING)
+    def _propose_without_waiting(self) -> list[int] | None:
+        self.core.submit_ready()
+        self.set_state(State.PREFILLING if self.num_unprefilled > 1 else State.PREPARING)
         return self.core.propose()
