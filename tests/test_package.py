@@ -19,9 +19,8 @@ for name in {HEAVY!r}:
     sys.modules[name] = None
 import specbranch
 from specbranch.cli import app
-from specbranch.engines.protocol import EngineError
-on_torch = ("answer", "arena", "attention", "dtype", "engine", "flashinfer", "forward", "fused", "graph")
-on_torch += ("head", "int8", "joined", "load", "paged", "spans", "static", "step")
+from specbranch.errors import EngineError
+on_torch = ("attention", "cuda_graphs", "engine", "kv_store", "linear", "lm_head", "loading", "model", "step")
 extras = {{f"specbranch.engines.torch.{{name}}": "specbranch[torch]" for name in on_torch}}
 extras["specbranch.engines.quantize"] = extras["specbranch.plugins.transformers"] = "specbranch[torch]"
 extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"

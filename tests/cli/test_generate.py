@@ -192,8 +192,8 @@ def test_the_first_ctrl_c_is_noted_and_the_second_obeyed() -> None:
 NOISY = """
 import os, sys, time, warnings
 from pathlib import Path
-from specbranch.cli.console import quiet
-with quiet(Path(sys.argv[1]), "loading"):
+from specbranch.cli.console import redirect_output
+with redirect_output(Path(sys.argv[1]), "loading"):
     print("printed")
     warnings.warn("warned")
     os.write(1, b"written to one")

@@ -121,8 +121,8 @@ def test_commands_that_draft_say_it_before_anything_loads(
     monkeypatch.setattr(vllm_install, "_CPUINFO", cpuinfo)
     monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
     monkeypatch.setattr(Preflight, "run", lambda self: None)
-    for module, name in (("generate", "Pair"), ("serve", "_run"), ("plan", "survey_types")):
-        monkeypatch.setattr(import_module(f"specbranch.cli.{module}"), name, load)
+    for module, name in (("generate", "LocalPair"), ("serve", "_run"), ("plan", "survey_types")):
+        monkeypatch.setattr(import_module(f"specbranch.cli.commands.{module}"), name, load)
     words = ["--prompt", "x"] if command == "generate" else []
     done = CliRunner().invoke(app, [command, str(tmp_path), "--draft", "d.gguf", "--dtype", dtype, *words])
 

@@ -284,12 +284,12 @@ def test_rule_a_is_immune_to_stopping_on_the_token() -> None:
 
 
 _MUTATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "accepts everything": ("keep_chance", lambda p, q, token: Fraction(1)),
-    "ratio upside down": ("keep_chance", lambda p, q, token: min(Fraction(1), q[token] / p[token] if p[token] else 1)),
-    "keeps by p alone": ("keep_chance", lambda p, q, token: p[token]),
+    "accepts everything": ("accept_prob", lambda p, q, token: Fraction(1)),
+    "ratio upside down": ("accept_prob", lambda p, q, token: min(Fraction(1), q[token] / p[token] if p[token] else 1)),
+    "keeps by p alone": ("accept_prob", lambda p, q, token: p[token]),
     "recovers from p": ("recovery_distribution", lambda p, q: p),
     "recovers from q": ("recovery_distribution", lambda p, q: q),
-    "puts drawn roots back": ("without", lambda q, token: q),
+    "puts drawn roots back": ("renormalized_without", lambda q, token: q),
 }
 
 

@@ -107,8 +107,8 @@ def test_no_library_that_runs_models_is_loaded_to_refuse_a_pair(tmp_path: Path) 
     pair = [model(tmp_path / name, bpe(words)) for name, words in (("a", WORDS), ("b", WORDS[::-1]))]
     program = (
         "import sys\n"
-        "from specbranch.engines.vocabulary import VocabularyError, refuse_other_vocabulary\n"
-        "try: refuse_other_vocabulary(*sys.argv[1:])\n"
+        "from specbranch.engines.vocabulary import VocabularyError, check_same_vocabulary\n"
+        "try: check_same_vocabulary(*sys.argv[1:])\n"
         "except VocabularyError:\n"
         "    print(*{'torch', 'transformers', 'tokenizers', 'llama_cpp', 'gguf'} & set(sys.modules))"
     )

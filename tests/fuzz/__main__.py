@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-CORPUS = Path(__file__).parent / "corpus"
+from tests.fuzz.corpus import read_cases
 
 
 def main() -> None:
@@ -25,7 +25,9 @@ def main() -> None:
     if all(word.startswith("-") for word in given):
         found = Path("build", "fuzz", name)
         found.mkdir(parents=True, exist_ok=True)
-        given = [f"-artifact_prefix={found}-", *given, str(found), str(CORPUS / name)]
+        for case, data in read_cases(name).items():
+            (found / case).write_bytes(data)
+        given = [f"-artifact_prefix={found}-", *given, str(found)]
 
     def run(data: bytes) -> None:
         feed(TARGETS[name], data)

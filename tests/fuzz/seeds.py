@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
@@ -17,10 +18,10 @@ from specbranch.service.wire import messages
 from specbranch.service.wire.payloads import DIGEST_LEN, pack_probs
 from specbranch.trace import Header, Record, encode_line
 from tests.engines.test_gguf import BEFORE, gguf_file, token_pair
+from tests.fuzz.corpus import CORPUS, read_cases, write_cases
 from tests.fuzz.targets import SEPARATOR, TARGETS
 from tests.predictor.test_hrad import CARD, small_tensors
 
-CORPUS = Path(__file__).parent / "corpus"
 _NAME = bytes(range(DIGEST_LEN))
 _SURE = Distribution((7, 8), (0.75, 0.25), 0.56)
 
@@ -129,11 +130,8 @@ SEEDS = {name: globals()[f"_{name}"] for name in TARGETS}
 
 def main() -> None:
     for name, seeds in SEEDS.items():
-        for path in (CORPUS / name).glob("whole-[0-9]*"):
-            path.unlink()
-        (CORPUS / name).mkdir(parents=True, exist_ok=True)
-        for number, data in enumerate(seeds()):
-            (CORPUS / name / f"whole-{number}").write_bytes(data)
+        kept = {case: data for case, data in read_cases(name).items() if not re.fullmatch(r"whole-\d+", case)}
+        write_cases(name, kept | {f"whole-{number}": data for number, data in enumerate(seeds())})
 
 
 if __name__ == "__main__":

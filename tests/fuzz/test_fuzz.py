@@ -8,21 +8,17 @@ from pathlib import Path
 import pytest
 
 from specbranch.errors import SpecBranchError
+from tests.fuzz.corpus import CORPUS, read_cases
 from tests.fuzz.mutation import mutated
 from tests.fuzz.targets import TARGETS, feed
 
-CORPUS = Path(__file__).parent / "corpus"
 INPUTS = 1500
 MOST_BYTES = 200_000
 
 
-def corpus(name: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((CORPUS / name).iterdir())}
-
-
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_raises_an_error_that_is_not_ours(name: str, tmp_path: Path) -> None:
-    seeds = [data for file, data in corpus(name).items() if file.startswith("whole")]
+    seeds = [data for file, data in read_cases(name).items() if file.startswith("whole")]
     rng = random.Random(name)
     num_accepted = 0
     for data in (mutated(rng, seeds) for _ in range(INPUTS)):
@@ -37,7 +33,7 @@ def test_no_input_raises_an_error_that_is_not_ours(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_whole_files_of_the_corpus_are_read_and_broken_ones_are_refused(name: str) -> None:
-    found = {file: feed(TARGETS[name], data) for file, data in corpus(name).items()}
+    found = {file: feed(TARGETS[name], data) for file, data in read_cases(name).items()}
 
     assert found == {file: file.startswith("whole") for file in found}
     assert True in found.values()

@@ -362,7 +362,7 @@ import multiprocessing, sys, time
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from specbranch.plugins.vllm.register import register
-from specbranch.plugins.vllm.stats_file import Shown, open_stats_file
+from specbranch.plugins.vllm.stats_file import PublishedStats, open_stats_file
 
 multiprocessing.current_process().name = sys.argv[1]
 register()
@@ -373,7 +373,7 @@ last = 'specbranch_submitted_tokens_bucket{engine="0",le="0.0",model_name="targe
 for calls, total in ((5, 5), (9, 9), (2, 11)):
     lens = [calls, 0, 3]
     counters = {"counts": {"calls": calls}, "lens": lens, "asides": {"lora": 4}}
-    stats_file.show(Shown(model="target", engine=0, address="ipc:///nowhere", namespace=b"n", **counters))
+    stats_file.publish(PublishedStats(model="target", engine=0, address="ipc:///nowhere", namespace=b"n", **counters))
     end_s = time.monotonic() + (120 if sys.argv[1].endswith("0") else 0.6)  # the other one carries nothing over
     while f"{last}{total}.0" not in generate_latest(registry).decode() and time.monotonic() < end_s:
         time.sleep(0.1)

@@ -15,23 +15,23 @@ from specbranch.plugins.vllm.settings import ProposerSettings
 WORKER = """
 import os, sys
 import msgspec
-from specbranch.launch.vllm_worker import Answer, Done, Engine, News, Run
-from specbranch.launch.vllm_engine import TargetOptions
+from specbranch.launch.vllm_worker import DecodedOutput, DecodeJob, DecodeResult, WorkerEvent
+from specbranch.launch.vllm_engine import Engine, LocalEngineOptions
 
 def say(news):
     sys.stdout.buffer.write(msgspec.json.encode(news) + b"\\n")
     sys.stdout.buffer.flush()
 
-options = msgspec.json.decode(sys.stdin.buffer.readline(), type=TargetOptions)
-say(News(engine=Engine({"vllm": options.model}, options.settings.planner, os.environ["OMP_NUM_THREADS"])))
+options = msgspec.json.decode(sys.stdin.buffer.readline(), type=LocalEngineOptions)
+say(WorkerEvent(engine=Engine({"vllm": options.model}, options.settings.planner, os.environ["OMP_NUM_THREADS"])))
 for line in sys.stdin.buffer:
-    run = msgspec.json.decode(line, type=Run)
+    run = msgspec.json.decode(line, type=DecodeJob)
     if run.batch:
         sys.exit("out of memory")
     for _ in run.asks:
-        say(News(num_finished=1))
-    answers = [Answer(text=ask.prompt, logprobs=[{3: -0.5}]) for ask in run.asks]
-    say(News(done=Done(answers=answers, counts={"wait_s": run.settings.deadline_ms})))
+        say(WorkerEvent(num_finished=1))
+    answers = [DecodedOutput(text=ask.prompt, logprobs=[{3: -0.5}]) for ask in run.asks]
+    say(WorkerEvent(done=DecodeResult(answers=answers, counts={"wait_s": run.settings.deadline_ms})))
 """
 CORES = [min(os.sched_getaffinity(0))]
 OPTIONS = LocalEngineOptions("large", ProposerSettings(planner="pearl"))

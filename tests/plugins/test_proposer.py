@@ -39,7 +39,7 @@ class FixedClient:
         self.expected: list[list[int]] = []
         self.is_pure_decode_step = False
 
-    def expect(self, prompts: Sequence[list[int]]) -> None:
+    def announce_prompts(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
 
     def close(self) -> None:

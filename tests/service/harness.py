@@ -264,8 +264,8 @@ class Walk:
 
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands wait for the answer of a service as long as tests do, for services that do answer."""
-    for command in ("drain", "ping", "remote", "source"):
-        monkeypatch.setattr(importlib.import_module(f"specbranch.cli.{command}"), "_ANSWER_S", PATIENCE_S)
+    for module in ("cli.commands.inspect", "launch.draft_process", "cli.readings"):
+        monkeypatch.setattr(importlib.import_module(f"specbranch.{module}"), "_ANSWER_S", PATIENCE_S)
     monkeypatch.setattr("specbranch.launch.draft_process._CONNECT_S", PATIENCE_S)
 
 

@@ -110,7 +110,7 @@ def test_a_draft_with_the_targets_vocabulary_is_no_matter(tmp_path: Path, caplog
 def test_rows_beyond_the_bounds_of_a_message_are_counted_and_the_first_one_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("specbranch.service.client.client.MAX_SEQUENCE", 4)
+    monkeypatch.setattr("specbranch.service.client.interface.MAX_SEQUENCE", 4)
     with contextlib.closing(DraftClient(ClientOptions(f"ipc://{tmp_path}/draft.sock"))) as client:
         for tokens in ([1] * 4, [1] * 5, [1] * 6, [1]):
             client.propose([SequenceUpdate(tokens, 1)])
@@ -152,26 +152,27 @@ def test_the_largest_answer_there_can_be_fits_into_a_reply() -> None:
 
 FORKED = """
 import os, signal, sys
-from specbranch.service.client.client import ClientOptions, Committed, DraftClient
-from specbranch.service.client.stats import Reach, Reporter
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.client.stats import ServiceStatus, StatsClient
 address = sys.argv[1]
-row = Committed([1, 2, 3], 1)
+row = SequenceUpdate([1, 2, 3], 1)
 long_s = 3600.0  # who waits for anything never ends
-client, reporter = DraftClient(ClientOptions(address, "pearl", deadline_s=60.0)), Reporter(address, b"ours")
-assert client.hello(long_s) and reporter.ask(long_s) is Reach.ANSWERS
+client, reporter = DraftClient(ClientOptions(address, "pearl", deadline_s=60.0)), StatsClient(address, b"ours")
+assert client.hello(long_s) and reporter.poll(long_s) is ServiceStatus.ANSWERS
 child = os.fork()
 if child == 0:
     signal.alarm(60)  # ends a child that waits
     assert client.propose([row, row]) == [[], []]
-    assert client.expect([[1, 2]]) is None
+    assert client.announce_prompts([[1, 2]]) is None
     assert client.hello(long_s) is None
-    assert reporter.ask(long_s) is Reach.ABSENT
+    assert reporter.poll(long_s) is ServiceStatus.ABSENT
     client.close()
     reporter.close()
     sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 client.propose([row])
-assert client.counts.answered == 1 and reporter.ask(long_s) is Reach.ANSWERS
+assert client.counts.answered == 1 and reporter.poll(long_s) is ServiceStatus.ANSWERS
 """
 
 

@@ -146,9 +146,10 @@ def test_the_sums_of_more_namespaces_than_are_kept_apart_are_not_lost() -> None:
 
 COLLECTED = """
 import gc
-from specbranch.service.client.client import ClientOptions, DraftClient
-from specbranch.service.client.stats import Reporter
-for owner in (DraftClient(ClientOptions("ipc:///nowhere")), Reporter("ipc:///nowhere", b"ours")):
+from specbranch.service.client.client import DraftClient
+from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.stats import StatsClient
+for owner in (DraftClient(ClientOptions("ipc:///nowhere")), StatsClient("ipc:///nowhere", b"ours")):
     owner.itself = owner
     del owner
 gc.collect()

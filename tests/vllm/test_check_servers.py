@@ -22,9 +22,9 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 FAULTS = """
 import json
-from specbranch.plugins.vllm.compat import patches
+from specbranch.plugins.vllm import compat
 
-print(json.dumps([current_platform.is_cpu(), *patches.patch_cpu_sampler()]))
+print(json.dumps([current_platform.is_cpu(), *compat.patch_cpu_sampler()]))
 """
 
 

@@ -8,9 +8,9 @@ from tests.vllm.programs import run_with_sampler
 PROGRAM = """
 import json
 import torch
-from specbranch.plugins.vllm.compat import patches
+from specbranch.plugins.vllm import compat
 
-replaced = patches.patch_cpu_sampler()
+replaced = compat.patch_cpu_sampler()
 ends = torch.tensor([2, 2, 5], dtype=torch.int32)
 top_k, temperature = torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0.5, 0.75, 0.0])
 print(json.dumps([

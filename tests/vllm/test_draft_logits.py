@@ -190,14 +190,13 @@ import json
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
-from specbranch.core.distribution import Distribution
-from specbranch.core.distribution import Sampling, number, pick
+from specbranch.core.distribution import Distribution, RequestSampling, inverse_cdf, seeded_uniform
 from specbranch.plugins.vllm.runner_v2_device import DraftLogits, pack
 
 ROWS, VOCAB, PLACES = 150, 6, 2
 p = torch.tensor([0.05, 0.4, 0.25, 0.1, 0.2, 0.0])
 draft = Distribution((2, 0, 4, 5), (0.5, 0.2, 0.15, 0.05), 1.0)
-SAMPLING = Sampling(0.8)
+SAMPLING = RequestSampling(0.8)
 
 
 def squared(q):
@@ -207,8 +206,8 @@ def squared(q):
 
 def counts(told):
     # How often each token comes first and second; the first place was drawn from q, the second is certain.
-    q = SAMPLING.shape(draft)
-    drawn = [q.ids[pick(q.probs, number(seed, 3, [1, 2]))] for seed in range(ROWS)]
+    q = SAMPLING.apply(draft)
+    drawn = [q.ids[inverse_cdf(q.probs, seeded_uniform(seed, 3, [1, 2]))] for seed in range(ROWS)]
     answer = np.array([[token, 1] for token in drawn])
     samplings = dict.fromkeys(range(ROWS), SAMPLING)
     packed = torch.from_numpy(pack(answer, samplings, {row: [told(q), None] for row in range(ROWS)}))

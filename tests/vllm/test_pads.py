@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import torch
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.structured_output.utils import strip_speculative_padding
-from specbranch.plugins.vllm.compat import patches
+from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.compat import PAD
 
-patches.patch_cpu_sampler()
+compat.patch_cpu_sampler()
 drafts = torch.tensor([[2, PAD, PAD], [1, PAD, PAD], [PAD, PAD, PAD], [2, 3, 4]], dtype=torch.int32)
 logits = torch.zeros(12, 6)
 for position in range(12):  # the target wants 2, 3, 4 and then 5

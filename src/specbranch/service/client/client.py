@@ -322,7 +322,9 @@ class DraftClient(DraftSource):
         if told is None:
             return step_row
         self.counts.prefetched += 1
-        return msgspec.structs.replace(step_row, taken=self._draft(index, row, step_row, told.proposal, told.probs))
+        return msgspec.structs.replace(
+            step_row, prefetched=self._draft(index, row, step_row, told.proposal, told.probs)
+        )
 
     def _on_wire_sampling(self, row: SequenceUpdate) -> WireSampling | None:
         sampling = row.sampling
