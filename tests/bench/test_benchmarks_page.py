@@ -12,8 +12,8 @@ import pytest
 
 from specbranch.bench.results import read_results, summarize
 from specbranch.machine import commit_note
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 SECTIONS = PAGE.split("\n## ")[1:]
 RESULTS = sorted(path for folder in ("benchmarks", "studies") for path in (ROOT / folder).rglob("*.json*"))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.bench.test_step_cost import load
+from tests.root import ROOT
 
-SCRIPT = load(Path(__file__).parents[2] / "benchmarks" / "gate_trace.py")
+SCRIPT = load(ROOT / "benchmarks" / "gate_trace.py")
 
 
 def pools(good: float, slow: float = 0.5) -> Any:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.root import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 PROMPTS = {length: [f"{length} {number}" for number in range(20)] for length in ("short", "middle", "long")}
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.bench.test_step_cost import load
+from tests.root import ROOT
 
-SCRIPT = load(Path(__file__).parents[2] / "benchmarks" / "never_slower.py")
+SCRIPT = load(ROOT / "benchmarks" / "never_slower.py")
 SLOW = SCRIPT.Cell("slow", 4, "code", 0.0)
 DIES = SCRIPT.Cell("dies", 4, "code", 1.0)
 

@@ -21,8 +21,8 @@ from specbranch.service.server.timeline_recorder import (
     TreeSnapshot,
     VerdictTree,
 )
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 LANE = (b"me", b"ours")
 TEXTS = {1: " one", 2: " two", 3: "</script>", 4: " four"}
 

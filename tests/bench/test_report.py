@@ -13,8 +13,9 @@ from specbranch.bench.figures import method_colors
 from specbranch.bench.report import as_markdown, same_note, section_of, write_report
 from specbranch.bench.results import NO_RANGE, read_results, summarize
 from specbranch.machine import commit_note
+from tests.root import ROOT
 
-RESULTS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = ROOT / "benchmarks"
 
 
 def test_a_report_of_real_results_can_be_read_by_itself(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from specbranch.bench.runner import plan_trials
 from specbranch.bench.scenario import PromptError, ScenarioError, read_prompts, read_scenario, scenario_of
 from specbranch.core.planners import SettingError
 from specbranch.hrad.network import write_hrad
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 SMALL = """
 name = "small"
 target = "t"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.root import ROOT
 
 
 def load(path: Path) -> Any:

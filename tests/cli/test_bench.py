@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from specbranch.bench.results import NO_RANGE
 from specbranch.cli import app
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "planners.jsonl"
 PLANNERS = ROOT / "benchmarks" / "planners.toml"
 run = CliRunner().invoke

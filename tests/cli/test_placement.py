@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from specbranch.launch.placement import (
     without_siblings,
 )
 from specbranch.machine import Topology
+from tests.root import ROOT
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_without_gpus_nobody_is_warned_of_a_target_on_them() -> None:
 
 
 def test_the_page_on_the_choice_of_a_draft_says_the_same_of_host_cpus() -> None:
-    page = Path(__file__).parents[2] / "docs" / "choose.md"
+    page = ROOT / "docs" / "choose.md"
 
     assert HOST_CPU.removeprefix("a ") in " ".join(page.read_text().split())
 

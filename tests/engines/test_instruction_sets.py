@@ -21,9 +21,9 @@ pytest.importorskip("transformers", reason="the torch engine needs transformers"
 from specbranch.machine import onednn_limits, provenance
 from tests.engines.models import model_path
 from tests.results import record
+from tests.root import ROOT
 from tests.service.harness import START_S, Service, running
 
-ROOT = Path(__file__).parents[2]
 LIMITS = onednn_limits(provenance()["instruction_sets"])
 STEPS = """
 import json, sys, time

@@ -16,8 +16,9 @@ from specbranch.engines.base import EngineOptions
 from specbranch.engines.models import load_model, load_tokenizer
 from specbranch.engines.torch import TorchEngine
 from specbranch.errors import EngineError
+from tests.root import ROOT
 
-SOURCE = Path(__file__).parents[2] / "src"
+SOURCE = ROOT / "src"
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.root import ROOT
+
 MODULES = ("tests.service.scripted_service", "tests.service.rogue")
 
 _lock = threading.Lock()

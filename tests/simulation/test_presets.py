@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from specbranch.simulation.presets import CONCENTRATION, PAIRS, SECOND_SHARE, fit_shape, make_trace, pearl_speed
 from specbranch.trace import read_trace
+from tests.root import ROOT
 
-CHAT = Path(__file__).parents[2] / "traces" / "qwen-coder-chat.jsonl.gz"
+CHAT = ROOT / "traces" / "qwen-coder-chat.jsonl.gz"
 PUBLISHED = {"llama-68m-7b": 1.74, "vicuna-68m-13b": 1.77, "deepseek-1.3b-33b": 2.93, "llama3-8b-70b": 3.38}
 
 
