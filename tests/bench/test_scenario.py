@@ -53,7 +53,7 @@ def test_every_committed_scenario_can_be_read(path: Path) -> None:
 
 def test_a_predictor_for_another_window_is_refused_before_anything_is_loaded(data: Path) -> None:
     pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
-    from tests.predictor.test_hrad import CARD, small_tensors
+    from tests.hrad.test_network import CARD, small_tensors
 
     write_hrad(data / "hrad", small_tensors(), CARD)  # of windows of two tokens
     text = SMALL + f'predictor = "{data / "hrad"}"\n'

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the torch engine needs torch")
-pytest.importorskip("transformers", reason="the torch engine needs transformers")
-
 from specbranch.machine import onednn_limits, provenance
 from tests.engines.models import model_path
 from tests.results import record
 from tests.root import ROOT
 from tests.service.harness import START_S, Service, running
+
+pytest.importorskip("torch", reason="the torch engine needs torch")
+pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 LIMITS = onednn_limits(provenance()["instruction_sets"])
 STEPS = """
@@ -55,8 +55,8 @@ def environment(limit: str) -> dict[str, str]:
 @pytest.mark.parametrize("limit", LIMITS[1:])
 def test_eight_bits_are_right_with_fewer_instructions(limit: str) -> None:
     """What other modules test without a limit: conformance, nearness to the whole model, no sum that is lost."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engines/test_int8.py"]
-    command += ["tests/engines/test_torch.py", "-k", "Int8 or WeightOnly or eight_bits or fused or test_int8"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engines/torch/test_linear.py"]
+    command += ["tests/engines/torch/test_engine.py", "-k", "Int8 or WeightOnly or eight_bits or fused or test_int8"]
     done = subprocess.run(command, cwd=ROOT, env=environment(limit), capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout[-4000:]

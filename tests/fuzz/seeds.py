@@ -17,10 +17,10 @@ from specbranch.service.server.timeline_recorder import RowVerdict, TimelineReco
 from specbranch.service.wire import messages
 from specbranch.service.wire.payloads import DIGEST_LEN, pack_probs
 from specbranch.trace import Header, Record, encode_line
-from tests.engines.test_gguf import BEFORE, gguf_file, token_pair
+from tests.engines.test_vocabulary import BEFORE, gguf_file, token_pair
 from tests.fuzz.corpus import CORPUS, read_cases, write_cases
 from tests.fuzz.targets import SEPARATOR, TARGETS
-from tests.predictor.test_hrad import CARD, small_tensors
+from tests.hrad.test_network import CARD, small_tensors
 
 _NAME = bytes(range(DIGEST_LEN))
 _SURE = Distribution((7, 8), (0.75, 0.25), 0.56)

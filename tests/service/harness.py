@@ -26,7 +26,8 @@ from specbranch.service.client.transport import ZmqTransport
 from specbranch.service.server.server import Server, ServiceOptions
 from specbranch.service.wire.addresses import ServiceKeys, normalize_addresses
 from specbranch.simulation.scripted import ScriptedEngine, TextScript, match
-from tests.service.nursery import MODULES, ROOT, Forked
+from tests.root import ROOT
+from tests.service.nursery import MODULES, Forked
 from tests.toys import random_script
 
 VOCAB = 50

@@ -34,8 +34,8 @@ from specbranch.service.wire.messages import (
 from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, free_port, scrape, scripted_service
+from tests.service.server.test_lookup import Bench, likely
 from tests.service.test_faults import client_for, walk_until_accepted
-from tests.service.test_lookup import Bench, likely
 
 POISON = (49, 49)
 

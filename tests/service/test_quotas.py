@@ -38,7 +38,7 @@ from specbranch.service.wire.messages import (
 from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.harness import DRAFT, VOCAB
-from tests.service.test_lookup import Bench, likely
+from tests.service.server.test_lookup import Bench, likely
 
 
 def message(client: bytes, size: int = 10) -> Message:

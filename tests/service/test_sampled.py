@@ -37,7 +37,7 @@ from specbranch.service.wire.messages import (
 from specbranch.service.wire.payloads import Digest, pack_probs, unpack_probs
 from specbranch.simulation.scripted import Candidates, ScriptedEngine, TextScript, reject
 from tests.service.harness import PATIENCE_S
-from tests.service.test_lookup import Bench
+from tests.service.server.test_lookup import Bench
 from tests.toys import planner_of, random_script
 
 TEXT = [1, 2, 3]

@@ -21,11 +21,11 @@ from specbranch.service.server.server import Server, ServiceOptions
 from specbranch.service.wire.addresses import AddressError, ClientKeys, ServiceKeys, default_address, make_keys
 from specbranch.service.wire.messages import VERSION, ErrorReply, Hello, Welcome, decode_reply, encode
 from specbranch.simulation.scripted import ScriptedEngine
+from tests.service.client.test_stats import ask_until
 from tests.service.harness import DRAFT, PATIENCE_S, Walk, free_port, scrape, scripted_service, tcp_service, wait_for
+from tests.service.server.test_lookup import Bench
 from tests.service.test_faults import client_for, walk_until_accepted
-from tests.service.test_lookup import Bench
-from tests.service.test_reporter import ask_until
-from tests.service.test_wire import REQUESTS, mutate
+from tests.service.wire.test_messages import REQUESTS, mutate
 
 _LAST = 987_654_321  # a round that no mutated frame has
 

@@ -1,0 +1,212 @@
+"""Guesses are planted behind nodes that were not run, by whoever was right most often."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbranch.core.costs import PairModel
+from specbranch.core.distribution import Distribution
+from specbranch.core.ngram import (
+    LENGTHS,
+    MEMORY,
+    TEXT,
+    HistoryBudget,
+    NgramDrafter,
+    NgramIndex,
+    OutputHistory,
+    PastOutput,
+)
+from specbranch.core.node import GreedyPicker
+from specbranch.core.tree import Tree
+
+
+def planted(costs: PairModel, tokens: list[int], count: int = 4, least: float = 0.01) -> list[tuple[int, str, int]]:
+    tree = Tree(tokens, GreedyPicker(), costs.calibration)
+    guesser = NgramDrafter(tokens, costs.history)
+    guesser.index_new_tokens()
+    chain = guesser.extend(tree, tree.root, count, least)
+    assert [node.parent for node in chain] == [tree.root, *chain[:-1]][: len(chain)]
+    return [(node.token, *node.guess_source) for node in chain if node.guess_source]
+
+
+def test_a_chain_stands_on_ever_better_grounds() -> None:
+    assert planted(PairModel(), [1, 2, 3, 9, 8, 7, 1, 2, 3]) == [(9, TEXT, 3), (8, TEXT, 4), (7, TEXT, 5), (1, TEXT, 5)]
+
+
+def test_other_answers_are_asked_where_the_text_has_nothing() -> None:
+    costs = PairModel()
+    costs.history.add(costs.history.begin(), [1, 2, 3, 4, 5])
+
+    assert planted(costs, [7, 1, 2, 3]) == [(4, MEMORY, 3), (5, MEMORY, 4)]
+
+
+def test_whoever_was_right_more_often_guesses() -> None:
+    costs = PairModel()
+    costs.history.add(costs.history.begin(), [1, 2, 3, 4])
+    for source, is_right in ((TEXT, False), (MEMORY, True)):
+        for _ in range(5):
+            costs.calibration.observe_guess((source, 3), is_right)
+
+    assert planted(costs, [1, 2, 3, 9, 8, 1, 2, 3], count=1) == [(4, MEMORY, 3)]
+    for _ in range(50):
+        costs.calibration.observe_guess((TEXT, 3), True)
+    assert planted(costs, [1, 2, 3, 9, 8, 1, 2, 3], count=1) == [(9, TEXT, 3)]
+
+
+def test_what_is_too_unlikely_is_not_planted() -> None:
+    assert planted(PairModel(), [1, 2, 3, 9, 8, 7, 1, 2, 3], least=0.3) == [(9, TEXT, 3)]
+
+
+def test_nothing_is_planted_behind_a_node_that_ran() -> None:
+    costs = PairModel()
+    tokens = [1, 2, 3, 9, 8, 7, 1, 2, 3]
+    tree = Tree(tokens, GreedyPicker(), costs.calibration)
+    guesser = NgramDrafter(tokens, costs.history)
+    guesser.index_new_tokens()
+    chain = guesser.extend(tree, tree.root, 1, 0.01)
+    tree.set_distribution(chain[0], Distribution((5,), (1.0,), 0.0))
+
+    assert guesser.extend(tree, tree.root, 4, 0.01) == chain
+
+
+def remembering(*answers: list[int], room: HistoryBudget | None = None) -> tuple[OutputHistory, list[PastOutput]]:
+    memory = OutputHistory(room)
+    own = []
+    for answer in answers:
+        own.append(memory.begin())
+        memory.add(own[-1], answer)
+    return memory, own
+
+
+def test_what_followed_the_same_tokens_in_another_answer_is_found() -> None:
+    memory, _ = remembering([1, 2, 3, 4, 5], [9, 2, 3, 4, 7, 8])
+
+    assert memory.continuation([2, 3, 4], 5) == ([7, 8], 3), "the last answer counts"
+    assert memory.continuation([1, 2, 3, 4], 5) == ([5], 4), "unless more tokens agree"
+    assert memory.continuation([9, 2, 3, 4], 1) == ([7], 4)
+    assert memory.continuation([3, 4], 5) == ([], 0), "two tokens are too few"
+    assert memory.continuation([4, 4, 4], 5) == ([], 0)
+
+
+def test_an_answer_does_not_repeat_itself_here() -> None:
+    memory, (one, _) = remembering([1, 2, 3, 4], [5, 6, 7, 8])
+
+    assert memory.continuation([1, 2, 3], 2, other_than=one) == ([], 0)
+    assert memory.continuation([5, 6, 7], 2, other_than=one) == ([8], 3)
+
+
+def test_it_grows_with_an_answer_that_is_still_being_given() -> None:
+    memory, (answer,) = remembering([1, 2, 3])
+    assert memory.continuation([1, 2, 3], 2) == ([], 0)
+    memory.add(answer, [4])
+    memory.add(answer, [5])
+
+    assert memory.continuation([1, 2, 3], 9) == ([4, 5], 3)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=12), st.data())
+def test_it_stays_within_its_room_and_forgets_whole_answers(answers: list[list[int]], data: st.DataObject) -> None:
+    memories = [OutputHistory(room) for room in [HistoryBudget(capacity=20)] for _ in range(3)]
+    for tokens in answers:
+        memory = data.draw(st.sampled_from(memories))
+        memory.continuation(tokens, 3)
+        memory.add(memory.begin(), tokens)
+
+    assert sum(memory.num_tokens for memory in memories) <= 20
+    for memory in memories:
+        kept = list(memory._answers)
+        assert memory.num_tokens == sum(len(answer.tokens) for answer in kept)
+        assert not any(answer.is_forgotten for answer in kept)
+        assert all(any(answer is one for one in kept) for answer, _ in memory._positions.values())
+        for key, (answer, position) in memory._positions.items():
+            assert answer.tokens[position - len(key) : position] == list(key)
+            assert len(key) in LENGTHS
+
+
+def test_what_was_of_use_is_forgotten_last() -> None:
+    memory, _ = remembering([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], room=HistoryBudget(capacity=12))
+    memory.continuation([1, 2, 3], 1)
+    memory.add(memory.begin(), [11, 12, 13, 14, 15])
+
+    assert memory.continuation([1, 2, 3], 1) == ([4], 3)
+    assert memory.continuation([6, 7, 8], 1) == ([], 0)
+    memory.add(memory.begin(), [16, 17, 18, 19, 20])
+    memory.add(memory.begin(), [21, 22, 23, 24, 25])
+    assert memory.continuation([1, 2, 3], 1) == ([4], 3), "used again meanwhile"
+
+
+def test_a_busy_target_forgets_its_own_answers_and_an_idle_one_gives_way_in_time() -> None:
+    room = HistoryBudget(capacity=100)
+    idle, _ = remembering(list(range(10)), room=room)
+    busy, _ = remembering(*([index] * 20 for index in range(5)), room=room)
+    assert idle.num_tokens == 10 and busy.num_tokens == 80, "its own, which are more"
+
+    for index in range(20):
+        busy.add(busy.begin(), [index] * 20)
+    assert idle.num_tokens == 0 and busy.num_tokens == 100
+
+
+def test_an_answer_that_was_forgotten_while_it_grew_stays_forgotten() -> None:
+    memory, (first, *_) = remembering([1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1], room=HistoryBudget(capacity=8))
+    assert first.is_forgotten
+    memory.add(first, [1, 2, 3, 4, 5])
+
+    assert memory.continuation([1, 2, 3], 2) == ([], 0)
+    assert memory.num_tokens == 8
+
+
+def test_an_answer_of_which_no_token_came_takes_no_room() -> None:
+    memory = OutputHistory()
+    for _ in range(3):
+        memory.begin()
+    memory.add(memory.begin(), [1, 2])
+
+    assert [answer.tokens for answer in memory._answers] == [[1, 2]]
+
+
+def test_the_longest_agreement_counts_and_of_those_the_last() -> None:
+    index = NgramIndex([1, 2, 3, 4, 9, 2, 3, 5, 9, 9, 2, 3])
+    index.index_new_tokens()
+
+    assert index.continuation([], 3) == ([5, 9, 9], 3)  # 9 2 3 stood before 5
+    assert index.continuation([4], 2) == ([9, 2], 3)  # 2 3 4
+    assert index.continuation([7], 2) == ([], 0)
+
+
+def test_a_text_does_not_agree_with_its_own_end() -> None:
+    index = NgramIndex([1, 2])
+    index.index_new_tokens()
+
+    assert index.continuation([], 4) == ([], 0)
+
+
+def test_it_follows_a_text_that_grows_a_bounded_part_at_a_time() -> None:
+    tokens = [1, 2, 3]
+    index = NgramIndex(tokens)
+    index.index_new_tokens()
+    tokens += [4, 1, 2, 3]
+    index.index_new_tokens(most=2)
+    assert index.continuation([], 1) == ([4], 3)
+    tokens += [7, 8, 3, 7]
+    assert index.continuation([], 1) == ([], 0), "not read yet"
+    for _ in range(4):
+        index.index_new_tokens(most=2)
+    assert index.continuation([], 1) == ([8], 2)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(0, 2), max_size=4))
+def test_it_finds_what_a_search_finds(tokens: list[int], tail: list[int]) -> None:
+    index = NgramIndex(tokens)
+    index.index_new_tokens(most=random.Random(len(tokens)).randint(40, 80))
+    end = [*tokens, *tail]
+    expected: tuple[list[int], int] = ([], 0)
+    for length in LENGTHS:
+        places = [p for p in range(length, len(tokens)) if tokens[p - length : p] == end[-length:]]
+        if places and length <= len(end):
+            expected = (tokens[places[-1] : places[-1] + 3], length)
+            break
+
+    assert index.continuation(tail, 3) == expected

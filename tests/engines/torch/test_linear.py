@@ -1,0 +1,93 @@
+"""Linear layers in 8 bits: as near to the plain ones as 8 bits allow, on every CPU, and each row by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbranch.engines.torch.linear import PACKED, Int8Linear, QuantizedLinear, can_int8, sums_overflow
+
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+
+pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
+KINDS = list(PACKED.values())
+MOST_APART = {"Int8Linear": 0.02, "WeightOnlyLinear": 0.01}  # relative, over all outputs
+
+
+def plain(num_inputs: int, num_outputs: int, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(num_inputs, num_outputs).requires_grad_(False)
+    linear.weight.mul_(torch.rand(num_outputs, 1) + 0.1)  # channels of unlike size
+    return linear
+
+
+def ones() -> tuple[Any, Any]:
+    """All weights and all activations at their largest."""
+    linear = torch.nn.Linear(512, 64, bias=False).requires_grad_(False)
+    torch.nn.init.ones_(linear.weight)
+    return linear, torch.ones(4, 512)
+
+
+def apart(found: Any, wanted: Any) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(576, 192), (144, 512), (100, 36), (896, 1152)])
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 16])
+def test_it_is_the_plain_layer_within_eight_bits(
+    kind: type[QuantizedLinear], shape: tuple[int, int], num_rows: int
+) -> None:
+    linear = plain(*shape)
+    rows = torch.randn(2, num_rows, shape[0])
+
+    found = kind(linear)(rows)
+
+    assert found.shape == (2, num_rows, shape[1])
+    assert apart(found, linear(rows)) < MOST_APART[kind.__name__]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_may_lie_anyhow_in_memory(kind: type[QuantizedLinear]) -> None:
+    linear = plain(64, 96)
+    rows = torch.randn(64, 3).T
+
+    assert apart(kind(linear)(rows), linear(rows)) < MOST_APART[kind.__name__]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[QuantizedLinear]) -> None:
+    one, other = plain(64, 96), torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
+    rows, residual = torch.randn(1, 3, 64), torch.randn(1, 3, 128)
+
+    found = kind(one, other)(rows, residual)
+
+    assert apart(found - residual, torch.cat((one(rows), other(rows)), dim=-1)) < MOST_APART[kind.__name__]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_whatever_is_beside_it(kind: type[QuantizedLinear]) -> None:
+    packed = kind(plain(256, 320))
+    rows = torch.randn(9, 256) * torch.logspace(-3, 3, 9)[:, None]
+
+    together = packed(rows)
+
+    for index in range(9):
+        assert torch.allclose(packed(rows[index : index + 1])[0], together[index], rtol=1e-5, atol=0)
+
+
+def test_the_largest_sums_are_not_lost() -> None:
+    """Without VNNI, weights of 8 bits would lose half of it."""
+    linear, rows = ones()
+
+    assert apart(Int8Linear(linear)(rows), linear(rows)) < 1e-3
+
+
+def test_weights_of_eight_bits_are_used_exactly_where_sums_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the CPU's own answer is not believed, the largest sums show it."""
+    linear, rows = ones()
+    overflows = sums_overflow()
+    monkeypatch.setattr("specbranch.engines.torch.linear.sums_overflow", lambda: False)
+
+    assert (apart(Int8Linear(linear)(rows), linear(rows)) > 0.1) == overflows
