@@ -261,7 +261,7 @@ class Span:
     calls_s: list[float] = field(default_factory=list)
     accepted: int = 0
     timeouts: int = 0
-    unawaited: int = 0
+    not_waited: int = 0
     opened: int = 0
 
     def summary(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class Span:
             "median_ms": round(median(times_ms), 2),
             "p99_ms": round(times_ms[int(0.99 * len(times_ms))], 1),
             "timeouts": self.timeouts,
-            "unawaited": self.unawaited,
+            "not_waited": self.not_waited,
             "opened": self.opened,
         }
 
@@ -294,7 +294,7 @@ class GoodClient:
             self._walk.step()
             time.sleep(PAUSE_S)
         after = (counts.timeouts, counts.not_waited, counts.opened)
-        span.timeouts, span.unawaited, span.opened = (now - then for now, then in zip(after, before, strict=True))
+        span.timeouts, span.not_waited, span.opened = (now - then for now, then in zip(after, before, strict=True))
         span.calls_s, span.accepted = self._walk.calls_s[first:], self._walk.num_accepted - accepted
         return span
 
@@ -318,7 +318,7 @@ class RealClient(GoodClient):
             num_new = len(draft) + 1
             time.sleep(PAUSE_S)
         after = (counts.timeouts, counts.not_waited, counts.opened)
-        span.timeouts, span.unawaited, span.opened = (now - then for now, then in zip(after, before, strict=True))
+        span.timeouts, span.not_waited, span.opened = (now - then for now, then in zip(after, before, strict=True))
         return span
 
 

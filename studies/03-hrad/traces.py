@@ -36,7 +36,7 @@ def main() -> None:
             own = features[row : row + len(answer.tokens) - 1]
             row += len(own)
             if split_of(prompt) == "test" and len(chosen.setdefault(task, [])) < args.count:
-                signals = [int(outlook.signal) for outlook in hrad.predict(own.astype(np.float32))]
+                signals = [int(hint.signal) for hint in hrad.predict(own.astype(np.float32))]
                 chosen[task].append(replace(answer, prompt=(), foreseen=(*signals, 1)))
         for task, answers in chosen.items():
             header = Header(target=card.target, draft=card.draft, task=task, temperature=card.temperature)

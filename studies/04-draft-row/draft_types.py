@@ -99,7 +99,7 @@ def _teach(engines: dict[str, DraftEngine]) -> None:
 
     def learn(_: Any, __: Any, out: Any) -> None:
         for head in heads[1:]:  # the first is the reader's own
-            head.learn(out)
+            head.observe(out)
 
     hook = norm.register_forward_hook(learn)
     order = random.Random(0)

@@ -48,7 +48,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(local_model(args.draft) or args.draft, dtype=torch.float32).eval()
     head = LowRankOutputLayer(model.get_output_embeddings(), Int8Linear)
     for answer in learned[:: max(1, len(learned) * 100 // LEARNED)]:
-        head.learn(_hidden(model, answer))
+        head.observe(_hidden(model, answer))
     if not head.is_narrow:
         parser.error(f"{args.collection} has too few answers to learn from; {LEARNED} tokens are needed")
     tasks = {}

@@ -93,17 +93,17 @@ def test_an_engine_that_drives_itself_reports_by_content(
 
 
 def test_an_outlook_is_for_the_round_that_begins_and_for_no_other() -> None:
-    outlook = AcceptanceHint(Signal.ALL)
+    hint = AcceptanceHint(Signal.ALL)
     session = submitted_session()
     found = [session.round.hint]
-    session.commit(Verdict(2, 7).committed(session.submitted), outlook=outlook)
+    session.commit(Verdict(2, 7).committed(session.submitted), hint=hint)
     found.append(session.round.hint)
     session.commit([5], 0)
     found.append(session.round.hint)
-    session.commit([5], 0, outlook)
+    session.commit([5], 0, hint)
     found.append(session.round.hint)
 
-    assert found == [None, outlook, None, outlook]
+    assert found == [None, hint, None, hint]
 
 
 def test_an_engine_may_go_on_without_a_submission_but_not_without_a_token() -> None:

@@ -110,10 +110,10 @@ def test_the_file_gives_the_same_chances(tmp_path: Path) -> None:
     write_hrad(tmp_path, network.tensors, card)
     test = examples(50, 3, True)
 
-    outlooks = read_hrad(tmp_path).predict(test.features.astype(np.float32))
+    hints = read_hrad(tmp_path).predict(test.features.astype(np.float32))
 
     chances, _ = network.foresee(test)
-    assert [int(outlook.signal) for outlook in outlooks] == chances.argmax(-1).tolist()
+    assert [int(hint.signal) for hint in hints] == chances.argmax(-1).tolist()
     assert json.loads((tmp_path / "card.json").read_text())["target"] == "big"
 
 

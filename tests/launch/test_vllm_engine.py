@@ -28,7 +28,7 @@ class Drafter:
     def counts(self) -> Mapping[str, float]:
         return self._counts
 
-    def use(self, settings: ProposerSettings) -> None:
+    def configure(self, settings: ProposerSettings) -> None:
         if settings.planner == "pearl" and self._counts:
             raise ValueError("not this one")
         self.settings = settings

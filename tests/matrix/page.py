@@ -103,7 +103,7 @@ def _check(run: dict[str, Any]) -> str:
 
 
 def _features(run: dict[str, Any]) -> str:
-    return f"{run['compared']} equal, {run['outlook_faults']} missed"
+    return f"{run['compared']} equal, {run['hint_faults']} missed"
 
 
 def _sampler(run: dict[str, Any]) -> str:

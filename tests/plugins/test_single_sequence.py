@@ -52,7 +52,7 @@ def plain(prompt: list[int], length: int) -> list[int]:
 
 
 def decode(drafts: SingleSequenceDrafts, prompt: list[int], num_steps: int = 30) -> list[int]:
-    drafts.expect(np.array(prompt))
+    drafts.announce_prompt(np.array(prompt))
     text = step(drafts, [*prompt, TARGET.distribution(tuple(prompt)).ids[0]])
     for _ in range(num_steps):
         text = step(drafts, text)
@@ -129,7 +129,7 @@ def test_a_second_text_at_the_same_time_goes_without_drafts_and_does_not_wait(se
     drafts = drafts_of(service)
     text = decode(drafts, [1, 2, 3])
     with drafts._lock:  # another thread is in a call
-        drafts.expect(np.array([5, 6]))
+        drafts.announce_prompt(np.array([5, 6]))
         assert drafts.after(np.array(text)) == []
 
 

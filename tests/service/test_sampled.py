@@ -78,11 +78,11 @@ def test_what_is_proposed_is_what_the_client_draws_from_what_it_is_told() -> Non
     for seed in range(1, 40):
         bench = SampledBench(seed)
         text, tokens, packed = drafted(bench)
-        drawn_from = unpack_probs(packed, len(tokens))
-        again, used = resample_draft(text, len(text), tokens, drawn_from, seed, None)
+        sampled_from = unpack_probs(packed, len(tokens))
+        again, used = resample_draft(text, len(text), tokens, sampled_from, seed, None)
 
-        assert again == tokens and used == drawn_from
-        num_drawn += sum(one is not None for one in drawn_from)
+        assert again == tokens and used == sampled_from
+        num_drawn += sum(one is not None for one in sampled_from)
     assert num_drawn > 40
 
 
@@ -205,7 +205,7 @@ def test_a_step_that_goes_without_drafts_has_no_distributions() -> None:
 
     assert client.propose([row]) == [[]]
     assert client.counts.prefetched == 1 and client.counts.unreachable == 1
-    assert client.drawn_from == [[]]
+    assert client.sampled_from == [[]]
     client.close()
 
 
@@ -240,8 +240,8 @@ def test_each_row_gets_the_distributions_of_its_own_tokens() -> None:
     assert isinstance(reply, DraftReply)
     for tokens, packed in zip(reply.rows, reply.probs, strict=True):
         assert tokens is not None
-        drawn_from = unpack_probs(packed, len(tokens))
-        assert all(q is None or token in q.ids for token, q in zip(tokens, drawn_from, strict=True))
+        sampled_from = unpack_probs(packed, len(tokens))
+        assert all(q is None or token in q.ids for token, q in zip(tokens, sampled_from, strict=True))
     assert any(reply.probs) and reply.probs[0] != reply.probs[1]
 
 
@@ -326,24 +326,24 @@ def sample_texts(
         tokens = [0, 1]
         draft: list[int] = []
         name = f"{number} {os.urandom(4).hex()}"
-        drawn_from: list[Distribution | None] = []
+        sampled_from: list[Distribution | None] = []
         while len(tokens) < 8:
             offers = [
                 Candidates((q or Distribution((token,), (1.0,), 0.0)).dense(VOCAB), (token,))
-                for token, q in zip(draft, drawn_from or [None] * len(draft), strict=True)
+                for token, q in zip(draft, sampled_from or [None] * len(draft), strict=True)
             ]
             offers.append(Candidates(Distribution((), (), 0.0).dense(VOCAB), ()))
             ps = [target_at(temperature, [*tokens, *draft[:length]]) for length in range(len(draft) + 1)]
             verdict = reject(offers, ps, chance)
             new = verdict.committed(draft)
             num_kept += verdict.accepted
-            num_drawn += sum(q is not None for q in drawn_from[: verdict.accepted + 1])
+            num_drawn += sum(q is not None for q in sampled_from[: verdict.accepted + 1])
             tokens += new
             if len(tokens) < 8:
                 before(number, len(tokens))
                 row = SequenceUpdate(tokens, len(new), name=name, sampling=RequestSampling(temperature))
                 (draft,) = client.propose([row])
-                drawn_from = client.drawn_from[0][: len(draft)]
+                sampled_from = client.sampled_from[0][: len(draft)]
         texts.append(tokens)
     return texts, num_kept, num_drawn
 

@@ -20,14 +20,14 @@ def draft_of(seed: int) -> tuple[list[int], bytes]:
     """A draft of eight tokens behind a text, each drawn from 32."""
     rng = np.random.default_rng(seed)
     tokens: list[int] = []
-    drawn_from = []
+    sampled_from = []
     for place in range(WINDOW):
         weights = np.sort(rng.random(TOP) ** 8)[::-1]
         ids = tuple(rng.choice(VOCAB, TOP, replace=False).tolist())
         q = RequestSampling(1.0).apply(Distribution(ids, tuple((weights / weights.sum()).tolist()), 1.0))
         tokens.append(q.ids[inverse_cdf(q.probs, seeded_uniform(seed, 40 + place, [*range(40), *tokens]))])
-        drawn_from.append(q)
-    return tokens, pack_probs(drawn_from)
+        sampled_from.append(q)
+    return tokens, pack_probs(sampled_from)
 
 
 class Target:

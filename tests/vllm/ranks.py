@@ -28,7 +28,7 @@ class Client:
         self.length = GAMMA
         self.samplings: list[Any] = []
         self.distributions: list[Distribution | None] = []  # of the drafts of sampled rows
-        self.drawn_from: list[list[Distribution | None]] = []
+        self.sampled_from: list[list[Distribution | None]] = []
         self.has_failed = False
 
     def propose(self, rows: Sequence[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
@@ -36,10 +36,10 @@ class Client:
             raise RuntimeError("out of order")
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.samplings = [row.sampling for row in rows]
-        self.drawn_from = [self.distributions if row.sampling else [] for row in rows]
+        self.sampled_from = [self.distributions if row.sampling else [] for row in rows]
         return [[text[-1] + step for step in range(1, self.length + 1)] for text, _ in self.told]
 
-    def expect(self, prompts: Sequence[list[int]]) -> None:
+    def announce_prompts(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ def main() -> None:
             }
     accepted = _accepted(llm)
     with tempfile.TemporaryDirectory() as directory, rogue(Path(directory), "foreign") as service:
-        proposer.use(read_settings(drafting(service.address)["additional_config"]["specbranch"]))
+        proposer.configure(read_settings(drafting(service.address)["additional_config"]["specbranch"]))
         few = tokens_of(llm.generate(prompts[:FEW], greedy, use_tqdm=False))
     wrong = {"equal": num_equal(texts["bare"][:FEW], few), "foreign": proposer.counts()["unknown_token"]}
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}

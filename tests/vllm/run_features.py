@@ -78,17 +78,17 @@ def _compare(target: str, address: str, directory: Path, port: int, num_tokens: 
     for name, predictor in predictors.items():
         if name != "all":
             ours = drafting(address, **{**section, "predictor": predictor})["additional_config"]["specbranch"]
-            proposer.use(read_settings(ours))
+            proposer.configure(read_settings(ours))
         _watch(llm, proposer, seen)
         before = engine.draft_tokens(llm)
         found = tokens_of(llm.generate(PROMPTS, greedy, use_tqdm=False))
         submitted, accepted = (after - count for after, count in zip(engine.draft_tokens(llm), before, strict=True))
-        told += proposer.counts()["outlooks"]
+        told += proposer.counts()["hints"]
         runs[name] = {
             "equal": num_equal(texts, found),
             "submitted": submitted,
             "accepted": accepted,
-            **{key: proposer.counts()[key] for key in ("calls", "outlooks", "outlook_faults", "outlook_s", "faults")},
+            **{key: proposer.counts()[key] for key in ("calls", "hints", "hint_faults", "hint_s", "faults")},
         }
     result |= {"prompts": len(PROMPTS), "runs": runs, "preemptions": metric(llm, "vllm:num_preemptions")}
     result |= {"told": told, "heard": scrape(port, "specbranch_draft_outlooks_total")}

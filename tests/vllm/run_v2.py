@@ -117,9 +117,9 @@ def sampled(target: str, draft: str) -> dict[str, Any]:
         pair = Pair(target, draft)
         found = {name: _compared(ours, one, expected[name], pair) for name, one in SAMPLINGS.items()}
 
-        def wrong(answer: Any, samplings: Any, drawn_from: Any) -> Any:
+        def wrong(answer: Any, samplings: Any, sampled_from: Any) -> Any:
             """As if the tokens had been drawn at a quarter of the temperature."""
-            flat = {row: [squared(squared(q)) for q in distributions] for row, distributions in drawn_from.items()}
+            flat = {row: [squared(squared(q)) for q in distributions] for row, distributions in sampled_from.items()}
             return runner_v2_device.pack(answer, samplings, flat)
 
         name = next(iter(SAMPLINGS))
@@ -151,12 +151,12 @@ def _decode(target: str, draft: str, planners: Sequence[str], **speculative: Any
         result["is_async"] = ours.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         proposer = proposer_of(ours.llm)
         for planner in planners:
-            proposer.use(_settings(service.address, planner))
+            proposer.configure(_settings(service.address, planner))
             before = ours.draft_tokens()
             result["equal"][planner] = num_equal(known, _answers(ours))
             drafted = [after - first for after, first in zip(ours.draft_tokens(), before, strict=True)]
             result["drafted"][planner] = drafted
-        proposer.use(_settings(service.address))
+        proposer.configure(_settings(service.address))
         result["aborted"] = _abort(ours, known)
         result["faults"] = proposer.counts()["faults"]
     result["killed"] = _kill(ours, draft, known)
@@ -212,7 +212,7 @@ def _kill(target: LocalEngine, draft: str, known: Sequence[Sequence[int]]) -> di
     answers: list[list[int]] = [[] for _ in range(ROWS)]
     proposer = proposer_of(target.llm)
     with _service(draft) as service:
-        proposer.use(_settings(service.address, deadline_ms=500))
+        proposer.configure(_settings(service.address, deadline_ms=500))
         is_killed = False
         for piece in target.stream(_requests()):
             answers[piece.index] += piece.tokens

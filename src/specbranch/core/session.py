@@ -167,12 +167,12 @@ class Session:
             self.round.costs.history.add(self._answer, self.tokens[self.prompt_len + len(self._answer.tokens) :])
 
     def commit(
-        self, tokens: Sequence[int], num_submitted: int | None = None, outlook: AcceptanceHint | None = None
+        self, tokens: Sequence[int], num_submitted: int | None = None, hint: AcceptanceHint | None = None
     ) -> list[int]:
         """End a round by content: the target committed these tokens after `num_submitted` had been sent.
 
         None: all that was proposed had been sent. An engine that drives itself may have gone on by several tokens
-        without asking. `outlook` is for the round that begins. Returns the tokens that are emitted: all of them, unless
+        without asking. `hint` is for the round that begins. Returns the tokens that are emitted: all of them, unless
         the sequence ends before.
         """
         if not tokens:
@@ -187,7 +187,7 @@ class Session:
         self._planner.learn(self.round, verdict)
         emitted, self.is_finished = self._ending.trim(tokens, len(self.tokens) - self.prompt_len)
         self.tokens += emitted
-        self._begin_round(tokens, outlook)
+        self._begin_round(tokens, hint)
         self._count(verdict, len(submitted), len(emitted))
         return emitted
 
@@ -198,12 +198,12 @@ class Session:
         else:
             self.tree.set_sampling(rejection_picker(sampling, self.tokens, costs.sampled), costs.sampled)
 
-    def _begin_round(self, committed: Sequence[int], outlook: AcceptanceHint | None) -> None:
+    def _begin_round(self, committed: Sequence[int], hint: AcceptanceHint | None) -> None:
         tree, old = self.tree, self.round
         tree.update_calibration(committed)
         tree.commit(committed)
         is_hit = tree.root.distribution is not None
-        self.round = Round(old.index + 1, tree, old.costs, old.ngrams, is_hit=is_hit, hint=outlook)
+        self.round = Round(old.index + 1, tree, old.costs, old.ngrams, is_hit=is_hit, hint=hint)
 
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:
         stats = self.stats

@@ -75,7 +75,7 @@ class Hrad:
     def predict(
         self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
     ) -> list[AcceptanceHint]:
-        """The outlook of every sequence. `features` # [n, d_in], float32.
+        """The hint of every sequence. `features` # [n, d_in], float32.
 
         `product` multiplies matrices; a process that minds its threads may have one of its own.
         """

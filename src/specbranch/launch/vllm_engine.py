@@ -191,7 +191,7 @@ def shut_down(llm: Any) -> None:
 def _use(worker: Any, settings: ProposerSettings) -> str | None:
     # An error must not be raised in a worker: vLLM would take the answers of the others for those of the next call.
     try:
-        compat.drafter_of(worker.model_runner).use(settings)
+        compat.drafter_of(worker.model_runner).configure(settings)
     except Exception as error:
         return str(error) or repr(error)
     return None

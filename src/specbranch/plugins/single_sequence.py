@@ -38,7 +38,7 @@ class SingleSequenceDrafts:
         self._called_s = 0.0
         self.num_accepted = 0  # draft tokens of all texts
 
-    def expect(self, prompt: TokenArray) -> None:
+    def announce_prompt(self, prompt: TokenArray) -> None:
         """The target begins to read a prompt: let the draft read it at the same time."""
         if not self._lock.acquire(blocking=False):
             return

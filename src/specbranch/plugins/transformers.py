@@ -122,7 +122,7 @@ class ServiceCandidates(CandidateGenerator):
         text = input_ids[0].cpu().numpy()
         if not self._has_begun:
             self._has_begun = True
-            self._drafts.expect(text)
+            self._drafts.announce_prompt(text)
             return input_ids, None
         # A seed of the sampler's is not seen here, so any sampled text may have one.
         draft = self._drafts.after(text, self._max_length - len(text) - 1, has_recurring_noise=self._is_sampled)

@@ -31,7 +31,7 @@ def states(count: int, seed: int) -> Any:
 def learned(head: LowRankOutputLayer, seed: int) -> LowRankOutputLayer:
     for piece in states(LEARNED, seed).split(1024):
         assert not head.is_narrow
-        head.learn(piece)
+        head.observe(piece)
     assert head.is_narrow
     return head
 

@@ -154,7 +154,7 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch, directory: Path, num_layers: int
 
 
 def outlooks_of(proposer: Any) -> list[AcceptanceHint | None]:
-    found: list[AcceptanceHint | None] = proposer._client.outlooks
+    found: list[AcceptanceHint | None] = proposer._client.hints
     return found
 
 
@@ -175,7 +175,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def assert_outlooks(proposer: Any, directory: Path, asked: list[Any], rows: Sequence[list[float]]) -> None:
     assert asked[-1] == pytest.approx(np.array(rows), rel=1e-4)
     expected = read_hrad(directory).predict(np.array(rows, dtype=np.float32))
-    assert [outlook and outlook.signal for outlook in outlooks_of(proposer)] == [one.signal for one in expected]
+    assert [hint and hint.signal for hint in outlooks_of(proposer)] == [one.signal for one in expected]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 4, 5])
@@ -194,7 +194,7 @@ def test_each_row_is_judged_where_its_newest_token_was_predicted(
     last_and_newest = [(7, 10), (22, 23), (31, 33), (40, 43), (49, 48)]
     assert_outlooks(proposer, tmp_path, asked, [model.features(*one, num_layers) for one in last_and_newest])
     assert proposer._foresight is not None
-    assert (proposer._foresight.counts.outlooks, proposer._foresight.counts.outlook_faults) == (5, 0)
+    assert (proposer._foresight.counts.hints, proposer._foresight.counts.hint_faults) == (5, 0)
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -281,7 +281,7 @@ def test_a_fault_in_a_step_is_counted_and_said_once_and_drafts_go_on(
     proposer.feature_hook.end(SimpleNamespace(execute_model_state=SimpleNamespace()))
     assert runner.sample_tokens([3]) == [[5, 6]]
     assert proposer._foresight is not None
-    assert (proposer._foresight.counts.outlooks, proposer._foresight.counts.outlook_faults) == (0, 5)
+    assert (proposer._foresight.counts.hints, proposer._foresight.counts.hint_faults) == (0, 5)
     assert caplog.text.count("could not be read") == 1
     assert outlooks_of(proposer) == [None]
 
@@ -425,6 +425,6 @@ def test_every_signal_can_be_foreseen(
     for token in range(VOCAB):
         runner.execute_model(scheduled(a=[token]))
         runner.sample_tokens([1])
-        seen |= {outlook.signal for outlook in outlooks_of(proposer) if outlook}
+        seen |= {hint.signal for hint in outlooks_of(proposer) if hint}
 
     assert seen <= set(Signal) and len(seen) > 1

@@ -253,7 +253,7 @@ def test_a_draft_with_another_vocabulary_is_a_state_of_its_own_while_it_is_there
 ) -> None:
     counts = {**COUNTS, "other_vocab": 8}
     with scripted_service(tmp_path) as service:
-        show(service.address, has_other_vocab=True, is_lagging=True, is_closed=True, counts=counts)
+        show(service.address, vocab_mismatch=True, is_lagging=True, is_closed=True, counts=counts)
         end_s = time.monotonic() + PATIENCE_S
         while (found := samples(collector))["specbranch_state", "0", "vocabulary"] != 1:
             assert time.monotonic() < end_s, found

@@ -35,7 +35,7 @@ class FixedClient:
         self._proposal = proposal
         self.options = options
         self.told: list[tuple[list[int], int]] = []
-        self.outlooks: list[AcceptanceHint | None] = []
+        self.hints: list[AcceptanceHint | None] = []
         self.expected: list[list[int]] = []
         self.is_pure_decode_step = False
 
@@ -48,10 +48,10 @@ class FixedClient:
     def propose(self, rows: list[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
         self.is_pure_decode_step = is_pure_decode_step
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
-        self.outlooks = [row.hint for row in rows]
+        self.hints = [row.hint for row in rows]
         self.longest = [row.max_draft_tokens for row in rows]
         self.recurring = [row.has_recurring_noise for row in rows]
-        self.drawn_from: list[list[Any]] = [[] for _ in rows]
+        self.sampled_from: list[list[Any]] = [[] for _ in rows]
         return [list(self._proposal) for _ in rows]
 
 

@@ -71,11 +71,11 @@ class Bench:
         wait_ms: float = 0.0,
         namespace: bytes = b"ours",
         sent: int = 0,
-        outlook: WireHint | None = None,
+        hint: WireHint | None = None,
         taken: list[int] | None = None,
     ) -> list[Reply]:
         before = Digest(text)
-        row = StepRow(before.name, list(new), before.extend(new).name, sent, outlook, taken)
+        row = StepRow(before.name, list(new), before.extend(new).name, sent, hint, taken)
         return self.ask(StepRequest(round, namespace, wait_ms, [row]))
 
     def work(self, turns: int = 20) -> None:
@@ -109,12 +109,12 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
     sure: dict[str, str | int | float | bool] = {"gamma": 3, "confidence": 1.0}
     bench.ask(OpenSequences(b"ours", "specbranch", sure, "hrad", [pack_tokens([1, 2, 3])]))
     bench.work()
-    outlook = None if signal is None else WireHint(int(signal))
-    (reply,) = bench.step([1, 2, 3], likely([1, 2, 3]), outlook=outlook)
+    hint = None if signal is None else WireHint(int(signal))
+    (reply,) = bench.step([1, 2, 3], likely([1, 2, 3]), hint=hint)
 
     assert isinstance(reply, DraftReply) and reply.rows[0] is not None
     assert len(reply.rows[0]) == drafted
-    assert bench.dispatch.counts.outlooks == (signal is not None)
+    assert bench.dispatch.counts.hints == (signal is not None)
     begun = bench.store.snapshot()[0].core.round
     assert begun.hint == (None if signal is None else AcceptanceHint(signal))
 

@@ -205,7 +205,7 @@ def test_a_row_without_an_outlook_costs_one_byte() -> None:
     told, untold = StepRow(NAME, [4], NAME, 0, WireHint(1)), StepRow(NAME, [4], NAME, 0)
     frames = [encode(StepRequest(1, b"ours", 1.0, [row])) for row in (told, untold)]
 
-    # No outlook, nothing taken, not sampled, of any length, new noise, and of the step no time and nothing beside it.
+    # No hint, nothing taken, not sampled, of any length, new noise, and of the step no time and nothing beside it.
     assert frames[1].endswith(b"\xc0\xc0\xc0\xc0\xc2\x00\xc0")
     assert len(frames[0]) - len(frames[1]) == 1
 

@@ -135,7 +135,7 @@ class FusedModel(nn.Module):
             rows = layer(rows, rotary, step)
         rows = self.norm(rows)
         if isinstance(self.lm_head, LowRankOutputLayer):
-            self.lm_head.learn(rows)
+            self.lm_head.observe(rows)
         logits: torch.Tensor = self.lm_head(rows if outputs is None else rows[outputs])
         return logits
 

@@ -229,13 +229,13 @@ _Array = np.ndarray[Any, np.dtype[np.float32]]
 class HradCounts:
     """Predictions that were made, steps that failed, and the time that predictions took."""
 
-    outlooks: int = 0
-    outlook_faults: int = 0  # steps
-    outlook_s: float = 0.0
+    hints: int = 0
+    hint_faults: int = 0  # steps
+    hint_s: float = 0.0
 
 
 class HradRunner:
-    """A trained predictor on a target's features. It never raises: a step that fails has no outlooks."""
+    """A trained predictor on a target's features. It never raises: a step that fails has no hints."""
 
     def __init__(self, hrad: Hrad, feature_hook: FeatureHook, clock: Callable[[], float] = time.perf_counter) -> None:
         self.feature_hook = feature_hook
@@ -252,14 +252,14 @@ class HradRunner:
             features = self.feature_hook.read(sampled, rows)
             found = dict(zip(rows, self._hrad.predict(features, _product), strict=True))
         except Exception:
-            if not self.counts.outlook_faults:
+            if not self.counts.hint_faults:
                 log.exception(
                     "the target's features could not be read; the draft's confidence is used instead. Logged once"
                 )
-            self.counts.outlook_faults += 1
+            self.counts.hint_faults += 1
             return {}
-        self.counts.outlooks += len(found)
-        self.counts.outlook_s += self._clock() - start_s
+        self.counts.hints += len(found)
+        self.counts.hint_s += self._clock() - start_s
         return found
 
 

@@ -158,7 +158,7 @@ def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
     """The state of drafting, from the proposer's counters and from our own question to the service."""
     if reach is ServiceStatus.ABSENT:
         return "unreachable"
-    if shown.has_other_vocab:
+    if shown.vocab_mismatch:
         return "vocabulary"
     if shown.is_lagging or reach is ServiceStatus.SILENT:
         return "lagging"

@@ -61,7 +61,7 @@ class SpecBranchProposer:
         self._embed: Callable[[Sequence[int]], Any] | None = None
         self._hrad: Hrad | None = None
         self._foresight: HradRunner | None = None
-        self.drawn_from: dict[int, Sequence[Distribution | None]] = {}  # of the last drafts, by row
+        self.sampled_from: dict[int, Sequence[Distribution | None]] = {}  # of the last drafts, by row
         self._vocab_sample = _vocab_sample(vllm_config) if self._is_output_rank else b""
         self.num_pads = 0  # that vLLM has verified, or rather rejected
         settings = read_settings(compat.own_config(vllm_config))
@@ -175,7 +175,7 @@ class SpecBranchProposer:
         those that are sampled with a seed (`runner.is_seeded`).
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        self.drawn_from = {}
+        self.sampled_from = {}
         had_asked, self._has_asked = self._has_asked, False
         if self._client is None or not texts:
             return drafts
@@ -184,13 +184,13 @@ class SpecBranchProposer:
         if self._is_worthwhile(num_new, step_s):
             names = compat.row_names(self._runner, len(drafts))
             asked = self._without_aside(list(texts), names)
-            outlooks = self._foresight.predict(sampled_token_ids, asked) if self._foresight else {}
+            hints = self._foresight.predict(sampled_token_ids, asked) if self._foresight else {}
             recurring = self._rows_with_recurring_noise(len(drafts))
             committed = {
                 index: SequenceUpdate(
                     texts[index],
                     num_new[index],
-                    hint=outlooks.get(index),
+                    hint=hints.get(index),
                     name=names[index],
                     sampling=samplings.get(index),
                     max_draft_tokens=self._limits.max_draft_tokens(names[index]),
@@ -300,12 +300,12 @@ class SpecBranchProposer:
         assert self._client is not None, "only called with a client"
         drafts: dict[int, list[int]] = {}
         proposals = self._client.propose(list(rows.values()), is_pure_decode_step)
-        for (index, row), draft, drawn_from in zip(rows.items(), proposals, self._client.drawn_from, strict=True):
+        for (index, row), draft, sampled_from in zip(rows.items(), proposals, self._client.sampled_from, strict=True):
             # vLLM adds one token of its own after the draft; both must fit.
             room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]
-            if any(drawn_from[: len(drafts[index])]):
-                self.drawn_from[index] = drawn_from[: len(drafts[index])]
+            if any(sampled_from[: len(drafts[index])]):
+                self.sampled_from[index] = sampled_from[: len(drafts[index])]
             self._lens[len(drafts[index])] += 1
         return drafts
 
@@ -323,7 +323,7 @@ class SpecBranchProposer:
                 namespace=client.namespace if client else b"",
                 is_lagging=client.is_lagging if client else False,
                 is_closed=gate is not None and not gate.was_open,
-                has_other_vocab=client.vocab_mismatch if client else False,
+                vocab_mismatch=client.vocab_mismatch if client else False,
                 counts=self.counts(),
                 lens=self._lens,
                 asides=dict(self._asides),

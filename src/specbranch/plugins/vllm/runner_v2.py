@@ -163,8 +163,8 @@ class Speculator:
         if self._proposer.is_on:
             try:
                 drafts = [draft[:most] for draft in self._drafts(input_batch, num_sampled, samplings)]
-                drawn_from = {row: known[:most] for row, known in self._proposer.drawn_from.items()}
-                packed = self._packed(drafts, samplings, drawn_from)
+                sampled_from = {row: known[:most] for row, known in self._proposer.sampled_from.items()}
+                packed = self._packed(drafts, samplings, sampled_from)
             except Exception:
                 drafts = [[] for _ in input_batch.req_ids]
                 if not self._has_failed:
@@ -177,13 +177,13 @@ class Speculator:
         self,
         drafts: Sequence[Sequence[int]],
         samplings: Mapping[int, RequestSampling],
-        drawn_from: Mapping[int, Sequence[Distribution | None]],
+        sampled_from: Mapping[int, Sequence[Distribution | None]],
     ) -> Array:
         """Drafts, and what they were drawn from if any row is verified by that # [rows, places, 1 or 1 + WIDTH]."""
         answer = np.full((len(drafts), self.num_speculative_steps), _NOTHING, dtype=np.int64)
         for row, draft in enumerate(drafts):
             answer[row, : len(draft)] = draft
-        return pack(answer, samplings, drawn_from) if samplings else answer[..., None]
+        return pack(answer, samplings, sampled_from) if samplings else answer[..., None]
 
     def _drafts(self, input_batch: Any, num_sampled: Any, samplings: Mapping[int, RequestSampling]) -> list[list[int]]:
         names, slots = input_batch.req_ids, input_batch.idx_mapping_np

@@ -97,7 +97,7 @@ def has_room(num_slots: int, num_places: int, vocab_len: int) -> bool:
 
 
 def pack(
-    answer: Array, samplings: Mapping[int, RequestSampling], drawn_from: Mapping[int, Sequence[Distribution | None]]
+    answer: Array, samplings: Mapping[int, RequestSampling], sampled_from: Mapping[int, Sequence[Distribution | None]]
 ) -> Array:
     """Drafts # [rows, places] with what they were drawn from # [rows, places, 1 + WIDTH], for all ranks.
 
@@ -108,7 +108,7 @@ def pack(
     packed[..., 1 : 1 + MOST_IDS] = _OWN  # with a logit of 0
     drawn = [
         (row, place, q)
-        for row, distributions in drawn_from.items()
+        for row, distributions in sampled_from.items()
         for place, q in enumerate(distributions)
         if q is not None and len(q.ids) <= MOST_IDS  # else certain, which is exact for any token
     ]

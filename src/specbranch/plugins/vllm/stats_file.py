@@ -43,7 +43,7 @@ class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     counts: dict[str, float] = {}
     lens: list[int] = []  # rows by the number of draft tokens
     asides: dict[str, int] = {}  # rows without drafts, by cause
-    has_other_vocab: bool = False  # nothing is drafted, because the draft's tokens are not the target's
+    vocab_mismatch: bool = False  # nothing is drafted, because the draft's tokens are not the target's
     gate: list[Decision] = []  # its last one for each load
 
 

@@ -261,16 +261,16 @@ class DraftClient(DraftSource):
         draft = told[: committed.max_draft_tokens]
         if packed and row.sampling is not None:
             try:
-                drawn_from = unpack_probs(packed, len(told))[: len(draft)]
+                sampled_from = unpack_probs(packed, len(told))[: len(draft)]
             except ValueError:
                 self.counts.refused += 1  # and its tokens are proposals like any others
             else:
                 end, seed = committed.tokens[-TEXT_LEN:], row.sampling.seed
                 text = end.tolist() if isinstance(end, np.ndarray) else end
                 draft, used = resample_draft(
-                    text, len(committed.tokens), draft, drawn_from, seed, self._options.vocab_len
+                    text, len(committed.tokens), draft, sampled_from, seed, self._options.vocab_len
                 )
-                self.drawn_from[index] = used
+                self.sampled_from[index] = used
                 self.counts.sampled += sum(q is not None for q in used)
         return self._known_tokens(draft)
 
@@ -410,5 +410,5 @@ class DraftClient(DraftSource):
             )
 
 
-def _on_wire(outlook: AcceptanceHint | None) -> WireHint | None:
-    return None if outlook is None else WireHint(int(outlook.signal))
+def _on_wire(hint: AcceptanceHint | None) -> WireHint | None:
+    return None if hint is None else WireHint(int(hint.signal))

@@ -57,7 +57,7 @@ class VocabularyCheck:
 
 
 def resample_draft(
-    text: Sequence[int], length: int, draft: Sequence[int], drawn_from: DrawnFrom, seed: int, vocab_len: int | None
+    text: Sequence[int], length: int, draft: Sequence[int], sampled_from: DrawnFrom, seed: int, vocab_len: int | None
 ) -> tuple[list[int], list[Distribution | None]]:
     """A draft whose tokens are drawn here, from the distributions that came with it, and those distributions.
 
@@ -67,7 +67,7 @@ def resample_draft(
     text = list(text[-TEXT_LEN:])
     tokens: list[int] = []
     used: list[Distribution | None] = []
-    for told, one in zip(draft, drawn_from, strict=True):
+    for told, one in zip(draft, sampled_from, strict=True):
         q = _within(one, vocab_len) if one else None
         token = told if q is None else q.ids[inverse_cdf(q.probs, seeded_uniform(seed, length + len(tokens), text))]
         tokens.append(token)

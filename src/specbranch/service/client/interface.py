@@ -112,7 +112,7 @@ class SequenceUpdate:
     """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
 
     An engine that does not know the last may leave it out: then it is what the client proposed for this sequence.
-    `outlook` is what the target foresees for the tokens that come next, if it has looked. `name` is the engine's own
+    `hint` is what the target foresees for the tokens that come next, if it has looked. `name` is the engine's own
     name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
     not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`sampled_from`),
     so they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random
@@ -201,7 +201,7 @@ class DraftSource(ABC):
         self._told = told or SyncedSequences()
         self._step_s: float | None = None  # of the target, smoothed
         self.counts = counts or ClientCounts()
-        self.drawn_from: list[list[Distribution | None]] = []  # of the last call: for each row, for each of its tokens
+        self.sampled_from: list[list[Distribution | None]] = []  # of the last call: by row, by token
 
     @property
     def namespace(self) -> bytes:
@@ -241,7 +241,7 @@ class DraftSource(ABC):
         its time tells what verifying costs.
         """
         nothing: list[list[int]] = [[] for _ in rows]
-        self.drawn_from = [[] for _ in rows]
+        self.sampled_from = [[] for _ in rows]
         if not self.is_owner_process():
             return nothing
         self.counts.calls += 1
@@ -259,9 +259,9 @@ class DraftSource(ABC):
             self._returned_s = self._clock()
             self.counts.wait_s += self._returned_s - start_s
         if found is None:
-            self.drawn_from = [[] for _ in rows]
+            self.sampled_from = [[] for _ in rows]
             return nothing
-        self.drawn_from = [drawn[: len(draft)] for drawn, draft in zip(self.drawn_from, found, strict=True)]
+        self.sampled_from = [drawn[: len(draft)] for drawn, draft in zip(self.sampled_from, found, strict=True)]
         return found
 
     def announce_prompts(self, prompts: Sequence[Tokens]) -> None:

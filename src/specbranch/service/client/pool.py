@@ -79,7 +79,7 @@ class DraftPool(DraftSource):
         questions: dict[DraftClient, PreparedStep] = {}
         for number, indices in placed.items():
             service = self._services[number]
-            service.drawn_from = self.drawn_from  # one list, in which each has its rows
+            service.sampled_from = self.sampled_from  # one list, in which each has its rows
             questions[service] = service.prepare_step(rows, indices, [grown[index] for index in indices])
         if sum(map(len, placed.values())) < len(rows):
             step_us = 0  # rows that are left out were in the step too

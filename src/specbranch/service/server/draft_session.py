@@ -140,14 +140,14 @@ class DraftSession:
         self,
         tokens: Sequence[int],
         num_submitted: int,
-        outlook: AcceptanceHint | None,
+        hint: AcceptanceHint | None,
         sampling: RequestSampling | None = None,
         has_recurring_noise: bool = False,
     ) -> None:
         """Take in a verdict; the caller holds the lock and moves the session in the store."""
         if has_recurring_noise:
             self.core.seclude()
-        self.core.commit(tokens, num_submitted, outlook)
+        self.core.commit(tokens, num_submitted, hint)
         self.core.set_sampling(sampling)
         self.digest = self.digest.extend(tokens)
         self.pushed = []

@@ -40,7 +40,7 @@ class LookupCounts:
     refused: int = 0
     dropped: int = 0  # messages of clients that send faster than they can be served
     overdue: int = 0
-    outlooks: int = 0  # verdicts that came with one
+    hints: int = 0  # verdicts that came with one
     wait_s: float = 0.0
 
 
@@ -115,7 +115,7 @@ class SessionLookup:
             self.counts.unknown += 1
             self._note_eviction(namespace, row)
             return None
-        self.counts.outlooks += row.hint is not None
+        self.counts.hints += row.hint is not None
         return session
 
     def _note_eviction(self, namespace: bytes, row: StepRow) -> None:
@@ -127,11 +127,9 @@ class SessionLookup:
     def _commit(self, session: DraftSession, row: StepRow) -> bool:
         """Let a session take in a row's verdict; False if it was forgotten meanwhile."""
         before = self._observer.before_commit(session, row)
-        outlook, sampling = _outlook(row.hint), _sampling(row.sampling)
+        hint, sampling = _hint(row.hint), _sampling(row.sampling)
         session.core.longest = row.max_draft_tokens
-        is_known = self._store.commit(
-            session, row.tokens, row.num_submitted, outlook, sampling, row.has_recurring_noise
-        )
+        is_known = self._store.commit(session, row.tokens, row.num_submitted, hint, sampling, row.has_recurring_noise)
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)
         return is_known
 
@@ -169,7 +167,7 @@ class SessionLookup:
         return None
 
 
-def _outlook(told: WireHint | None) -> AcceptanceHint | None:
+def _hint(told: WireHint | None) -> AcceptanceHint | None:
     return None if told is None else AcceptanceHint(Signal(told.signal))
 
 

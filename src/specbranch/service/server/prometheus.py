@@ -102,7 +102,7 @@ class ServiceMetrics:
             _counter("lookups", "Sequences looked up.", lookup.lookups),
             _counter("unknown", "Lookups of a sequence that was not known.", lookup.unknown),
             _counter("opened", "Sequences opened.", lookup.opened),
-            _counter("outlooks", "Verdicts that came with what the target foresees.", lookup.outlooks),
+            _counter("hints", "Verdicts that came with what the target foresees.", lookup.hints),
             _counter("refused_frames", "Messages that were refused.", lookup.refused),
             _counter("dropped_frames", "Messages dropped because their client had too many waiting.", lookup.dropped),
             _counter("faults", "Exceptions that cost one session or one answer.", faults),

@@ -108,7 +108,7 @@ class SessionStore:
         session: DraftSession,
         tokens: Sequence[int],
         num_submitted: int,
-        outlook: AcceptanceHint | None = None,
+        hint: AcceptanceHint | None = None,
         sampling: RequestSampling | None = None,
         has_recurring_noise: bool = False,
     ) -> bool:
@@ -120,7 +120,7 @@ class SessionStore:
             held = len(session.core.tokens)
             try:
                 with session.lock:
-                    session.commit(tokens, num_submitted, outlook, sampling, has_recurring_noise)
+                    session.commit(tokens, num_submitted, hint, sampling, has_recurring_noise)
             except Exception:
                 self._grow(session, len(session.core.tokens) - held)
                 self._remove(session)  # it is half-way between two sequences

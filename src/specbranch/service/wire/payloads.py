@@ -54,16 +54,16 @@ MOST = 255  # ids of one distribution
 DrawnFrom = Sequence[Distribution | None]
 
 
-def pack_probs(drawn_from: DrawnFrom) -> bytes:
+def pack_probs(sampled_from: DrawnFrom) -> bytes:
     """The distributions of a draft; nothing if none of its tokens was drawn."""
-    if not any(drawn_from):
+    if not any(sampled_from):
         return b""
     ids: list[int] = []
     probs: list[float] = []
-    for one in drawn_from:
+    for one in sampled_from:
         ids += one.ids[:MOST] if one else ()
         probs += map(float, one.probs[:MOST] if one else ())
-    counts = bytes(min(len(one.ids), MOST) if one else 0 for one in drawn_from)
+    counts = bytes(min(len(one.ids), MOST) if one else 0 for one in sampled_from)
     return counts + np.asarray(ids, "<i4").tobytes() + np.asarray(probs, "<f4").tobytes()
 
 
