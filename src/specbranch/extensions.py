@@ -1,7 +1,5 @@
 """What other packages bring: planners by entry points, and libraries that only some extras install.
 
-Planners of other packages, found by their entry points.
-
 A package names its planner class in its pyproject.toml:
 
     [project.entry-points."specbranch.planners"]
@@ -9,10 +7,6 @@ A package names its planner class in its pyproject.toml:
 
 Then `mine` is a planner wherever a name is asked for: in the simulator, in a draft service, in vLLM. Engines join in
 the same way by the group `specbranch.engines` (`specbranch.engines.registry`).
-
-Libraries that an engine needs and a plain installation lacks.
-
-The one place that loads matplotlib: late, without a screen, and with a word on what to install if it is missing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""The machine that this runs on: memory, NUMA nodes, GPUs, CPU features, and the provenance of a result.
-
-Memory of this host: how much there is, and how much of it this process takes and may still take.
-
-Where a result comes from: version, commit, CPU and its instruction sets, without the name of the host.
-
-What this machine has: NUMA nodes with their cores and GPUs. Read from the system, without CUDA or torch.
-"""
+"""The machine that this runs on: memory, NUMA nodes, GPUs, CPU features, and the provenance of a result."""
 
 from __future__ import annotations
 

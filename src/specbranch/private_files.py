@@ -1,11 +1,7 @@
 """Files and directories that only this user may touch.
 
-Directories for sockets and small files. Whoever can write into one can impersonate a service and read all prompts.
-
 The default one is this user's alone. One that was chosen by name may be seen by others, but changed only by its owner
 and its group.
-
-Files of what users wrote: a new one can be read by its owner only, whatever the umask.
 """
 
 from __future__ import annotations

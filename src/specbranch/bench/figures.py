@@ -1,9 +1,4 @@
-"""Figures of reports and timelines. Needs matplotlib.
-
-Figures of a report: speed by task and method, speed against concurrency, hit rate against rows. Needs matplotlib.
-
-Drawing a timeline: one panel for each target with its steps and waits, and the draft's steps. Needs matplotlib.
-"""
+"""Figures of reports and timelines. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Result files of benchmarks, and their summary with ranges.
-
-Result files of `specbranch bench run`: a header with scenario and provenance, then one record for each trial.
-
-Summary of results: the speed of every method relative to bare vLLM, with its spread over prompts.
-
-What kind of file somebody gave us: for messages that say which command reads it.
-"""
+"""Result files of benchmarks, and their summary with ranges."""
 
 from __future__ import annotations
 

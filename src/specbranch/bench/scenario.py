@@ -1,11 +1,5 @@
 """A scenario: everything that a benchmark run depends on, its prompts, and what it needs of this machine.
 
-A scenario: everything that a benchmark run depends on, in one TOML file that is stored with its results.
-
-Prompts of public benchmark sets, read from their own files; each is a chat of one message.
-
-What the methods of a scenario need of this machine, checked before anything loads.
-
 Packages, draft models, cores and memory. A method that cannot run would otherwise fail minutes later, after the engines
 of other methods have been loaded.
 """

@@ -1,11 +1,7 @@
 """Measure a pair on this machine: step costs, alone and together, and the draft's distributions on answers.
 
-A survey of a pair on this machine: the cost of steps, alone and together, and the draft's distributions on answers.
-
 Two devices are seldom quite apart: on one CPU they share memory, and each slows the other. So the target is timed both
 alone and while the draft works, and the draft only while the target works.
-
-A survey of a pair from its names: loads the target in a worker and the draft in this process, and measures both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Timeline files: read them, sum them up, and play them in a browser.
 
-The timeline of a real run, read back from the file that the draft service wrote, and its stats.
-
 Only the file's own format is known here; how it is recorded is in `service/server/timeline_recorder.py`.
-
-A run to look at in a browser: one HTML file that needs nothing else, made from a timeline with its trees.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""The console of every command: output, errors, progress, other libraries' noise, and Ctrl-C.
-
-What every command shares: where output goes, and error messages that say how to fix the problem.
-
-How far a long command is: a moving line on a terminal, plain lines on standard error elsewhere, as in a CI log.
-
-Keeping the output of other libraries off the screen. They write to file descriptors, so these are redirected.
-
-Ctrl-C while an engine runs: the first one is noted, so that the step can finish; the second one stops at once.
-"""
+"""The console of every command: output, errors, progress, other libraries' noise, and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 """The options that several commands share, and the values they take.
 
-The options that several commands share, each with one name and one help text.
-
 Planners and draft engines are strings: other packages may register more of them.
-
-Values of options: lists of numbers, KEY=VALUE.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A draft service and a target in this process; and the same answer without drafts, to compare.
-
-A draft service and a target in this process, loaded together and stopped together.
-
-The same answer without drafts: on all the cores that target and draft share, so that both had equal hardware.
-"""
+"""A draft service and a target in this process; and the same answer without drafts, to compare."""
 
 from __future__ import annotations
 

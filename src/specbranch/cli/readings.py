@@ -1,11 +1,4 @@
-"""Counters of a draft service or a vLLM server over time, as `specbranch top` shows them.
-
-What a draft service, or a vLLM server with our proposer, says of itself at one moment.
-
-The lines of `specbranch top`: each measure over the last interval, and since the start.
-
-Where `specbranch top` reads: a draft service, by its own protocol, or a page of metrics.
-"""
+"""Counters of a draft service or a vLLM server over time, as `specbranch top` shows them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""An answer on the terminal: chat, colours for drafted text, and a line of stats.
-
-A chat in the terminal: reads lines, prints answers, keeps the history.
-
-Which characters of an answer were drafted. The text is the engine's own; only its colour is decided here.
-
-Streams text to a terminal, with a line of stats below it; without a terminal only the plain text.
-
-One answer of the target: its text and its stats.
-"""
+"""An answer on the terminal: chat, colours for drafted text, and a line of stats."""
 
 from __future__ import annotations
 

@@ -1,21 +1,14 @@
 """Next-token distributions: top-k from logits, how a request samples, and draws that both sides repeat.
 
-A next-token distribution as the draft reports it: its top-k tokens, most likely first.
-
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
-
-From logits to a distribution's top-k. Runs once per draft row, so it sorts only tokens that can be among them.
-
-How a request samples, and how draft tokens are drawn for it: the same way on both sides of the wire.
 
 The draft service draws a token to draft on behind it; the target's side draws it again, from the distribution that it
 was told, and only its own draw counts. Both use the same number, made of the request's seed and the text before the
 token: so they agree, and no two places of a draft tree share a number. What the service says of a distribution can
 then be wrong in any way, and the token still was drawn from just that.
 
-Where randomness comes in. Everything random in the core is one question: which of these weighted things?
-
-The narrow question is what lets tests replace chance by enumeration and prove a distribution instead of sampling it.
+A `RandomSource` answers one narrow question: which of these weighted things? So tests can replace it by enumeration,
+and prove a distribution instead of sampling it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """N-gram drafts: what followed the same few tokens before, in this sequence or in past answers.
 
-Guesses of the next tokens that cost next to nothing: what followed the same tokens before.
-
-A guess is planted in the draft tree below a node that was not run. The draft then runs the node and all that is guessed
+A guess is put into the draft tree below a node that was not run. The draft then runs the node and all that is guessed
 behind it in one step, and its distributions confirm the guess or not; or the target verifies it at once. Either way a
 guess can only be right or wasted.
 
-Where a sequence repeats itself: what followed the last time after the same few tokens.
-
 Drafts from the sequence itself cost no model. Summaries, answers from given sequences and edits of code copy long
 stretches.
-
-Past answers of one target: what followed the same few tokens in another answer.
 
 People ask the same things again, agents run in loops, and edits of one file repeat most of it. The memory is bounded:
 answers that nobody looked at for longest are forgotten. It never leaves its namespace.

@@ -1,9 +1,5 @@
 """A node of the draft tree, and how its children are drawn: by match (rule A) or by rejection sampling (rule B).
 
-A node of the draft tree: one drafted token, what is known after it, and what became of it.
-
-How draft tokens are drawn: most likely first (rule A), or by chance (rule B).
-
 Of rule B there are two forms. `RejectionPicker` is what a stock engine can verify: one drawn token at a place.
 `WithoutReplacementPicker` is the paper's, for reference: several at a place, drawn without replacement and tested in
 turn.

@@ -1,9 +1,5 @@
 """The base classes of planners and predictors, and the settings of planners.
 
-What the settings of planners may be. Bad values raise when a planner is made, never later.
-
-The planner. A method of speculative decoding is a few answers over the same draft tree.
-
 A planner decides what is drafted and what is submitted, never what is accepted. So by rule A, the default, no planner
 can change the output distribution. Where tokens are drawn by chance (`Node.sampled_from`, rule B) there is one
 condition: whether one is submitted may depend on the distribution that it was drawn from, not on which token it is, nor

@@ -1,11 +1,4 @@
-"""One draft-verify round: its state, the verdict that ends it, and what is counted.
-
-One round: from the verdict that opened it to the verdict that ends it. This is all that a planner sees.
-
-The verdict: what the target says of a submission.
-
-What is counted, each thing defined once. Ratios are properties, so that sums over sessions stay meaningful.
-"""
+"""One draft-verify round: its state, the verdict that ends it, and what is counted."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
 """The draft tree of one sequence: grow it, submit a chain of it, commit a verdict, count what is rolled back.
 
-The draft tree: everything that has been drafted after the committed tokens of one sequence.
-
 The root is the last committed token. A node's distribution becomes known when the draft has run the node; only then can
 tokens be drawn after it. Nodes are addressed by content, so a verdict re-roots the tree by walking along its tokens,
 and every branch below the new root survives with its distributions. The tree knows nothing of planners, engines or
 time.
 
 Each node is created once and settled once, so all book-keeping is linear in the tokens drafted.
-
-What a verdict makes useless: which drafted tokens are rolled back, and why.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """What a draft engine is: the `DraftEngine` protocol, its rows, and the options that open one.
 
-The protocol of draft engines. Public: an engine of another package implements `DraftEngine`.
-
 A handle is one sequence of tokens in an engine's key-value cache. Handles share the cache of their common prefix.
 `registry.register_engine` makes an engine known by name; `tests/engines/conformance.py` checks it.
-
-What a draft engine is opened with, and where models are found. Knows no engine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The slots of a draft's KV cache: who holds which, and how many there are.
 
-Bookkeeping of a key-value cache: which handle holds which cells. Never touches a tensor.
-
 All handles share one range of cells. A handle that is opened begins a session; its forks belong to it and share the
 cells of their common prefix. A cell is free when no handle holds it. Engines ask here for room before they compute.
-
-How many tokens a draft's KV cache has room for: as asked for, or by the memory that is free. Knows no engine.
 """
 
 from __future__ import annotations

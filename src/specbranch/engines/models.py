@@ -1,14 +1,6 @@
 """Find a model by its name, read its config and its size, and load it without running its code.
 
-Whether a model can be found by its name, said in the first second: a path, a name in $SPECBRANCH_MODELS, or the hub.
-
 A wrong name would otherwise come to light after a minute, in the words of some library.
-
-How many bytes the weights of a model take, from its files: nothing is loaded.
-
-Models and tokenizers of Transformers. Nothing that lies beside their weights is run: no code, and no pickles.
-
-The `config.json` of a model, from this machine: nothing is loaded and nothing is downloaded.
 """
 
 from __future__ import annotations

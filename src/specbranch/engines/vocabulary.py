@@ -1,13 +1,7 @@
 """Vocabularies of models: token tables, also of GGUF files, whether two of them match, and the text of a token.
 
-Vocabularies of models: which token each id stands for, and whether a draft's ids mean what the target's mean.
-
 Read from files as they are, without the libraries that run models, so that a wrong pair is refused before anything
 loads. A sample of a vocabulary is small enough for the wire: a hash of every 257th token.
-
-How tokens look to people: the text that a token of a vocabulary stands for.
-
-Reads the tokens of a GGUF file, and nothing else of it.
 
 The `gguf` package reads all metadata one value at a time: 15 seconds for a vocabulary of 150,000 tokens on a slow core.
 A file may be cut short or made to deceive; every length is checked against what is left of it.

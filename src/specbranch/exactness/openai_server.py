@@ -1,9 +1,4 @@
-"""A client of OpenAI-compatible servers.
-
-One OpenAI-compatible server over HTTP: what it is asked, and what it says.
-
-What an OpenAI-compatible server answers, read from its JSON.
-"""
+"""A client of OpenAI-compatible servers."""
 
 from __future__ import annotations
 

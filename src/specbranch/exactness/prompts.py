@@ -1,11 +1,4 @@
-"""Prompts and sampling cases of the exactness kits.
-
-The built-in prompts: short beginnings for greedy decoding, and some whose next words are a toss-up for sampling.
-
-The sampling features under test: each samples one prompt many times, with and without the proposer.
-
-The sampling features that servers are asked for: those of the kit for vLLM, and several choices at once.
-"""
+"""Prompts and sampling cases of the exactness kits."""
 
 from __future__ import annotations
 

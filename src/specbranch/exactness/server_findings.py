@@ -1,11 +1,4 @@
-"""What the answers of two servers show: where they part, and whether their samples differ. Pure.
-
-Findings: what the answers of two servers show. Pure; each function makes one kind.
-
-Where an answer leaves the reference's, and how sure the reference was there. Pure.
-
-Cells for texts, so that two samples of many different texts can be compared by their counts. Pure.
-"""
+"""What the answers of two servers show: where they part, and whether their samples differ. Pure."""
 
 from __future__ import annotations
 

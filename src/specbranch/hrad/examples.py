@@ -1,13 +1,9 @@
 """Examples for H-RAD: collect them from a pair, store and read them.
 
-Examples for H-RAD: target features at a position of an answer, and how many draft tokens were accepted after it.
-
 A position is a token that the target said. Its features are the hidden states at the position that predicted it, and
 its own embedding; its run is how many of the draft's first choices in a row were right from there on. On the true
 sequence that is the same as drafting a window and comparing it: a greedy draft leaves the true sequence only where it
 is refused.
-
-Collect examples: the target answers prompts in batches, the draft is then read over the answers.
 
 The features of a position cost nothing extra: they are taken while the target says it. Each batch is one part on disk,
 so a collection that was cut off goes on where it was.

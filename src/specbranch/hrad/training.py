@@ -1,14 +1,6 @@
 """Fit H-RAD, score it on unseen prompts, and write it with its scores.
 
-Fit H-RAD: the paper's network of three classes, and beside it a head that says how much of the window is accepted.
-
 Prompts are split, never positions. Training stops when the held-out prompts are no longer foreseen better.
-
-How good a prediction is, on prompts that were not trained on.
-
-Fitting H-RAD on collected examples, judging it on test prompts, and writing it with its scores.
-
-Pictures of a predictor: how well its chances hold, and what it takes for what.
 """
 
 from __future__ import annotations

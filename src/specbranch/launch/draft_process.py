@@ -1,11 +1,4 @@
-"""A draft service as a child process: start it, restart it when it dies, or use one that runs already.
-
-The draft service as a child process: started, waited for, stopped. It ends by itself when its parent dies.
-
-A draft service that is started again, on the same socket, whenever it dies.
-
-Draft services that run already, on this machine or on another: `--draft-address` and `--draft-keys`.
-"""
+"""A draft service as a child process: start it, restart it when it dies, or use one that runs already."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Devices and cores: where the draft runs, and which cores target and draft get.
-
-Where target and draft run: the device of the draft, and which cores each of them uses.
-
-Where target and draft run on this machine: the device of the draft, and the CPU cores of both.
-
-Which cores the workers of a target on the CPU use; vLLM reads it from its environment when it starts them.
-"""
+"""Devices and cores: where the draft runs, and which cores target and draft get."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """A vLLM engine inside this process, with our plugin or bare.
 
-A vLLM engine inside this process, with our proposer or bare: for generating, checking and measuring.
-
 Serving goes through `vllm serve`. In one process no engine core spins beside the model, so a step takes only as long
 as the model; on a machine with few cores that matters most. Several workers have processes of their own.
-
-A vLLM engine: what it reports, and calls into its workers, which may be other processes.
 
 Functions that run in a worker get it as their first argument, and are named here, so that another process finds them.
 """

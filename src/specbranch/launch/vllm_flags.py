@@ -1,12 +1,6 @@
 """vLLM's command line: parse its flags, check their spelling, and know its arguments without importing it.
 
-vLLM's command line as the user wrote it, read without vLLM's parser, which would load all of vLLM.
-
 vLLM takes `--a-b X`, `--a_b X`, `--a-b=X`, and for JSON options also `--a-b.key X`.
-
-Flags and arguments that vLLM would refuse minutes later, after a draft has been loaded.
-
-Which flags and arguments the installed vLLM takes, read from its source: importing vLLM takes many seconds.
 
 What cannot be found this way is not checked; vLLM's own parser has the last word.
 """

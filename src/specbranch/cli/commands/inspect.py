@@ -1,11 +1,4 @@
-"""`specbranch ping`, `describe` and `drain`: ask a draft service, and take it out.
-
-`specbranch ping`: is the draft service there, and how far away?
-
-`specbranch describe`: what a draft service runs, within which limits, and for how many.
-
-`specbranch drain`: let a draft service finish what it has and take nothing new, before it is stopped.
-"""
+"""`specbranch ping`, `describe` and `drain`: ask a draft service, and take it out."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`specbranch plan` and `profile`: does drafting pay for a pair here, and what does a draft step cost?
-
-`specbranch plan`: does drafting pay for this pair on this machine, with which planner, up to how many requests.
-
-`specbranch profile`: the step time of a draft engine against rows, and whether memory bandwidth limits it.
-"""
+"""`specbranch plan` and `profile`: does drafting pay for a pair here, and what does a draft step cost?"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`specbranch top`: a live view of a draft service, or of a vLLM server with drafts.
-
-`specbranch top`: a live view of a draft service, or of a vLLM server with drafts.
-
-How `specbranch top` shows a reading: as a screen, as one line, or as JSON.
-"""
+"""`specbranch top`: a live view of a draft service, or of a vLLM server with drafts."""
 
 from __future__ import annotations
 

@@ -1,14 +1,6 @@
 """Predictors without a network: constant, random, oracle, replayed, and sent with the verdict.
 
-Predictors that look at nothing: a constant signal, or a random one.
-
 No predictor can change the output distribution.
-
-The predictor that knows: an upper bound for what H-RAD can bring, where the future is at hand (simulation).
-
-The predictor of a replay: it repeats what H-RAD foresaw at every position of a recorded answer.
-
-The predictor that is told: whoever has the target's features has asked H-RAD already.
 """
 
 from __future__ import annotations

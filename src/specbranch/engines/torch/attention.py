@@ -1,11 +1,7 @@
 """Attention by spans of slots and by page tables.
 
-Attention session by session, each over the span of slots that its sequences lie in. Any number of tokens.
-
 Nothing is copied where a session's slots lie close together, and all its rows read its keys and values together. That
 makes it the fastest form on a CPU. On other devices long pieces of prompts go this way.
-
-Attention of all rows at once, each over the slots of its own path: a page table with pages of one slot.
 
 Shapes are fixed: a step is filled up to the next of a few sizes, its bucket, so that one recording of a bucket's
 operations serves all its steps. Every token is a row of its own with its own length, so there is no causal mask: a

@@ -1,16 +1,8 @@
 """Steps of fixed shapes, with CUDA graphs and FlashInfer. No GPU has run them yet.
 
-Steps of fixed shapes, run in the fastest way that works on a device.
-
-Steps of fixed shape recorded as CUDA graphs: one launch instead of hundreds.
-
-Written without a GPU at hand and run on none; tests record a step's operations on the CPU instead. If recording fails,
-the engine runs steps one operation at a time.
-
-Attention over page tables by FlashInfer, which reads keys and values where they are.
-
-Written without a GPU at hand and run on none; tests have a stand-in that follows FlashInfer's documentation. The engine
-compares a first step with one that needs no such library, and leaves this out if it fails or differs.
+Tests record a step's operations on the CPU, and have a stand-in that follows FlashInfer's documentation. If recording
+fails, the engine runs steps one operation at a time. It compares a first step by FlashInfer with one that needs no such
+library, and leaves FlashInfer out if that fails or differs.
 """
 
 from __future__ import annotations

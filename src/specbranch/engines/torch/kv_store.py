@@ -1,9 +1,4 @@
-"""Keys and values of all sessions as tensors, and the rows of a step as arrays.
-
-Keys and values of all sessions: one store for each layer, made at the start and never again.
-
-The rows of a step as arrays.
-"""
+"""Keys and values of all sessions as tensors, and the rows of a step as arrays."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Linear layers: several of one input merged into one, and layers with 8-bit weights.
 
-Linear layers of one input joined into one, in their own dtype. `QuantizedLinear` is the same in 8 bits.
-
-Linear layers with 8-bit weights, for the CPU. Each output channel has its own scale.
-
 Two forms, named as the field names them. W8A8 quantizes activations to 8 bits as well, each row with its own scale, and
 oneDNN multiplies integers: further rows cost little where the CPU has instructions for it (AMX, VNNI, AVX-512). W8A16
 keeps activations in bfloat16: it needs no such instructions and rounds less, but each row costs its full share.

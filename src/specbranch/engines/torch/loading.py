@@ -1,9 +1,5 @@
 """Load a model for the torch engine and choose the fastest data type by timing its own layers.
 
-Loads a model of Transformers for the torch engine: finds it, converts its weights, replaces its layers.
-
-Which dtype of weights is fastest on this CPU: measured on some of the model's own layers.
-
 The same dtype can be the fastest on one CPU and a hundred times too slow on the next, where the library has no kernel
 for its instructions.
 """

@@ -1,16 +1,10 @@
 """Decoder models of the torch engine: fused Llama-like ones, all others by Transformers, and which are supported.
 
-Llama-like models with fewer, larger operations, and in 8 bits an output layer that reads little.
-
 A step of one row is hundreds of small operations beside the reading of the weights. Here the projections of one input
 are one product, queries and keys are rotated together where they are, and a norm is one call. Models of other families
 are run as Transformers has them.
 
-Our attention inside a model of Transformers, for families that are not fused.
-
 Registered with Transformers under `NAME`, so that every model that lets its attention be replaced can use it.
-
-Which models of Transformers the torch engine supports, and the errors for all others.
 """
 
 from __future__ import annotations

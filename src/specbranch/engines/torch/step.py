@@ -1,11 +1,5 @@
 """One forward step: tokens in, the top-k of each output out.
 
-One step of an engine, as the layers of its model see it.
-
-The model's pass over a step, from tokens to what is copied to the host.
-
-What a step gives back: the top-k of each output, computed where the logits are, and copied to the host at once.
-
 All numbers go into one tensor of 32-bit words, so that a step ends with one small copy. Nothing as large as the
 vocabulary leaves the device.
 """

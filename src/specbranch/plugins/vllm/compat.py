@@ -1,13 +1,5 @@
 """All that depends on vLLM's version and internals: configuration, runners, environment, patches.
 
-What the proposer reads from vLLM's configuration.
-
-What the proposer must know of vLLM's model runner: its rank, the prompts that begin, rows that cannot be drafted.
-
-Workarounds for bugs of vLLM, each applied only where a test call shows the bug; a warning if vLLM is untested.
-
-vLLM's Model Runner V2: how our speculator gets into it, and what it reads there.
-
 V2 refuses `custom_class`, the method that brings our proposer into V1. Of the methods that V2 takes, `ngram_gpu` needs
 no draft model and goes with asynchronous scheduling. So a configuration that names our proposer and asks for V2 is
 given this method where vLLM would then choose V2, and V2's runner is given our speculator in place of the one for

@@ -1,9 +1,4 @@
-"""H-RAD on the running target: hooks that record hidden states, and the network that reads them.
-
-Hidden states and input embeddings of a running target: the features of a trained predictor.
-
-A trained predictor (H-RAD) that runs after every step in vLLM's worker, on that step's hidden states.
-"""
+"""H-RAD on the running target: hooks that record hidden states, and the network that reads them."""
 
 from __future__ import annotations
 

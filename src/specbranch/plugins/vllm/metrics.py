@@ -1,12 +1,8 @@
 """Our metrics on vLLM's own endpoint, also where that is another process.
 
-Our metrics on vLLM's own Prometheus endpoint, fetched when somebody scrapes.
-
 The proposer writes its counters to a stats file; hits and rolled-back tokens are known to the draft service alone.
 Why both are collected here, and not by the draft service: a metric must be there while the service is dead, which is
 when it is needed most. And users need no second scrape target. The price is a stats file and this collector.
-
-Our metrics where several API servers share one endpoint.
 
 vLLM then serves what the Prometheus client keeps in files that all its processes share, and asks no collector. So one
 process copies what was added, once a second. It must be one only, because the files are summed.

@@ -1,13 +1,7 @@
 """What Model Runner V2 keeps on its device: texts, draft logits and copies. Its CUDA half has not run on a GPU.
 
-The running texts on the host. V2's runner keeps them on its device, and a step copies only what it added.
-
-Rule B in vLLM's V2 runner: what draft tokens were drawn from, as logits by slot of the runner's states.
-
 V2 divides these logits by the request's temperature, and tests the draft tokens of sampled rows by them. A place that
 was not drawn by chance has all weight on its token. The rows of a slot are read until its next drafts are written.
-
-Copies between the device of V2's runner and the host: the only code that differs by device.
 
 The form for CUDA has not been run: it was written by reading, on a machine without a GPU.
 """

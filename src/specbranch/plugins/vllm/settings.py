@@ -1,12 +1,6 @@
 """Settings of the vLLM plugin, the arguments that carry them, and the limits of single requests.
 
-Settings of the vLLM proposer: the `specbranch` section of vLLM's `--additional-config`.
-
-The two arguments of vLLM that bring our proposer in. The only place where they are built.
-
 Needs no vLLM, so that a caller can prepare the arguments before vLLM is imported.
-
-What single requests ask of their drafts: none at all, or no more than so many tokens at once.
 
 A request says so in its sampling parameters' `extra_args`, over HTTP in `vllm_xargs`: `{"specbranch_gamma": 4}`. At 0
 it is not drafted for.

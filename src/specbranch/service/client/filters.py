@@ -1,9 +1,4 @@
-"""What a client does to a draft before the target sees it: check the vocabulary, draw sampled tokens again.
-
-Whether the draft behind a connection has the target's vocabulary. No socket and no clock here.
-
-The target's own draw of draft tokens that a service says it drew by chance.
-"""
+"""What a client does to a draft before the target sees it: check the vocabulary, draw sampled tokens again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Switch drafts on and off by measured tokens per second, from step times that can be compared.
 
-The gate: does speculation pay at this load? It compares what both ways of decoding really gave.
-
 For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
 them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, and
 more rarely the more a trial costs, so a pair that does not pay costs next to nothing. A draft that is away costs
@@ -10,8 +8,6 @@ soon.
 
 Both ways are those of one engine: one that can speculate may be slower than one that cannot, also without drafts, and
 the gate does not see that.
-
-How long an engine step took, and whether it can be compared with others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Several draft services behind one client: rendezvous routing, failover and drain.
 
-Several draft services for one target: each sequence has one of them, and another one when that fails.
-
 A call sends to all services that it needs and then waits for all of them at once, until the one deadline that it has.
 A service that cannot be reached, does not answer, refuses, or has another vocabulary gets nothing until it is found
 well again; the sequences that it had go on elsewhere, where they are opened anew. One that is draining keeps its own.
-
-Which of several draft services has which sequence. No socket and no clock here.
 
 A new sequence goes where its first tokens lead by rendezvous hashing, so that equal prompts of several targets meet at
 one service and share its cache, and so do the turns of a chat. When a service comes or goes, no other's prompts move.

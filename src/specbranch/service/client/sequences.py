@@ -1,11 +1,7 @@
 """What a client knows of each sequence: what the service was sent, and drafts that were pushed ahead.
 
-What the service was told of each sequence, by the name that its engine has for it.
-
 A sequence of an engine only grows. Whoever remembers how far it was told, and its digest up to there, hashes and sends
 new tokens only; and where the engine went on without asking, the service still hears all of it.
-
-Answers that a client holds before it asks: what to submit after which verdict.
 """
 
 from __future__ import annotations

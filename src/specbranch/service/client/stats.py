@@ -1,11 +1,7 @@
 """Counters of a running service, by its own protocol or from a page of metrics.
 
-Asks a draft service for its figures, for whoever shows them. It never raises and never waits long.
-
 A connection of its own, apart from the one that drafts come through. A service that does not answer is waited for once;
 from then on it is asked, but not waited for, until an answer comes.
-
-A page of Prometheus metrics: the text of an endpoint, as samples.
 """
 
 from __future__ import annotations

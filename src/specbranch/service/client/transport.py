@@ -1,10 +1,6 @@
 """The client's ZeroMQ socket: send and receive frames, notice a lost connection and make it anew.
 
-A client's socket: single frames out, messages in. All of ZeroMQ on the client's side is here.
-
-Nothing here reads a clock or a message, so that another transport can take its place.
-
-A client's end of the wire: messages out, replies in, and nothing that the other side does can hold it up.
+A `Transport` reads no clock and no message, so that tests can put another one in its place.
 
 ZeroMQ connects by itself, again and again. It gives up for good on a peer that breaks a rule, such as the bound on
 frames, so a connection over which nothing can be sent is made anew from time to time. The directory of a Unix socket

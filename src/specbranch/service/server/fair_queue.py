@@ -1,11 +1,7 @@
 """Per-client queues of messages, served by decayed usage.
 
-Messages that wait for the lookup thread, one queue for each client.
-
 Whoever has taken the least of the thread's time lately goes first, with one message; then it is looked again. So one
 client with many messages, or with messages that take long, holds up nobody else for longer than one message takes.
-
-What each of many has used lately, so that those who used least can go first.
 """
 
 from __future__ import annotations

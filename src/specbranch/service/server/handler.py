@@ -1,10 +1,6 @@
 """Requests in, replies out, and drafts pushed ahead of the verdicts that they answer.
 
-Messages in, answers out. No socket and no thread here: frames come in, frames go out.
-
 An answer never waits for the draft step that is under way, unless a planner lets the target wait.
-
-Answers before they are asked for: after a draft step, what to submit after which verdict goes to the target.
 
 The target then has its answer when the verdict comes, and the round trip is saved. What is told costs nobody anything:
 a verdict that was not foreseen is asked for as ever.

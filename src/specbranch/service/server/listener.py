@@ -1,9 +1,4 @@
-"""The service's bound socket: its file, its descriptors, frames in and out.
-
-The service's socket: bound, made again when its file is lost, and closed to strangers before descriptors end.
-
-The file of a Unix socket that this process listens at. Two threads use it.
-"""
+"""The service's bound socket: its file, its descriptors, frames in and out."""
 
 from __future__ import annotations
 

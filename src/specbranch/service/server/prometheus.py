@@ -1,9 +1,4 @@
-"""The service's counters by name, and its Prometheus endpoint.
-
-All that a service counts, each thing under one name: Prometheus scrapes it, and clients ask for it.
-
-Prometheus metrics of a service, collected when they are asked for. Needs the `metrics` extra.
-"""
+"""The service's counters by name, and its Prometheus endpoint."""
 
 from __future__ import annotations
 

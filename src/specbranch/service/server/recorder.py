@@ -1,10 +1,6 @@
 """Where events of a service go: traces of verdicts with the draft's distributions.
 
-What a service tells of itself while it runs: a timeline, a trace, both or neither.
-
 All others report here and need not know who listens. Called by the lookup thread; `drafted` by the draft thread.
-
-Records verdicts and the draft's distributions along them as a trace, while the service runs.
 
 A verdict is noted with what is at hand and written once its answer has gone out, so no target waits for a file. What is
 written are token ids: whoever has the model's tokenizer can read the text. So a new file is its owner's alone.

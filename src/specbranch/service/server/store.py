@@ -1,19 +1,11 @@
 """The session store: quotas, the index of prefixes, the fault barrier, and sequences that get no drafts.
 
-The sessions of a service, found by content. Where room is needed, the tenant that takes most of it forgets first.
-
 A tenant is a namespace, or where clients have keys, a key; it forgets what it used least recently. A key is a namespace
 and the digest of the committed sequence. One lock guards the order of the store; each session has
 a lock of its own, which the lookup thread and the draft thread hold for microseconds at a time, never during a step.
 
-Who holds the beginning of a sequence: the next turn of a chat, another sample of a prompt, a common system message.
-
 Sequences are marked at every sixteenth token by the digest of all tokens up to there. What another session's cache
 already holds need not be prefilled again.
-
-Faults that do not spread: what goes wrong in one session costs that session, and is counted.
-
-Texts that are not drafted for: counted by namespace and reason; the first of each reason is logged.
 """
 
 from __future__ import annotations

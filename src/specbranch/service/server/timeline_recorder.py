@@ -1,12 +1,8 @@
 """Record a service as a Chrome timeline, with snapshots of the trees that verdicts met.
 
-The timeline of a run: what target and draft did and when, as the draft service sees it, in Chrome's trace format.
-
 The time between an answer and the next verdict of the same target is the target's step. An answer that was held back is
 a wait. With each verdict goes the draft tree that it met. Recording appends one small tuple and does no I/O. There is
 no clock here: times come in as numbers.
-
-A draft tree as it stood when a verdict came, packed so small that thousands can be kept.
 """
 
 from __future__ import annotations

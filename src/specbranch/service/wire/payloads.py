@@ -1,9 +1,5 @@
 """Digests that name sequences, and probabilities packed for the wire.
 
-A sequence's digest: a chained hash of its tokens. Sessions are found by content and extended in O(new tokens).
-
-What draft tokens were drawn from, as bytes: for each token of a draft the ids and probabilities of its distribution.
-
 A token that was not drawn by chance has none. A byte a token for the number of ids, then all ids, then all
 probabilities; four bytes each, little end first.
 """
