@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "gate-trace.json"
 PICTURE = ROOT / "docs" / "img" / "gate-trace.svg"
 MINUTES = 240
-MOST_ROWS = 64
+MAX_ROWS = 64
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 FLOOR = 0.97
 POLICIES = ("gate", "always", "off")
@@ -184,7 +184,7 @@ def wrong(trace: Trace) -> Trace:
     return replace(trace, answers=tuple(Answer((0,) * len(one.tokens), one.distributions) for one in trace.answers))
 
 
-def users(seed: int, minutes: int, most: int = MOST_ROWS) -> list[int]:
+def users(seed: int, minutes: int, most: int = MAX_ROWS) -> list[int]:
     """How many requests are answered together, by second: a day in four hours, with bursts and quiet spells."""
     rng = random.Random(f"users {seed}")
     bursts = [(rng.randrange(minutes * 60), rng.randint(30, 180), rng.randint(-40, 40)) for _ in range(minutes // 8)]

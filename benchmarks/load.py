@@ -39,7 +39,7 @@ from specbranch.machine import provenance
 
 RESULT = Path(__file__).parent / "load.json"
 OURS, BARE = "specbranch", "bare"
-LEAST_DRAFTED = 0.01  # of the tokens; a server that hardly drafts shows nothing
+MIN_DRAFTED = 0.01  # of the tokens; a server that hardly drafts shows nothing
 NEAR_TIE = 1e-3  # of log-probabilities
 WARM_UP = 0.25  # of the requests of a run; caches fill meanwhile
 _SAMPLE_S = 5.0
@@ -306,7 +306,7 @@ def findings(progress: Progress) -> dict[str, Any]:
     drafted = sum(line["metrics"][ACCEPTED] for line in progress.of("end", server=OURS)) / max(num_tokens, 1)
     num_compared = len({line["id"] for line in bare if line.get("text") is not None})
     return {
-        "is_well": not failed and not far and not num_left and drafted >= LEAST_DRAFTED,
+        "is_well": not failed and not far and not num_left and drafted >= MIN_DRAFTED,
         "failed": [{key: line[key] for key in ("server", "id", "kind", "error")} for line in failed],
         "aborted": sum(line["kind"] == traffic.ABORTED for line in ours),
         "texts": {

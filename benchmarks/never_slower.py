@@ -41,7 +41,7 @@ PAIRS = ("slow", "wrong", "dies")
 LOADS = {1: 64, 4: 64, 16: 40}  # requests at once: tokens of each in a block
 KINDS = {"code": ("humaneval", "humaneval.jsonl"), "chat": ("chat", "spec_bench.jsonl")}
 KILLED_IN, KILLED_AFTER = 2, 0.4  # the block, and the share of its time
-MOST_BLOCKS = 9
+MAX_BLOCKS = 9
 _POLL_S = 0.02
 _DECISION = re.compile(r"with (\S+) requests at once (\S+) tokens/s with drafts, (\S+) without: drafts are (on|off)")
 
@@ -203,7 +203,7 @@ class Bench:
         for engine, chosen in ((self.bare, None), (self.drafted, off)):  # both read the prompts
             engine.run(DecodeJob([replace_tokens(ask, 2) for ask in asks], settings=chosen))
         blocks: list[Block] = []
-        while len(blocks) < MOST_BLOCKS and num_settled(cell, blocks) < num_blocks:
+        while len(blocks) < MAX_BLOCKS and num_settled(cell, blocks) < num_blocks:
             kill_s = None
             if cell.pair == "dies" and len(blocks) == KILLED_IN:
                 kill_s = KILLED_AFTER * cell.load * LOADS[cell.load] / blocks[-1].drafted

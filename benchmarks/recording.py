@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-COLUMNS, MOST_LINES = 52, 22
+COLUMNS, MAX_LINES = 52, 22
 CHARACTER, LINE = 7.25, 17  # pixels
 PANE, GAP, TOP, MARGIN = 410, 20, 62, 18
-LONGEST_S = 16.0  # of the picture; longer runs are shown faster, and it says so
+MAX_S = 16.0  # of the picture; longer runs are shown faster, and it says so
 STILL_S = 4.0  # at the end
 LANES = {"without drafts": "vLLM alone, both cores", "with drafts": "with SpecBranch, one core each"}
 INK, DIM, GREEN, PAPER, SHEET = "#d7dce2", "#8b949e", "#56d364", "#0d1117", "#161b22"
@@ -39,8 +39,8 @@ def draw(document: dict[str, Any]) -> str:
     """The picture of a kept run."""
     lanes = {name: list(laid_out(document["pieces"][name])) for name in LANES}
     end_s = max(words[-1][0] for words in lanes.values())
-    pace = max(1.0, end_s / LONGEST_S)
-    num_lines = min(MOST_LINES, 1 + max(line for words in lanes.values() for _, line, *_ in words))
+    pace = max(1.0, end_s / MAX_S)
+    num_lines = min(MAX_LINES, 1 + max(line for words in lanes.values() for _, line, *_ in words))
     width, height = 2 * PANE + GAP + 2 * MARGIN, TOP + num_lines * LINE + 34
     body = [
         element

@@ -15,7 +15,7 @@ GREEDY = (WHOLE, STREAM, SCHEMA)
 LENGTHS = {"short": 0.92, "middle": 0.07, "long": 0.01}  # of prompts
 BOUNDS = {"short": (40, 160), "middle": (160, 800), "long": (3000, 6000)}  # characters; about four make a token
 POOL = {"short": 200, "middle": 40, "long": 12}  # different prompts; vLLM's prefix cache is in play
-MOST_TOKENS, MEAN_TOKENS = 24, 6
+MAX_TOKENS, MEAN_TOKENS = 24, 6
 SCHEMA_TOKENS = 24  # enough for the longest object
 ENDLESS = 200  # tokens asked for by who leaves before
 LEVELS = {1: 1, 4: 1, 16: 3, 32: 3, 64: 6}  # requests at once: weight
@@ -73,7 +73,7 @@ def draw(seed: int, count: int, prompts: Mapping[str, Sequence[str]]) -> list[Re
 
 def _details(chance: random.Random, kind: str) -> dict[str, Any]:
     """What only this kind of request has."""
-    max_tokens = min(1 + int(chance.expovariate(1 / MEAN_TOKENS)), MOST_TOKENS)
+    max_tokens = min(1 + int(chance.expovariate(1 / MEAN_TOKENS)), MAX_TOKENS)
     # None has a seed of its own: vLLM 0.32 on a CPU ends where such a prompt is prefilled in pieces.
     number, temperature = chance.randrange(12), round(chance.uniform(0.3, 1.2), 2)
     if kind == SCHEMA:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbranch.bench.scenario import read_prompts
-from specbranch.core.distribution import MOST_IDS, Distribution, RequestSampling
+from specbranch.core.distribution import MAX_IDS, Distribution, RequestSampling
 from specbranch.machine import provenance
 
 TASKS = {"humaneval": "humaneval", "gsm8k": "gsm8k", "summarization": "spec_bench", "chat": "spec_bench"}
@@ -108,8 +108,8 @@ def places(
 
 def place(target: torch.Tensor, draft: torch.Tensor, sampling: RequestSampling) -> Place:
     """Both distributions at one place, of their logits."""
-    raw, ids = torch.softmax(draft, -1).topk(MOST_IDS)
-    q = np.zeros(MOST_IDS)
+    raw, ids = torch.softmax(draft, -1).topk(MAX_IDS)
+    q = np.zeros(MAX_IDS)
     kept = sampling.apply(Distribution(tuple(ids.tolist()), tuple(raw.tolist()), 0.0)).probs
     q[: len(kept)] = kept
     p = torch.softmax(target / sampling.temperature, -1)
@@ -122,10 +122,10 @@ def place(target: torch.Tensor, draft: torch.Tensor, sampling: RequestSampling) 
 
 def features(place: Place, refused: int) -> Array:
     """What the draft knows of each token when one was refused: rank among the others, probabilities. [ids, features]"""
-    ranks = np.arange(MOST_IDS)
+    ranks = np.arange(MAX_IDS)
     ranks[refused + 1 :] -= 1
     known = np.stack([np.log(place.raw + 1e-9), place.q, np.log(place.raw / place.raw[refused] + 1e-9)], -1)
-    return np.concatenate([np.eye(MOST_IDS)[ranks], known], -1)
+    return np.concatenate([np.eye(MAX_IDS)[ranks], known], -1)
 
 
 def likely(place: Place, least: float = 1e-3) -> list[tuple[int, float]]:
@@ -145,7 +145,7 @@ def learn(known: list[Place]) -> Array:
             inputs.append(features(one, index))
             outcomes.append(says)
             counts.append(chance * (1 - one.overlap))
-            out.append(np.arange(MOST_IDS) == index)
+            out.append(np.arange(MAX_IDS) == index)
     x, y = torch.tensor(np.array(inputs)), torch.tensor(np.array(outcomes))
     count, is_out = torch.tensor(counts), torch.tensor(np.array(out))
     weights = torch.zeros(x.shape[-1], dtype=torch.double, requires_grad=True)
@@ -175,11 +175,11 @@ def judge(known: list[Place], weights: Array) -> dict[str, Any]:
         own += np.array([one.p[:k].sum() for k in ROOTS])
         beside_first += np.array([one.p[1 : k + 1].sum() for k in ROOTS])
         for index, chance in likely(one):
-            others = np.delete(np.arange(MOST_IDS), index)
+            others = np.delete(np.arange(MAX_IDS), index)
             scores = features(one, index) @ weights
             found = {
                 "likeliest": others,
-                "with the refused": np.arange(MOST_IDS),
+                "with the refused": np.arange(MAX_IDS),
                 "learned": others[np.argsort(-scores[others], kind="stable")],
                 "best": np.argsort(-says, kind="stable"),
             }

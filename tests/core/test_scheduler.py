@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specbranch.core.costs import StepCost
 from specbranch.core.node import Node
-from specbranch.core.scheduler import LEAST_PIECE, RowRequest, select_rows
+from specbranch.core.scheduler import MIN_PREFILL_CHUNK, RowRequest, select_rows
 
 
 def wish(name: str, *worths: float, is_awaited: bool = False, num_unread: int = 0) -> RowRequest[str]:
@@ -124,7 +124,9 @@ def test_text_of_another_tenant_is_read_in_the_time_that_drafting_takes() -> Non
     assert select_rows(wishes, 64, 64, StepCost(0.010, 0.005, per_prefill_token_s=0.001)).prefill_chunk == 15, (
         "15 ms for two rows"
     )
-    assert select_rows(wishes, 64, 64, StepCost(0.010, 0.005, per_prefill_token_s=1.0)).prefill_chunk == LEAST_PIECE
+    assert (
+        select_rows(wishes, 64, 64, StepCost(0.010, 0.005, per_prefill_token_s=1.0)).prefill_chunk == MIN_PREFILL_CHUNK
+    )
     assert select_rows(wishes, 64, 32, StepCost(0.010, 0.005)).prefill_chunk == 8
 
 

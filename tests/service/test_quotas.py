@@ -18,7 +18,7 @@ from specbranch.engines.base import Row
 from specbranch.errors import EngineFull
 from specbranch.logs import RateLimitedWarning
 from specbranch.service.server.batch import TenantActivity
-from specbranch.service.server.draft_runner import _MOST_FAILURES
+from specbranch.service.server.draft_runner import _MAX_FAILURES
 from specbranch.service.server.draft_session import DraftSession
 from specbranch.service.server.fair_queue import DecayedUsage, FairQueue, Message
 from specbranch.service.wire.messages import (
@@ -373,8 +373,8 @@ class Lost(ScriptedEngine):
 def test_an_engine_that_fails_turn_after_turn_is_lost_and_one_that_works_again_is_not() -> None:
     engine = Lost(DRAFT)
     bench = Bench(engine)
-    for number in range(2 * _MOST_FAILURES):
-        engine.is_lost = number != _MOST_FAILURES - 1
+    for number in range(2 * _MAX_FAILURES):
+        engine.is_lost = number != _MAX_FAILURES - 1
         assert not bench.runner.engine_failed
         bench.open([1, number % VOCAB])
         bench.runner.run_step()
@@ -388,11 +388,11 @@ def test_want_of_room_is_no_loss_of_the_engine() -> None:
             raise EngineFull("no room")
 
     bench = Bench(Full(DRAFT))
-    for number in range(2 * _MOST_FAILURES):
+    for number in range(2 * _MAX_FAILURES):
         bench.open([1, number % VOCAB])
         bench.runner.run_step()
 
-    assert bench.runner.counts.failed_steps >= _MOST_FAILURES
+    assert bench.runner.counts.failed_steps >= _MAX_FAILURES
     assert not bench.runner.engine_failed
 
 

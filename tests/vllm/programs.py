@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.levels import FALSE_ALARM, MOST_TESTS
+from tests.vllm.levels import FALSE_ALARM, MAX_TESTS
 from tests.vllm.pair import PAIR, require_pair
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def run_program(name: str, pair: str = PAIR) -> Any:
 def judge_sampled(result: Any, least_kept: float) -> None:
     """Drawn tokens left every distribution alone, at least this share of them was kept, and a wrong one was noticed."""
     tests = [p_value for one in result["found"].values() for p_value in one["p_values"]]
-    assert len(tests) <= MOST_TESTS
+    assert len(tests) <= MAX_TESTS
     for name, one in result["found"].items():
         assert least_kept * one["submitted"] < one["accepted"] < 0.95 * one["submitted"], name
         assert one["sampled"] > 100, name

@@ -26,7 +26,7 @@ from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, Request
 from specbranch.plugins.vllm import runner_v2, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
-from tests.vllm.levels import FALSE_ALARM, MOST_TESTS
+from tests.vllm.levels import FALSE_ALARM, MAX_TESTS
 from tests.vllm.random_model import VOCAB_LEN, write_pair
 from tests.vllm.runs import CORES, num_equal, proposer_of, squared
 
@@ -275,7 +275,7 @@ def _compared(
     p_values = []
     for place in range(1, SAMPLED_TOKENS):
         counts = count_pairs([text[place] for text in texts], [text[place] for text in expected])
-        p_values.append(compare_counts(*counts, FALSE_ALARM / MOST_TESTS, rng).p_value)
+        p_values.append(compare_counts(*counts, FALSE_ALARM / MAX_TESTS, rng).p_value)
     if set(sampling) == {"temperature"}:
         p_values.append(pair.lean(texts, sampling["temperature"]))
     drawn = proposer_of(target.llm).counts()["sampled"] - drawn

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbranch.core.distribution import MOST_IDS, Distribution, RequestSampling
+from specbranch.core.distribution import MAX_IDS, Distribution, RequestSampling
 from specbranch.plugins.vllm import compat, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings
 from tests.vllm.ranks import GAMMA, SLOTS, VOCAB_LEN, Group, Rank
@@ -148,11 +148,11 @@ def test_requests_of_a_warm_up_have_certain_drafts(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_distribution_that_is_too_wide_counts_as_certain() -> None:
-    wide = Distribution(tuple(range(MOST_IDS + 1)), (1 / (MOST_IDS + 1),) * (MOST_IDS + 1), 3.0)
+    wide = Distribution(tuple(range(MAX_IDS + 1)), (1 / (MAX_IDS + 1),) * (MAX_IDS + 1), 3.0)
     packed = runner_v2_device.pack(np.array([[3, -1]]), {0: RequestSampling(1.0)}, {0: [wide]})
 
     assert packed[0, :, 0].tolist() == [3, -1]
-    assert (packed[0, :, 1 : 1 + MOST_IDS] == -1).all() and not packed[0, :, 1 + MOST_IDS :].any()
+    assert (packed[0, :, 1 : 1 + MAX_IDS] == -1).all() and not packed[0, :, 1 + MAX_IDS :].any()
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
@@ -173,7 +173,7 @@ def test_all_ranks_have_the_same_rows(monkeypatch: pytest.MonkeyPatch, has_faile
 
 
 def test_too_many_rows_are_not_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(runner_v2_device, "MOST_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
+    monkeypatch.setattr(runner_v2_device, "MAX_BYTES", 4 * SLOTS * GAMMA * VOCAB_LEN - 1)
     with caplog.at_level("INFO"):
         rank = Rank(monkeypatch)
     rank.sample_at([1.0] * SLOTS)

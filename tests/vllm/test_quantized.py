@@ -25,7 +25,7 @@ TEXTS = [
     "Dear Anna, thank you for your letter. I was very happy to hear that you and your family are well and that the "
     "new house is nearly finished. We will visit you in the summer.",
 ]
-MOST_WORSE = 0.1  # nats for each token of text, on average: a tenth more perplexity
+MAX_WORSE = 0.1  # nats for each token of text, on average: a tenth more perplexity
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -60,5 +60,5 @@ def test_vllm_loads_an_int8_target_that_reads_as_the_dense_one(tmp_path: Path) -
     assert dense["output_layer"].startswith("Unquantized")
     assert int8["output_layer"] == "CompressedTensorsLinearMethod"
     assert len(pairs) > 100
-    assert worse < MOST_WORSE, (worse, equal)
+    assert worse < MAX_WORSE, (worse, equal)
     assert "Berlin" in dense["answer"] and "Berlin" in int8["answer"]

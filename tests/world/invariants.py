@@ -20,7 +20,7 @@ Rule = Literal["text", "deadline", "namespace", "memory", "counters", "containme
 SLACK_S = 0.002  # beyond a call's deadline: a poll counts whole milliseconds, and one message is sent in any case
 _NAMES = tuple(field.name for field in fields(Stats))
 _SUMMED = ("rounds", "hits", "submitted", "accepted", "emitted")
-_MOST_NEWS = 512  # sessions that wait to be looked at, the same one many times
+_MAX_NEWS = 512  # sessions that wait to be looked at, the same one many times
 
 
 class Violation(AssertionError):
@@ -130,7 +130,7 @@ class Invariants:
         marked = set(store._prefixes._marks)
         _require(marked <= set(sessions), "memory", "a forgotten session is still known by its beginning")
         num_news = compute._news.qsize() + compute._grown.qsize()
-        _require(num_news <= _MOST_NEWS, "memory", f"{num_news} sessions wait to be looked at")
+        _require(num_news <= _MAX_NEWS, "memory", f"{num_news} sessions wait to be looked at")
         _require(len(service.timeline) <= MAX_EVENTS, "memory", f"{len(service.timeline)} events in the timeline")
         for session in sessions:
             memory = session.core.round.costs.history

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-LONGEST_TEXT = 140  # of a target
+MAX_TEXT = 140  # of a target
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Limits:
 
     @classmethod
     def drawn(cls, rng: random.Random, num_targets: int) -> Limits:
-        room = 2 * num_targets * LONGEST_TEXT
+        room = 2 * num_targets * MAX_TEXT
         return cls(
             max_sessions=rng.choice([num_targets + 1, 3 * num_targets, 64]),
             max_session_tokens=rng.choice([room, 4 * room, 1 << 20]),

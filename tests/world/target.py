@@ -12,7 +12,7 @@ from specbranch.simulation import scripted
 from tests.world.clock import Clock
 from tests.world.engine import VOCAB, target_token
 from tests.world.invariants import Invariants
-from tests.world.limits import LONGEST_TEXT
+from tests.world.limits import MAX_TEXT
 from tests.world.network import Network, WorldLink
 from tests.world.schedule import Actor, Schedule
 
@@ -137,7 +137,7 @@ class Target:
             return [1, VOCAB + 1, 2]  # the draft does not know this token
         length = rng.choice([2, 16, 33, 70])
         if self._requests and rng.random() < 0.3:
-            return [*self._requests[0].tokens[: LONGEST_TEXT - 75], 7, 8]
+            return [*self._requests[0].tokens[: MAX_TEXT - 75], 7, 8]
         return [(number * number + length) % VOCAB for number in range(length)]
 
     def _verify(self, request: Request) -> bool:

@@ -36,7 +36,7 @@ CAPTIONS = {
 }
 _Drawer = Callable[[Any], None]
 _BARE_COLOR = "#8d99ae"
-_LEAST_HITS = 0.05
+_MIN_HITS = 0.05
 
 
 def draw_figures(results: Results, directory: Path, stem: str) -> list[tuple[str, Path]]:
@@ -154,7 +154,7 @@ def _rate_drawer(results: Results) -> _Drawer:
 
 def _hits_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
     # A method that takes turns prepares nothing, and its hits mean nothing.
-    points = [line for line in lines if (line.hit_rate or 0) > _LEAST_HITS and line.rows_per_round]
+    points = [line for line in lines if (line.hit_rate or 0) > _MIN_HITS and line.rows_per_round]
     if not points:
         return None
     marks = dict(zip(dict.fromkeys(line.task for line in points), "osD^vP*X<>", strict=False))

@@ -80,7 +80,7 @@ def drop_unfinished(path: Path) -> None:
 
 NO_RANGE = "\u2013"
 _RESAMPLES = 2000
-_LEAST_TRIALS = 3  # resampling fewer prompts says nothing about their spread
+_MIN_TRIALS = 3  # resampling fewer prompts says nothing about their spread
 
 Cell = tuple[str, int]  # task, concurrency
 
@@ -221,7 +221,7 @@ def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ra
     value = _geometric_mean([_ratio([*chain(*prompts)]) for prompts in paired])
     fewest = min(len(prompts) for prompts in paired)
     is_itself = all(own is other for own, other in tasks)
-    if fewest < _LEAST_TRIALS or is_itself:
+    if fewest < _MIN_TRIALS or is_itself:
         return Ratio(value, None, None, fewest)
     order = random.Random(0)
     draws = sorted(

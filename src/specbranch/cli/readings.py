@@ -287,7 +287,7 @@ _ROWS = (_TopRow("draft_rows", "draft rows", "", lambda span: span.amount(span.s
 _WAIT = (_TopRow("wait_ms", "wait of a target's step", "ms", _wait_ms),)
 
 _ANSWER_S = 1.0
-_MOST_BYTES = 1 << 24  # of a page
+_MAX_BYTES = 1 << 24  # of a page
 _HINT = (
     "start one by `specbranch draft MODEL`, or name its ADDRESS; the draft of `specbranch serve` is seen through its "
     "server, by `specbranch top http://HOST:PORT`"
@@ -385,7 +385,7 @@ class PageSource:
     def _text(self) -> str:
         try:
             with urllib.request.urlopen(f"{self._url}/metrics", timeout=_ANSWER_S) as page:
-                return str(page.read(_MOST_BYTES).decode(errors="replace"))
+                return str(page.read(_MAX_BYTES).decode(errors="replace"))
         except urllib.error.HTTPError as error:
             error.close()
             raise ServiceUnavailable(

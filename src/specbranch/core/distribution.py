@@ -84,7 +84,7 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 
 TEXT_LEN = 128  # tokens before a place that its number is made of; a draft tree is no deeper
-MOST_IDS = 32  # that a token is drawn from; they go over the wire with it
+MAX_IDS = 32  # that a token is drawn from; they go over the wire with it
 _SCALE = 2.0**-53
 
 
@@ -102,7 +102,7 @@ class RequestSampling:
 
         In float32, as it goes over the wire. The tokens that the draft does not name are left out.
         """
-        ids = distribution.ids[: min(self.top_k or MOST_IDS, MOST_IDS)]
+        ids = distribution.ids[: min(self.top_k or MAX_IDS, MAX_IDS)]
         raw = np.asarray(distribution.probs[: len(ids)], dtype=np.float64)
         weights = (raw / raw[0]) ** (1 / self.temperature)
         probs = weights / weights.sum()

@@ -20,7 +20,7 @@ from specbranch.core.node import Node
 from specbranch.core.round import Round
 
 K = TypeVar("K")
-LEAST_PIECE = 8  # tokens to prefill: fewer take as long
+MIN_PREFILL_CHUNK = 8  # tokens to prefill: fewer take as long
 _BESIDE_DRAFTING = 4  # prefill beside sessions that draft gets this part of a piece: one in so many
 
 
@@ -111,7 +111,7 @@ def select_rows(
     if len(in_prefill) < len(granted) and not any(wish.is_target_waiting for wish in in_prefill):
         prefill_chunk = max(1, prefill_chunk // _BESIDE_DRAFTING)
     if spare_s is not None and cost is not None and cost.per_prefill_token_s:
-        prefill_chunk = min(prefill_chunk, max(LEAST_PIECE, int(spare_s / cost.per_prefill_token_s)))
+        prefill_chunk = min(prefill_chunk, max(MIN_PREFILL_CHUNK, int(spare_s / cost.per_prefill_token_s)))
     return Schedule(_within_a_piece(granted, prefill_chunk), prefill_chunk)
 
 

@@ -18,7 +18,7 @@ from specbranch.core.planner import Planner
 from specbranch.core.round import MAX_WINDOW, AcceptanceHint, Round, Stats, Verdict
 from specbranch.core.tree import Tree
 
-_LEAST_CHANCE = 0.01  # of a verdict that is looked at before it comes
+_MIN_PROB = 0.01  # of a verdict that is looked at before it comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Session:
         nothing to submit so far: the verdict itself may help.
         """
         foreseen: list[tuple[list[int], Sequence[Node]]] = []
-        for node in () if self.round.is_waiting else self.tree.likely_verdicts(count, _LEAST_CHANCE):
+        for node in () if self.round.is_waiting else self.tree.likely_verdicts(count, _MIN_PROB):
             nodes = self._planner.submit_after(self.round, node)
             if nodes:
                 foreseen.append((self.tree.path(node), nodes[: self.longest]))

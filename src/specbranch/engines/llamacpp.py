@@ -38,7 +38,7 @@ _BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several cal
 # whole cache, which for 512 are more than the cache itself; the service prefills 32 tokens at a time there.
 _CPU_BATCH = 128
 # Tokens of a cache of no given size. A fork and its end look through all cells, which takes 0.5 ms for so many.
-_MOST_TOKENS = 1 << 17
+_MAX_TOKENS = 1 << 17
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -168,7 +168,7 @@ class LlamaCppEngine:
         is_cpu = self._options.device == "cpu"
         free_bytes = free_host_memory() if is_cpu else _gpus().free_bytes(gpu)
         num_bytes = self._bytes_per_token(is_cpu)
-        return cache_size(self._options.max_tokens, num_bytes, free_bytes, is_cpu=is_cpu, most=_MOST_TOKENS)
+        return cache_size(self._options.max_tokens, num_bytes, free_bytes, is_cpu=is_cpu, most=_MAX_TOKENS)
 
     def _bytes_per_token(self, is_cpu: bool) -> int:
         """Memory of one token: its keys and values and, on a CPU, its scores in the largest step."""

@@ -326,8 +326,8 @@ _BYTES = _byte_characters()
 
 _KEY = b"tokenizer.ggml.tokens"
 _VERSIONS = (2, 3)
-_MOST_PAIRS = 1 << 16
-_MOST_ITEMS = 1 << 24
+_MAX_PAIRS = 1 << 16
+_MAX_ITEMS = 1 << 24
 _STRING, _ARRAY = 8, 9
 _FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by the number of a type
 _HEAD = struct.Struct("<IQQ")  # version, tensors, pairs
@@ -362,7 +362,7 @@ class _Metadata:
         version, _, num_pairs = _HEAD.unpack(self._take(_HEAD.size))
         if version not in _VERSIONS:
             return None
-        if num_pairs > _MOST_PAIRS:
+        if num_pairs > _MAX_PAIRS:
             raise self._broken(f"it claims {num_pairs} metadata entries")
         for _ in range(num_pairs):
             key, kind = self._string(), self._number()
@@ -398,7 +398,7 @@ class _Metadata:
     def _items(self) -> tuple[int, int]:
         """Type and number of an array's items."""
         kind, count = _ITEMS.unpack(self._take(_ITEMS.size))
-        if count > _MOST_ITEMS:
+        if count > _MAX_ITEMS:
             raise self._broken(f"it claims an array of {count} items")
         return kind, count
 

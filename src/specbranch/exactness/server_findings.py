@@ -308,7 +308,7 @@ def _ends(token: str) -> bool:
     return token == "" or (token.startswith("<") and token.endswith(">"))
 
 
-_MOST_CELLS = 50
+_MAX_CELLS = 50
 _RARE = 5
 
 
@@ -318,7 +318,7 @@ def group_by_prefix(ones: Sequence[str], others: Sequence[str]) -> tuple[list[st
     The cells depend on the pooled texts only, which a permutation leaves alone: a permutation test stays exact.
     """
     pooled = [*ones, *others]
-    enough = max(_RARE, len(pooled) // _MOST_CELLS)
+    enough = max(_RARE, len(pooled) // _MAX_CELLS)
     counts = Counter(text[:end] for text in pooled for end in range(len(text) + 1))
 
     def cell(text: str) -> str:

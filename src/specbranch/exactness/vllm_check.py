@@ -37,7 +37,7 @@ from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.version import __version__
 
 _BATCH = 8  # of sampled requests, and of the greedy runs that show vLLM's own rounding
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 _ATTEMPTS = 4  # at a run with drafts of which no token was accepted
 _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
 
@@ -193,7 +193,7 @@ class _Stages:
             "dtype": self._options.dtype,
             "max_model_len": 512,
             "enforce_eager": installed.runs_on_cpu(),  # where there are CUDA graphs, they are checked too
-            "max_num_seqs": _MOST_ROWS,
+            "max_num_seqs": _MAX_ROWS,
             **self._options.arguments,
         }
 

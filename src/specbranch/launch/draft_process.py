@@ -188,7 +188,7 @@ def _absolute(file: str | Path | None) -> Path | None:
 
 _LOOK_S = 0.2
 _FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 30.0
+_MAX_PAUSE_S = 30.0
 _STEADY_S = 60.0  # a service that ran this long is not in a crash loop
 
 
@@ -254,7 +254,7 @@ class DraftSupervisor:
             self._on_event(f"the draft service {self._process.exit_summary}; restarting it in {pause_s:g} s")
             if self._stopping.wait(pause_s):
                 return
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             self._restart()
             up_at_s = time.monotonic()
 

@@ -14,7 +14,7 @@ from specbranch.launch.vllm_install import target_on_cpu
 from specbranch.machine import Topology, num_gpus, read_topology
 from specbranch.plugins.vllm.layout import ParallelLayout
 
-_MOST_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
+_MAX_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
 _READ_BYTES_PER_S = 50e9  # what one NUMA node of a server reads at least
 _MIN_DRAFT_STEPS = 3  # in one step of the target, for drafts to be worth it
 
@@ -143,12 +143,12 @@ def beside_gpus(cores: Sequence[int], topology: Topology) -> tuple[int, ...]:
         return _without_quarter(cores)
     first = min(nodes)
     node = min(nodes, key=lambda node: (topology.gpus.get(node, 0), node == first, -len(nodes[node])))
-    return _without_quarter(nodes[node]) if topology.gpus.get(node) else tuple(nodes[node][-_MOST_CORES:])
+    return _without_quarter(nodes[node]) if topology.gpus.get(node) else tuple(nodes[node][-_MAX_CORES:])
 
 
 def _without_quarter(cores: Sequence[int]) -> tuple[int, ...]:
     quarter = max(1, len(cores) // 4)
-    return tuple(cores[quarter:][-_MOST_CORES:] or cores)
+    return tuple(cores[quarter:][-_MAX_CORES:] or cores)
 
 
 def _tuple(cores: Sequence[int] | None) -> tuple[int, ...] | None:

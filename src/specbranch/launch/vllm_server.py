@@ -30,7 +30,7 @@ from specbranch.plugins.vllm.settings import ProposerSettings, proposer_argument
 _EXECUTOR = "--distributed-executor-backend"
 _OWN_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _MEMORY = "--gpu-memory-utilization"  # of the host, where vLLM runs on the CPU
-_USUAL_SHARE, _SPARE_SHARE, _LEAST_SHARE = 0.92, 0.1, 0.1
+_USUAL_SHARE, _SPARE_SHARE, _MIN_SHARE = 0.92, 0.1, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class VllmServeCommand:
         if self.cores is None or self.settings is None or is_asked or free is None:
             return []
         share = min(_USUAL_SHARE, free - _SPARE_SHARE)
-        return [_MEMORY, f"{share:.2f}"] if share >= _LEAST_SHARE else []
+        return [_MEMORY, f"{share:.2f}"] if share >= _MIN_SHARE else []
 
     def _with_proposer(self, settings: ProposerSettings) -> tuple[list[str], Flags]:
         """The flags that bring our proposer in, and the user's other flags."""

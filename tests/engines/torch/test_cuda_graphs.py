@@ -35,7 +35,7 @@ torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 SMALL = Buckets(rows=(1, 4, 8), contexts=(8, 64))  # most steps of the tests are filled up, some are too large
-MOST_OPERATIONS = 350  # of a step of 24 layers
+MAX_OPERATIONS = 350  # of a step of 24 layers
 VOCAB, TOP_K = 4096, 32
 
 Save = Callable[..., str]
@@ -361,8 +361,8 @@ def test_a_step_is_few_operations_whatever_its_rows_and_sessions(save: Save, nam
         with forks(deep, sessions, rows_of_each) as rows, Operations() as operations:
             deep.run(rows)
         found[sessions, rows_of_each] = operations.counts
-        assert operations.num_launched <= MOST_OPERATIONS, operations.counts
-        assert operations.num_views <= MOST_OPERATIONS
+        assert operations.num_launched <= MAX_OPERATIONS, operations.counts
+        assert operations.num_views <= MAX_OPERATIONS
 
     assert len({tuple(sorted(counts.items())) for counts in found.values()}) == 1
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 KINDS = list(PACKED.values())
-MOST_APART = {"Int8Linear": 0.02, "WeightOnlyLinear": 0.01}  # relative, over all outputs
+MAX_APART = {"Int8Linear": 0.02, "WeightOnlyLinear": 0.01}  # relative, over all outputs
 
 
 def plain(num_inputs: int, num_outputs: int, seed: int = 0) -> Any:
@@ -45,7 +45,7 @@ def test_it_is_the_plain_layer_within_eight_bits(
     found = kind(linear)(rows)
 
     assert found.shape == (2, num_rows, shape[1])
-    assert apart(found, linear(rows)) < MOST_APART[kind.__name__]
+    assert apart(found, linear(rows)) < MAX_APART[kind.__name__]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +53,7 @@ def test_rows_may_lie_anyhow_in_memory(kind: type[QuantizedLinear]) -> None:
     linear = plain(64, 96)
     rows = torch.randn(64, 3).T
 
-    assert apart(kind(linear)(rows), linear(rows)) < MOST_APART[kind.__name__]
+    assert apart(kind(linear)(rows), linear(rows)) < MAX_APART[kind.__name__]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +63,7 @@ def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[Qu
 
     found = kind(one, other)(rows, residual)
 
-    assert apart(found - residual, torch.cat((one(rows), other(rows)), dim=-1)) < MOST_APART[kind.__name__]
+    assert apart(found - residual, torch.cat((one(rows), other(rows)), dim=-1)) < MAX_APART[kind.__name__]
 
 
 @pytest.mark.parametrize("kind", KINDS)

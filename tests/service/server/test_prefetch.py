@@ -166,7 +166,7 @@ def test_a_message_has_no_more_sequences_than_it_may() -> None:
 
 
 def test_an_answer_is_taken_once_and_the_oldest_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "_MOST_OUTCOMES", 2)
+    monkeypatch.setattr(sequences, "_MAX_OUTCOMES", 2)
     names = [Digest([number]).name for number in range(3)]
     outcomes = PrefetchedDrafts()
     for name in names:

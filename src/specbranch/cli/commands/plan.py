@@ -54,7 +54,7 @@ from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.trace import write_trace
 
-LEAST_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
+MIN_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
 _ERRORS = (
     "forecast error in our own runs: 3 to 20 % up to 4 requests at once; at 8 requests a third to a half too high. "
     "Prefill is not included."
@@ -186,11 +186,11 @@ def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequen
     advice, best = with_drafts.advice, with_drafts.best
     gain = with_drafts.best_per_s / without.bare_per_s
     measured = [*_measured(with_drafts.survey, advice), *_type_lines(types)]
-    if gain < 1 + LEAST_GAIN:
+    if gain < 1 + MIN_GAIN:
         bare = ["specbranch", "serve", pair[0], "--bare", *_without_draft(chosen), *_type_flag(types, without)]
         return [
             *measured,
-            f"it does not pay: no planner is forecast to be {LEAST_GAIN:.0%} faster than vLLM alone",
+            f"it does not pay: no planner is forecast to be {MIN_GAIN:.0%} faster than vLLM alone",
             "to serve without a draft:",
             f"  {shlex.join(bare)}",
         ]
@@ -253,13 +253,13 @@ def _rivals(advice: Advice, best: Forecast) -> str:
     near = [
         f"{one.method.planner} ({one.speed:.2f})"
         for one in advice.forecasts
-        if one is not best and one.concurrency == best.concurrency and one.speed > (1 - LEAST_GAIN) * best.speed
+        if one is not best and one.concurrency == best.concurrency and one.speed > (1 - MIN_GAIN) * best.speed
     ]
     return f"; {', '.join(near)}: not distinguishable from it" if near else ""
 
 
 def _limit(advice: Advice) -> str:
-    stop = advice.stops_at(LEAST_GAIN)
+    stop = advice.stops_at(MIN_GAIN)
     if stop is None:
         return f"it pays at every number of requests that was forecast, up to {advice.concurrencies[-1]}"
     return f"it pays below {stop} requests at once; above, the gate of `specbranch serve` stops drafting by itself"
@@ -289,7 +289,7 @@ def _without_draft(chosen: Sequence[str]) -> list[str]:
     return words
 
 
-_LEAST_TOKENS = 16384  # of the KV cache
+_MIN_TOKENS = 16384  # of the KV cache
 
 
 def profile(
@@ -340,7 +340,7 @@ def _row_counts(rows: str) -> list[int]:
     return counts
 
 
-def _options(model: str, device: str, threads: int | None, dtype: str, context: int, most_rows: int) -> EngineOptions:
+def _options(model: str, device: str, threads: int | None, dtype: str, context: int, max_rows: int) -> EngineOptions:
     """An engine's default limits, raised where this measurement needs more."""
     usual = EngineOptions(model=model)
     return EngineOptions(
@@ -348,9 +348,9 @@ def _options(model: str, device: str, threads: int | None, dtype: str, context: 
         device=device,
         threads=len(os.sched_getaffinity(0)) if threads is None else threads,
         dtype=dtype,
-        max_tokens=max(_LEAST_TOKENS, context + most_rows),
-        max_handles=max(usual.max_handles, most_rows + 1),
-        row_limit=max(usual.row_limit, most_rows),
+        max_tokens=max(_MIN_TOKENS, context + max_rows),
+        max_handles=max(usual.max_handles, max_rows + 1),
+        row_limit=max(usual.row_limit, max_rows),
     )
 
 

@@ -24,9 +24,9 @@ from specbranch.core.planner import Planner, Predictor, Rows, Settings, Share, W
 from specbranch.core.round import Round
 from specbranch.core.tree import Tree
 
-_LEAST_CHANCE = 0.01
+_MIN_PROB = 0.01
 _NEWEST = 64  # tokens of the sequence that are looked at before an answer
-_LEAST_REPEAT = 0.1  # a token that is verified in vain costs the target a little
+_MIN_REPEAT = 0.1  # a token that is verified in vain costs the target a little
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         tree = round.tree
         if self.may_block_target:
             tip = tree.next_unrun(tree.root, self.settings.gamma)
-            if tip is not None and tree.path_prob(tip) >= _LEAST_CHANCE:
+            if tip is not None and tree.path_prob(tip) >= _MIN_PROB:
                 return None
         return self._worth_submitting(round, tree.root)
 
@@ -87,7 +87,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         if self._sources:  # here, because an answer to the target must not wait for it
             round.ngrams.index_new_tokens()
         deepens = settings.run_guesses and self._sources
-        return best_rows(round, tree.root, depth, settings.max_rows, _LEAST_CHANCE, guess if deepens else None)
+        return best_rows(round, tree.root, depth, settings.max_rows, _MIN_PROB, guess if deepens else None)
 
     def _worth_submitting(self, round: Round, start: Node) -> list[Node]:
         """What the target should verify behind a node, once the sequence has come there."""
@@ -98,7 +98,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         tip = chain[-1] if chain else start
         if self._sources and len(chain) < gamma and tip.distribution is None:
             round.ngrams.index_new_tokens(most=_NEWEST)
-            least = max(_LEAST_REPEAT, bar) * tree.path_prob(start)
+            least = max(_MIN_REPEAT, bar) * tree.path_prob(start)
             chain += round.ngrams.extend(tree, tip, gamma - len(chain), least, self._sources)
         gain = self._gain(tree, start, chain, price, bar)
         return chain if not self.settings.cost_aware or gain >= round.costs.min_gain else []

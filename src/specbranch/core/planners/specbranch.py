@@ -22,7 +22,7 @@ from specbranch.core.planner import Planner, Rows, Settings, Share, Window
 from specbranch.core.planners.budget import best_rows
 from specbranch.core.round import Round, Signal
 
-_LEAST_CHANCE = 0.02
+_MIN_PROB = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
             return (end,)
         if self.settings.cost_aware:
             settings = self.settings
-            return best_rows(round, end, settings.gamma, settings.max_branches, _LEAST_CHANCE)
+            return best_rows(round, end, settings.gamma, settings.max_branches, _MIN_PROB)
         count = max(1, math.floor(self.settings.max_branches * (1 - end.distribution.confidence)))
         tips = (tree.next_unrun(root, self._branch_len(round, count) - 1) for root in tree.children(end, count))
         return [tip for tip in tips if tip]

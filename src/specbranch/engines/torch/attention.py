@@ -203,15 +203,15 @@ class StaticBuffers:
     def __init__(self, buckets: Buckets, scratch: int, device: str) -> None:
         self.buckets = buckets
         self._scratch = scratch
-        self._most_rows = buckets.rows[-1]
-        size = self._most_rows * (_NUM_PARTS + buckets.contexts[-1])
+        self._max_rows = buckets.rows[-1]
+        size = self._max_rows * (_NUM_PARTS + buckets.contexts[-1])
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.startswith("cuda"))
         self._device = self._host if device == "cpu" else self._host.to(device)
 
     def fill(self, batch: Batch, bucket: Bucket, reader: PagedBackend) -> None:
         """Bring a batch to the device."""
         count = len(batch.tokens)
-        tokens, positions, slots, lengths, pages = _parts(self._host.numpy(), self._most_rows, bucket)
+        tokens, positions, slots, lengths, pages = _parts(self._host.numpy(), self._max_rows, bucket)
         for part, given, padding in (
             (tokens, batch.tokens, 0),
             (positions, batch.positions, 0),
@@ -223,17 +223,17 @@ class StaticBuffers:
         for piece in batch.pieces:
             pages[piece.start : piece.stop, : len(piece.path)] = piece.path
         if self._device is not self._host:
-            used = _NUM_PARTS * self._most_rows + bucket.num_rows * bucket.context
+            used = _NUM_PARTS * self._max_rows + bucket.num_rows * bucket.context
             self._device[:used].copy_(self._host[:used], non_blocking=True)
         reader.plan(bucket, lengths, pages)
 
     def parts(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
         """A step on the device: tokens, positions, slots to write, lengths [rows], page table [rows, context]."""
-        return _parts(self._device, self._most_rows, bucket)
+        return _parts(self._device, self._max_rows, bucket)
 
 
-def _parts(buffer: Any, most_rows: int, bucket: Bucket) -> tuple[Any, ...]:
+def _parts(buffer: Any, max_rows: int, bucket: Bucket) -> tuple[Any, ...]:
     """A buffer's parts, as views, of an array as of a tensor."""
-    flat, start = [buffer[at * most_rows :][: bucket.num_rows] for at in range(_NUM_PARTS)], _NUM_PARTS * most_rows
+    flat, start = [buffer[at * max_rows :][: bucket.num_rows] for at in range(_NUM_PARTS)], _NUM_PARTS * max_rows
     pages = buffer[start:][: bucket.num_rows * bucket.context].reshape(bucket.num_rows, bucket.context)
     return (*flat, pages)

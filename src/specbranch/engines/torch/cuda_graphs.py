@@ -27,7 +27,7 @@ with optional_import("torch"):
 
 log = logging.getLogger(__name__)
 
-_MOST_APART = 0.05  # probabilities of first choices that two ways to compute a step may differ by
+_MAX_APART = 0.05  # probabilities of first choices that two ways to compute a step may differ by
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_ROWS = Batch((), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
@@ -80,7 +80,7 @@ def choose_step_runner(
         except Exception as error:  # of kernels and libraries that may not suit this device
             log.warning("the draft's steps are not run with %s: %s", name, first_line(error))
             continue
-        if np.allclose(found, expected, rtol=0, atol=_MOST_APART):
+        if np.allclose(found, expected, rtol=0, atol=_MAX_APART):
             log.info("the draft's steps are run with %s", name)
             return steps
         log.warning("the draft's steps are not run with %s: they differ from those without", name)

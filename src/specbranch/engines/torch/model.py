@@ -231,7 +231,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 AttentionInterface.register(NAME, _attend_layer)
 AttentionMaskInterface.register(NAME, _no_mask)
 
-_LEAST_WINDOW = 16384  # tokens of a sliding window that a cache of no given size may be limited to
+_MIN_WINDOW = 16384  # tokens of a sliding window that a cache of no given size may be limited to
 
 
 def require_full_attention(model: Any, max_tokens: int | None) -> None:
@@ -244,7 +244,7 @@ def require_full_attention(model: Any, max_tokens: int | None) -> None:
             type(model).__name__, "it is recurrent, or Transformers does not let its attention be replaced"
         )
     kinds = set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention"}
-    window, max_tokens = sliding_window(text_config(model)), _LEAST_WINDOW if max_tokens is None else max_tokens
+    window, max_tokens = sliding_window(text_config(model)), _MIN_WINDOW if max_tokens is None else max_tokens
     if window is not None and window >= max_tokens:  # no sequence is long enough to leave it
         window = None
         kinds.discard("sliding_attention")

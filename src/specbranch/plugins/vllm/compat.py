@@ -364,8 +364,8 @@ def _unless_empty(apply: Any) -> Any:
     return lambda logits, k, p: apply(logits, k, p) if len(logits) else logits
 
 
-_LEAST_TEMPERATURE = 1e-5  # below it vLLM is greedy
-_MOST_TEMPERATURE = 100.0
+_MIN_TEMPERATURE = 1e-5  # below it vLLM is greedy
+_MAX_TEMPERATURE = 100.0
 
 
 def check_runner(vllm_config: Any) -> None:
@@ -436,7 +436,7 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Reques
         found = {}
         for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
             temperature = float(states.temperature.np[slot])
-            if _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE and (has_budget is None or not has_budget[slot]):
+            if _MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE and (has_budget is None or not has_budget[slot]):
                 top_k = int(states.top_k.np[slot])
                 top_p = float(states.top_p.np[slot])
                 found[row] = RequestSampling(temperature, top_p, top_k if top_k < states.vocab_size else 0)

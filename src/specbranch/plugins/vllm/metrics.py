@@ -195,7 +195,7 @@ def _gates(stats_files: Sequence[PublishedStats]) -> Iterator[Any]:
         labels=[*_LABELS, "rows", "way"],
     )
     for shown in stats_files:
-        for decision in sorted(shown.gate, key=lambda decision: decision.most_rows):
+        for decision in sorted(shown.gate, key=lambda decision: decision.max_rows):
             labels = [*_labels([shown]), decision.rows]
             is_open.add_metric(labels, float(decision.is_open))
             speed.add_metric([*labels, "drafts"], decision.drafted)

@@ -30,8 +30,8 @@ from specbranch.service.client.pool import draft_client
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
 
-_MOST_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
-_MOST_GATES = 64
+_MAX_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
+_MAX_GATES = 64
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -95,7 +95,7 @@ class SpecBranchProposer:
 
     def _gate_for(self, settings: ProposerSettings) -> Gate:
         """The gate of these settings. Those that come back need not learn again what pays."""
-        if len(self._gates) > _MOST_GATES:
+        if len(self._gates) > _MAX_GATES:
             self._gates.clear()
         gate = self._gates.setdefault(repr(settings), Gate())
         gate.interrupt()
@@ -211,7 +211,7 @@ class SpecBranchProposer:
         """Whether to fill up all rows: they must then be equal, and few enough for tokens to be cheap."""
         if self._runner is None or self._settings is None or self._settings.pad == "off":
             return False
-        if not texts or len(texts) < num_rows or num_rows * (1 + self._most) > _MOST_PADDED:
+        if not texts or len(texts) < num_rows or num_rows * (1 + self._most) > _MAX_PADDED:
             return False
         # vLLM adds one token of its own after the draft; both must fit.
         if self._max_model_len - max(map(len, texts.values())) - 1 < self._most:
@@ -254,10 +254,10 @@ class SpecBranchProposer:
 
     def _say_decisions(self, decisions: Mapping[int, Decision]) -> None:
         """Log what the gate has decided, where that is new; at most once in hundreds of steps."""
-        for most_rows, decision in decisions.items():
-            if self._decided.get(most_rows) is decision.is_open:
+        for max_rows, decision in decisions.items():
+            if self._decided.get(max_rows) is decision.is_open:
                 continue
-            self._decided[most_rows] = decision.is_open
+            self._decided[max_rows] = decision.is_open
             log.info(
                 "specbranch: with %s requests at once %.1f tokens/s with drafts, %.1f without: drafts are %s, next "
                 "comparison after %d steps",

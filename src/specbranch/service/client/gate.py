@@ -20,14 +20,14 @@ _TRIAL_STEPS = 16  # of one with drafts
 _SETTLE_STEPS = 4  # that are let pass after a change
 # A trial begins when the first drafts have come, at the latest after so many steps: a draft has to prefill the sequence
 # first, and that is not what is to be judged.
-_LONGEST_SETTLE_STEPS = 64
+_MAX_SETTLE_STEPS = 64
 # One measurement may be wrong, so the gate first opens for few steps, and for twice as many each time that plain
 # decoding loses again.
 _FIRST_OPEN_STEPS, _OPEN_STEPS = 64, 512
-_CLOSED_STEPS, _LONGEST_CLOSED_STEPS = 256, 8192  # between two trials
+_CLOSED_STEPS, _MAX_CLOSED_STEPS = 256, 8192  # between two trials
 _MARGIN = 1.02  # drafts must give so many times the tokens per second of plain decoding
 _HOPELESS = 0.8  # a trial that gives less than this ends early, and so does the wait for its first drafts
-_MOST_LOST = 0.02  # what a trial of drafts has lost may be this share of the steps until the next one
+_MAX_LOST = 0.02  # what a trial of drafts has lost may be this share of the steps until the next one
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Rate:
 class _Load:
     """What is known of one load."""
 
-    most_rows: int
+    max_rows: int
     closed_steps: int
     is_open: bool = False
     is_measuring: bool = True
@@ -68,7 +68,7 @@ class _Load:
 class Decision:
     """What a measurement found for steps of that many rows: tokens per second with drafts and without them."""
 
-    most_rows: int  # half of them, or fewer, are another load
+    max_rows: int  # half of them, or fewer, are another load
     is_open: bool
     drafted: float
     plain: float
@@ -77,8 +77,8 @@ class Decision:
     @property
     def rows(self) -> str:
         """The load in words."""
-        fewest = self.most_rows // 2 + 1
-        return f"{fewest}-{self.most_rows}" if fewest < self.most_rows else f"{self.most_rows}"
+        fewest = self.max_rows // 2 + 1
+        return f"{fewest}-{self.max_rows}" if fewest < self.max_rows else f"{self.max_rows}"
 
 
 class Gate:
@@ -133,7 +133,7 @@ class Gate:
             load.drafted, load.steps, load.awaiting = waited, waited.steps, _Rate()  # that was trial enough
             return True
         waited.observe(num_tokens, step_s)
-        return self._since_change > _LONGEST_SETTLE_STEPS
+        return self._since_change > _MAX_SETTLE_STEPS
 
     def _decide(self, load: _Load) -> None:
         if load.is_measuring:
@@ -167,17 +167,17 @@ class Gate:
         else:
             load.open_steps = 0
             # A trial in which no draft came and no time was lost, as while the service is away, may soon be repeated.
-            longer = min(max(2 * load.closed_steps, self._steps_to_regain(load)), _LONGEST_CLOSED_STEPS)
+            longer = min(max(2 * load.closed_steps, self._steps_to_regain(load)), _MAX_CLOSED_STEPS)
             load.closed_steps = _CLOSED_STEPS if was_free else longer
             load.drafted = _Rate()
         num_steps = load.open_steps if is_open else load.closed_steps
-        self.decisions[load.most_rows] = Decision(load.most_rows, is_open, drafted, plain, num_steps)
+        self.decisions[load.max_rows] = Decision(load.max_rows, is_open, drafted, plain, num_steps)
 
     def _steps_to_regain(self, load: _Load) -> int:
         """So many plain steps make what a trial has lost a small part; not very many, for it may have been chance."""
         num_steps = _SETTLE_STEPS + min(load.drafted.steps, _TRIAL_STEPS)
         lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)
-        return int(min(lost / _MOST_LOST, 4 * _CLOSED_STEPS))
+        return int(min(lost / _MAX_LOST, 4 * _CLOSED_STEPS))
 
     def _retry_soon(self) -> None:
         """Drafts pay again at a load where they had not for long: the others find out soon whether they do there."""

@@ -104,7 +104,7 @@ def client_keys(directory: str | None) -> ClientKeys | None:
 
 
 _PACE = 0.1  # of following the target's steps
-_SHORTEST_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of a millisecond on a quiet machine
+_MIN_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of a millisecond on a quiet machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ class DraftSource(ABC):
         share, longest_s = self._options.step_share, self._options.deadline_s
         if share is None or self._step_s is None:
             return longest_s
-        return min(max(share * self._step_s, _SHORTEST_WAIT_S), longest_s)
+        return min(max(share * self._step_s, _MIN_WAIT_S), longest_s)
 
     def _fits(self, row: SequenceUpdate) -> bool:
         """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""

@@ -80,7 +80,7 @@ def _tail(tokens: TokenArray) -> bytes:
     return tokens[-_TAIL:].tobytes()
 
 
-_MOST_OUTCOMES = 1024  # sequences
+_MAX_OUTCOMES = 1024  # sequences
 
 
 class PrefetchedDrafts:
@@ -94,7 +94,7 @@ class PrefetchedDrafts:
         for row in ahead.rows:
             self._told[row.before] = {tuple(outcome.committed): outcome for outcome in row.outcomes}
             self._told.move_to_end(row.before)
-            if len(self._told) > _MOST_OUTCOMES:
+            if len(self._told) > _MAX_OUTCOMES:
                 self._told.popitem(last=False)
 
     def pop(self, before: bytes, committed: Sequence[int]) -> VerdictDraft | None:

@@ -122,7 +122,7 @@ def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> No
         context.term()
 
 
-_MOST_IN_A_ROW = 256  # frames without a pause; a service that woke up has so many late answers, a flood has more
+_MAX_IN_A_ROW = 256  # frames without a pause; a service that woke up has so many late answers, a flood has more
 _RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
 
 
@@ -165,7 +165,7 @@ class MessageChannel:
         Who sends so fast that there always is one more is no service, and is dropped.
         """
         while (frames := self._receive(end_s if waits else 0.0)) is not None:
-            if self._num_in_a_row == _MOST_IN_A_ROW:
+            if self._num_in_a_row == _MAX_IN_A_ROW:
                 self._warn("the draft service sends more than can be taken in; connecting anew")
                 self._reconnect()
                 return

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from specbranch.service.server.draft_session import DraftSession
 
-_SILENT_S, _MOST_SILENT_S = 1.0, 20.0  # a tenant of which nothing is heard for so long may be gone
+_SILENT_S, _MAX_SILENT_S = 1.0, 20.0  # a tenant of which nothing is heard for so long may be gone
 _PAUSE_S = 0.05  # between two messages of a tenant, not within one
 _Queues = OrderedDict[bytes, OrderedDict[DraftSession, None]]  # by tenant
 
@@ -31,7 +31,7 @@ class TenantActivity:
 
     def is_present(self, now_s: float) -> bool:
         """Whether it is still there, as far as is known."""
-        return now_s - self.last_s < min(max(_SILENT_S, 2 * self.pause_s), _MOST_SILENT_S)
+        return now_s - self.last_s < min(max(_SILENT_S, 2 * self.pause_s), _MAX_SILENT_S)
 
 
 class RunnableSessions:

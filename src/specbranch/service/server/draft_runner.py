@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from specbranch.core.costs import StepCost, StepTimeModel
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
-from specbranch.core.scheduler import LEAST_PIECE, RowRequest, request_rows, select_rows
+from specbranch.core.scheduler import MIN_PREFILL_CHUNK, RowRequest, request_rows, select_rows
 from specbranch.engines.base import DraftEngine
 from specbranch.engines.tree_cache import EngineRow
 from specbranch.errors import EngineError, EngineFull
@@ -29,11 +29,11 @@ from specbranch.service.server.store import FaultGuard, SessionStore
 
 _READ_HALF_LIFE_S = 10.0
 _PACE = 0.1  # of following the times of prefill and of planning
-_LEAST_PLANNED = 4  # sessions, however long planning takes
+_MIN_PLANNED = 4  # sessions, however long planning takes
 _ANNOUNCED = 4  # beside sessions that are decoded, those that were only announced get one in so many places
 _PLANNING_S = 0.004  # for such texts at a time
-_PAUSE, _LONGEST_PAUSE_S = 16, 0.25  # after which none are planned for so many times as long
-_MOST_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
+_PAUSE, _MAX_PAUSE_S = 16, 0.25  # after which none are planned for so many times as long
+_MAX_FAILURES = 8  # turns in a row in which the engine ran nothing: it is lost then
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class DraftRunner:
     @property
     def engine_failed(self) -> bool:
         """Whether nothing could be run for so many turns that no further one will succeed."""
-        return self._num_failures >= _MOST_FAILURES
+        return self._num_failures >= _MAX_FAILURES
 
     def _run(self) -> None:
         while not self._is_stopping and not self.engine_failed:
@@ -219,7 +219,7 @@ class DraftRunner:
         self._may_pause = False
         if not self._is_shared or cost is None or self._plan_s <= 0:
             return list(self._busy), []
-        most = max(_LEAST_PLANNED, int(cost.base_s / (self._plan_s + cost.per_row_s)))
+        most = max(_MIN_PLANNED, int(cost.base_s / (self._plan_s + cost.per_row_s)))
         most_others = max(1, most // _ANNOUNCED)
         if len(self._busy) <= most:
             most = most_others = len(self._busy)
@@ -239,7 +239,7 @@ class DraftRunner:
                 wishes.append(wish)
             end_s = self._clock()
         if others:
-            self._others_at_s = end_s + min(_PAUSE * (end_s - start_s), _LONGEST_PAUSE_S)
+            self._others_at_s = end_s + min(_PAUSE * (end_s - start_s), _MAX_PAUSE_S)
         plan = select_rows(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
         self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.requests)
         for wish in plan.requests:  # before any feed: what is fed is not yet in the engine's cache
@@ -387,7 +387,7 @@ class DraftRunner:
             self.cost.observe(num_rows, step_s)
             return
         cost = self.cost.cost
-        if cost is not None and num_read >= LEAST_PIECE:  # of fewer the time says little
+        if cost is not None and num_read >= MIN_PREFILL_CHUNK:  # of fewer the time says little
             read_s = max(step_s - cost.at(num_rows), 0.0) / num_read
             self._read_s += _PACE * (read_s - self._read_s) if self._read_s else read_s
         now_s = self._clock()

@@ -11,8 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_MOST_BYTES = 16 << 20
-_MOST_MESSAGES = 1 << 14
+_MAX_BYTES = 16 << 20
+_MAX_MESSAGES = 1 << 14
 _OVERHEAD = 256  # bytes that a message takes beside its own
 _HALF_LIFE_S = 1.0
 _NEWCOMER_S = 0.25  # of the thread's time: more than a target takes lately that decodes a few sequences
@@ -41,8 +41,8 @@ class FairQueue:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        max_bytes: int = _MOST_BYTES,
-        max_messages: int = _MOST_MESSAGES,
+        max_bytes: int = _MAX_BYTES,
+        max_messages: int = _MAX_MESSAGES,
     ) -> None:
         self._clock = clock
         self._max_bytes = max_bytes

@@ -55,8 +55,8 @@ log = logging.getLogger(__name__)
 
 Client = bytes
 Answer = tuple[Client, Reply]
-_LONGEST_WAIT_S = 1.0  # unless another one is chosen
-_MOST_NAMESPACES = 4  # of one client; ours use one
+_MAX_WAIT_S = 1.0  # unless another one is chosen
+_MAX_NAMESPACES = 4  # of one client; ours use one
 
 
 class RequestHandler:
@@ -70,7 +70,7 @@ class RequestHandler:
         observer: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: Mapping[str, str | int] | None = None,
-        longest_wait_s: float = _LONGEST_WAIT_S,
+        longest_wait_s: float = _MAX_WAIT_S,
         owner: bytes | None = b"",
     ) -> None:
         """`settings`: how the service was started, for those who ask. None is held back beyond `longest_wait_s`.
@@ -168,8 +168,8 @@ class RequestHandler:
     def _check_namespace_quota(self, client: Client, namespace: bytes) -> None:
         """A client that makes up namespaces would count as many tenants."""
         namespaces = self._tenants.step_counter(client).namespaces
-        if namespace not in namespaces and len(namespaces) == _MOST_NAMESPACES:
-            raise FrameError(f"a client has at most {_MOST_NAMESPACES} namespaces; connect anew for another one")
+        if namespace not in namespaces and len(namespaces) == _MAX_NAMESPACES:
+            raise FrameError(f"a client has at most {_MAX_NAMESPACES} namespaces; connect anew for another one")
         namespaces.add(namespace)
 
     def _error_reply(self, client: Client, error: Exception) -> Answer:
@@ -328,7 +328,7 @@ def _short(user: bytes) -> bytes:
     return hashlib.blake2b(user, digest_size=16).digest() if user else b""
 
 
-_MOST_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
+_MAX_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
 _MOST = 64  # messages to one client between two of its steps: by then all is drafted that a verdict could use
 
 
@@ -356,7 +356,7 @@ def _parts(rows: Sequence[PrefetchRow]) -> Iterator[list[PrefetchRow]]:
     size = 0
     for row in rows:
         row_size = sum(len(outcome.probs) for outcome in row.outcomes)
-        if part and (len(part) == MAX_AHEAD or size + row_size > _MOST_PROBS):
+        if part and (len(part) == MAX_AHEAD or size + row_size > _MAX_PROBS):
             yield part
             part, size = [], 0
         part.append(row)

@@ -36,7 +36,7 @@ _POLL_MS = 500
 # Python lets a thread keep the interpreter for 5 ms; a lookup must not wait that long while the other thread plans.
 _SWITCH_S = 0.0001
 _TURNS_S = 0.005  # of messages, before the socket is looked at again
-_MOST_RECEIVED, _FEW_RECEIVED = 64, 8  # messages, before the first of them is served; the second where many wait
+_MAX_RECEIVED, _FEW_RECEIVED = 64, 8  # messages, before the first of them is served; the second where many wait
 _MANY = 2048
 _CHECK_S = 1.0  # between two looks at the socket's file
 _STOP_S = 5.0  # for the step under way when the service ends
@@ -186,7 +186,7 @@ class Server:
         return min(max(math.ceil((deadline_s - self._clock()) * 1000), 0), _POLL_MS)
 
     def _receive(self, router: Router) -> None:
-        for _ in range(_MOST_RECEIVED if len(self._turns) < _MANY else _FEW_RECEIVED):
+        for _ in range(_MAX_RECEIVED if len(self._turns) < _MANY else _FEW_RECEIVED):
             try:
                 self._turns.push(router.receive())
             except zmq.Again:

@@ -13,7 +13,7 @@ from specbranch.service.wire.messages import OtherRows, StepRequest
 
 T = TypeVar("T")
 _MOST = 1024
-_LONGEST_STEP_S = 10.0  # a longer pause between two steps is a target at rest
+_MAX_STEP_S = 10.0  # a longer pause between two steps is a target at rest
 _PAUSE = 10  # a single step so many times as long as usual was no step alone: the machine has stood still
 _NOTHING = OtherRows(0, 0, 0)
 
@@ -64,7 +64,7 @@ class Tenants:
         tenant = self._tenant(step.namespace)
         step_s = step.step_us / 1e6
         tenant.is_told |= step_s > 0
-        if not tenant.is_told and tenant.answered_s is not None and now_s - tenant.answered_s < _LONGEST_STEP_S:
+        if not tenant.is_told and tenant.answered_s is not None and now_s - tenant.answered_s < _MAX_STEP_S:
             step_s = now_s - tenant.answered_s
         if step_s > 0:
             beside = step.beside or _NOTHING
