@@ -202,9 +202,9 @@ def await_service(address: str, child: Child) -> None:
 
 def figures_of(address: str) -> dict[str, float]:
     """What a service says of itself."""
-    with contextlib.closing(StatsClient(address, None)) as reporter:
-        reporter.poll(5.0)
-        return dict(reporter.overview.figures) if reporter.overview else {}
+    with contextlib.closing(StatsClient(address, None)) as stats_client:
+        stats_client.poll(5.0)
+        return dict(stats_client.overview.figures) if stats_client.overview else {}
 
 
 def drain(address: str) -> None:

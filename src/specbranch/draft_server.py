@@ -126,8 +126,8 @@ class DraftServer(DraftAddress):
             timeline=timeline,
             record=record,
         )
-        self._keeper = DraftSupervisor(options, on_event=log.warning)
-        super().__init__(self._keeper.address)
+        self._supervisor = DraftSupervisor(options, on_event=log.warning)
+        super().__init__(self._supervisor.address)
         self._is_started = False
 
     @staticmethod
@@ -141,14 +141,14 @@ class DraftServer(DraftAddress):
             raise StartError("this DraftServer was started before; make a new one")
         self._is_started = True
         try:
-            self._keeper.start()
+            self._supervisor.start()
         except BaseException:
-            self._keeper.stop()
+            self._supervisor.stop()
             raise
 
     def stop(self) -> None:
         """Stop the service."""
-        self._keeper.stop()
+        self._supervisor.stop()
 
     def __enter__(self) -> DraftServer:
         self.start()

@@ -81,7 +81,7 @@ def row_of(text: list[int], *new: int) -> StepRow:
 
 
 def num_faults(bench: Bench) -> int:
-    return bench.dispatch.faults.count + bench.runner.faults.count
+    return bench.handler.faults.count + bench.runner.faults.count
 
 
 def healthy_proposal() -> list[int] | None:
@@ -121,12 +121,12 @@ def test_a_fault_while_targets_wait_gives_both_their_answers_at_once() -> None:
         assert bench.ask(StepRequest(1, b"ours", 1000.0, [row]), client=client) == []
     break_planner(draft_of(bench, [4, 5, 6]), "submit")
     bench.work()
-    answers = dict(bench.dispatch.answer_ready())
+    answers = dict(bench.handler.answer_ready())
 
     assert answers[b"bad"] == DraftReply(1, [[]])
     good = answers[b"good"]
     assert isinstance(good, DraftReply) and good.rows[0] is not None and len(good.rows[0]) == 3
-    assert bench.dispatch.next_deadline_s() is None
+    assert bench.handler.next_deadline_s() is None
     assert num_faults(bench) == 1
 
 
@@ -141,7 +141,7 @@ def test_who_waits_for_a_session_that_fails_is_told_to_look() -> None:
     bench.work(2)
 
     assert calls
-    assert bench.dispatch.answer_ready() == [(b"me", DraftReply(1, [[]]))]
+    assert bench.handler.answer_ready() == [(b"me", DraftReply(1, [[]]))]
 
 
 def test_a_message_that_meets_a_fault_is_refused_and_the_next_one_is_served(
@@ -157,7 +157,7 @@ def test_a_message_that_meets_a_fault_is_refused_and_the_next_one_is_served(
     (figures,) = bench.ask(StatsRequest(1, b"ours"), client=b"other")
 
     assert isinstance(figures, StatsReply) and figures.sessions == 1
-    assert bench.dispatch.faults.count == 3 and bench.dispatch.counts.refused == 0
+    assert bench.handler.faults.count == 3 and bench.handler.counts.refused == 0
     assert len(caplog.records) == 1, "one line of each kind is enough"
 
 
@@ -169,17 +169,17 @@ def test_a_fault_in_one_held_back_answer_leaves_the_others(monkeypatch: pytest.M
         text = [4, 5, 6] if client == b"bad" else [1, 2, 3, 7]
         bench.ask(OpenSequences(client, "sps", {"gamma": 3}, "confidence", [pack_tokens(text)]))
         assert bench.ask(StepRequest(2, client, 50.0, [row_of(text, 8)]), client=client) == []
-    tenants = bench.dispatch.lookup.tenants
+    tenants = bench.handler.lookup.tenants
     answered = tenants.record_reply
     monkeypatch.setattr(
         tenants, "record_reply", lambda namespace, at_s: 1 / 0 if namespace == b"bad" else answered(namespace, at_s)
     )
     bench.now_s += 1
-    answers = dict(bench.dispatch.answer_overdue())
+    answers = dict(bench.handler.answer_overdue())
 
     assert isinstance(answers[b"bad"], ErrorReply)
     assert answers[b"good"] == DraftReply(2, [[]])
-    assert bench.dispatch.next_deadline_s() is None
+    assert bench.handler.next_deadline_s() is None
 
 
 class Poisoned(ScriptedEngine):
@@ -270,7 +270,7 @@ def test_a_verdict_that_leaves_nothing_to_run_evicts_nobody(monkeypatch: pytest.
 
     def give_up_first(session: DraftSession) -> None:
         bench.now_s += 2
-        bench.dispatch.answer_overdue()
+        bench.handler.answer_overdue()
         bench.step([4, 5, 6], 7)
         borrow(session)
 
@@ -293,12 +293,12 @@ def test_a_token_that_the_draft_does_not_know_never_enters_the_session_that_draf
 
 
 def report(address: str, namespace: bytes) -> StatsReply:
-    with contextlib.closing(StatsClient(address, namespace)) as reporter:
+    with contextlib.closing(StatsClient(address, namespace)) as stats_client:
         end_s = time.monotonic() + PATIENCE_S
-        while reporter.poll(1.0) is not ServiceStatus.ANSWERS:
+        while stats_client.poll(1.0) is not ServiceStatus.ANSWERS:
             assert time.monotonic() < end_s, "the service does not answer"
-        assert reporter.stats is not None
-        return reporter.stats
+        assert stats_client.stats is not None
+        return stats_client.stats
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_no_answer_is_held_back_beyond_the_services_own_bound() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
     assert bench.step([1, 2, 3], 4, wait_ms=60_000) == []
-    deadline_s = bench.dispatch.next_deadline_s()
+    deadline_s = bench.handler.next_deadline_s()
 
     assert deadline_s == bench.now_s + 1.0
 
@@ -158,7 +158,7 @@ def test_a_text_that_a_thousand_rows_wait_for_is_asked_once_and_all_get_its_answ
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
     bench.work()
-    bench.dispatch.answer_ready()
+    bench.handler.answer_ready()
     assert bench.ask(StepRequest(1, b"ours", 1000.0, [row_of([1, 2, 3], 4)] * MAX_ROWS)) == []
     (session,) = bench.store.snapshot()
     calls: list[None] = []
@@ -169,15 +169,15 @@ def test_a_text_that_a_thousand_rows_wait_for_is_asked_once_and_all_get_its_answ
         return propose()
 
     monkeypatch.setattr(session, "propose", counted)
-    bench.dispatch.answer_ready()
+    bench.handler.answer_ready()
     assert not calls, "nothing has grown since"
     bench.work()
-    ((_, reply),) = bench.dispatch.answer_ready()
+    ((_, reply),) = bench.handler.answer_ready()
 
     assert len(calls) == 1
     assert isinstance(reply, DraftReply) and len(reply.rows) == MAX_ROWS
     assert reply.rows[0] and reply.rows == [reply.rows[0]] * MAX_ROWS
-    assert bench.dispatch.counts.lookups == 1
+    assert bench.handler.counts.lookups == 1
     assert not session.is_target_waiting
 
 
@@ -187,7 +187,7 @@ def test_a_step_whose_client_has_gone_on_is_waited_for_no_more() -> None:
     bench.ask(StepRequest(1, b"ours", 1000.0, [row_of([1, 2, 3], 4)]))
     bench.ask(StepRequest(2, b"ours", 0.0, [row_of([4, 5, 6], 7)]))
 
-    assert not bench.dispatch._waiting._rows and bench.dispatch.next_deadline_s() is None
+    assert not bench.handler._waiting._rows and bench.handler.next_deadline_s() is None
 
 
 def test_the_tenant_with_most_sessions_forgets_first() -> None:
@@ -261,7 +261,7 @@ def test_a_text_that_is_not_drafted_for_is_kept_by_its_name_only() -> None:
     assert bench.store.num_tokens == len(session.core.tokens) == 4
     assert not bench.store._prefixes._marks
     assert bench.store.undrafted.counts()["too_long"] == 1
-    assert bench.dispatch.counts.unknown == 0
+    assert bench.handler.counts.unknown == 0
 
 
 def test_texts_that_never_go_on_leave_nothing_behind() -> None:
@@ -270,7 +270,7 @@ def test_texts_that_never_go_on_leave_nothing_behind() -> None:
         bench.open([1, number % VOCAB, number // VOCAB])
     bench.work()
 
-    costs = bench.dispatch.lookup.tenants.costs(b"ours")
+    costs = bench.handler.lookup.tenants.costs(b"ours")
     assert not costs.history._answers
 
 
@@ -289,7 +289,7 @@ def test_a_namespace_belongs_to_the_key_that_its_client_has_and_a_key_is_one_ten
     bench = Bench(max_sessions=3)
 
     def ask(request: Any, user: bytes) -> list[Any]:
-        return [reply for _, reply in bench.dispatch.handle(user, [encode(request)], user)]
+        return [reply for _, reply in bench.handler.handle(user, [encode(request)], user)]
 
     for user, texts in ((b"good", [[1, 2]]), (b"bad", [[1, 2], [3, 4], [5, 6]])):
         for number, text in enumerate(texts):
@@ -400,14 +400,14 @@ def test_refusals_are_logged_once_a_second_cut_and_on_one_line(caplog: pytest.Lo
     bench = Bench()
     frame = encode(OpenSequences(b"n", "pearl", {}, "x\n" * 32, [pack_tokens([1])]))
     for _ in range(1000):
-        list(bench.dispatch.handle(b"me", [frame]))
+        list(bench.handler.handle(b"me", [frame]))
     bench.now_s += 1.0
-    list(bench.dispatch.handle(b"me", [frame]))
+    list(bench.handler.handle(b"me", [frame]))
 
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and all(len(line) < 300 and "\n" not in line for line in lines)
     assert lines[1].endswith("(999 more were not logged)")
-    assert bench.dispatch.counts.refused == 1001
+    assert bench.handler.counts.refused == 1001
 
 
 def test_what_is_seldom_logged_says_how_much_was_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -431,9 +431,9 @@ def test_figures_are_collected_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(bench.store, "stats", counted)
     for _ in range(10):
-        bench.dispatch.figures.families()
+        bench.handler.figures.families()
     bench.now_s += 1.0
-    bench.dispatch.figures.as_dict()
+    bench.handler.figures.as_dict()
 
     assert len(calls) == 2
 

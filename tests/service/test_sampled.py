@@ -106,7 +106,7 @@ def test_what_is_told_ahead_is_what_would_be_answered_with_its_distributions() -
     bench = SampledBench()
     bench.say(TEXT, 4)
     bench.work()
-    messages = [message for _, message in bench.dispatch.push_prefetched() if isinstance(message, PrefetchPush)]
+    messages = [message for _, message in bench.handler.push_prefetched() if isinstance(message, PrefetchPush)]
     outcomes = messages[-1].rows[-1].outcomes
 
     assert 0 < len(outcomes) <= 4
@@ -201,7 +201,7 @@ def test_a_step_that_goes_without_drafts_has_no_distributions() -> None:
     client = DraftClient(ClientOptions("ipc:///nowhere/draft.sock"))
     q = pack_probs([RequestSampling(1.0).apply(Distribution((5, 6), (0.5, 0.5), 1.0))])
     row = SequenceUpdate([1, 2, 3, 4], 1, name="a", sampling=RequestSampling(1.0))
-    client._outcomes.store(PrefetchPush([PrefetchRow(Digest([1, 2, 3]).name, [VerdictDraft([4], [5], q)])]))
+    client._prefetched.store(PrefetchPush([PrefetchRow(Digest([1, 2, 3]).name, [VerdictDraft([4], [5], q)])]))
 
     assert client.propose([row]) == [[]]
     assert client.counts.prefetched == 1 and client.counts.unreachable == 1

@@ -60,7 +60,7 @@ def test_ten_thousand_mutated_frames_leave_a_live_service_well_and_are_counted(t
 
 def num_refused(frames: list[bytes]) -> int:
     """How many of these a lookup refuses, without a wire."""
-    lookup = Bench().dispatch
+    lookup = Bench().handler
     for frame in frames:
         list(lookup.handle(b"me", [frame]))
     return lookup.counts.refused
@@ -266,12 +266,12 @@ def test_over_tcp_a_namespace_belongs_to_the_key_of_its_client(tmp_path: Path) -
             options = ClientOptions(address, "pearl", {"gamma": 4}, keys=keys, namespace=b"prod", deadline_s=0.2)
             with (
                 contextlib.closing(DraftClient(options)) as client,
-                contextlib.closing(StatsClient(address, b"prod", keys)) as reporter,
+                contextlib.closing(StatsClient(address, b"prod", keys)) as stats_client,
             ):
                 if owner == "ours":
                     walk_until_accepted(Walk(client, [1, 2]))
-                ask_until(reporter, ServiceStatus.ANSWERS)
-                assert reporter.stats is not None
-                sessions[owner] = reporter.stats.sessions
+                ask_until(stats_client, ServiceStatus.ANSWERS)
+                assert stats_client.stats is not None
+                sessions[owner] = stats_client.stats.sessions
 
     assert sessions == {"ours": 1, "theirs": 0}

@@ -87,7 +87,7 @@ def client(tmp_path: Path, draft: Draft) -> Iterator[WatchedClient]:
         f"ipc://{tmp_path}/draft.sock", deadline_s=DEADLINE_S, vocab_len=SIZE, vocab_fingerprint=RIGHT
     )
     with contextlib.closing(WatchedClient(options)) as client:
-        client._connection.await_writable(PATIENCE_S)
+        client._channel.await_writable(PATIENCE_S)
         yield client
 
 
@@ -176,7 +176,7 @@ def test_a_target_that_does_not_know_its_tokens_goes_by_size(tmp_path: Path, dra
     for vocab_len in (SIZE, SIZE + 100, SIZE + 200, None):
         options = ClientOptions(f"ipc://{tmp_path}/draft.sock", deadline_s=DEADLINE_S, vocab_len=vocab_len)
         with contextlib.closing(DraftClient(options)) as client:
-            client._connection.await_writable(PATIENCE_S)
+            client._channel.await_writable(PATIENCE_S)
             drafts[vocab_len] = client.propose([ROW])
 
     assert drafts == {SIZE: [[5]], SIZE + 100: [[5]], SIZE + 200: [[]], None: [[5]]}

@@ -95,7 +95,7 @@ class Invariants:
         store, engine = service.server.store, service.engine
         left = (len(store), store.num_tokens, engine.num_handles, engine.num_tokens, len(store._prefixes._holders))
         _require(not any(left), "memory", f"sessions, tokens, handles, cells, prefixes are left: {left}")
-        _require(not service.server.dispatch._waiting.all(), "memory", "an answer is held back for nobody")
+        _require(not service.server.handler._waiting.all(), "memory", "an answer is held back for nobody")
 
     def _check_texts(self, sessions: Sequence[DraftSession]) -> None:
         for session in sessions:
@@ -138,7 +138,7 @@ class Invariants:
             _require(is_small, "memory", f"{len(memory._answers)} answers of {memory.num_tokens} tokens")
 
     def _check_counters(self, service: Service) -> None:
-        ledger, counts = self.ledger, service.server.dispatch.counts
+        ledger, counts = self.ledger, service.server.handler.counts
         for name, counted, seen in (
             ("steps", counts.steps, ledger.num_steps),
             ("lookups", counts.lookups, ledger.num_rows),
@@ -153,7 +153,7 @@ class Invariants:
         _require(compute.rows == engine.num_outputs, "counters", f"{compute.rows} of {engine.num_outputs} draft rows")
 
     def _check_sums(self, service: Service) -> None:
-        store, counts = service.server.store, service.server.dispatch.counts
+        store, counts = service.server.store, service.server.handler.counts
         total = store.stats()
         known = counts.lookups - counts.unknown
         _require(total.hits <= total.rounds <= known, "counters", f"{total.rounds} rounds, {known} verdicts")
@@ -173,16 +173,16 @@ class Invariants:
         self._totals = total
 
     def _check_faults(self, service: Service) -> None:
-        dispatch, compute = service.server.dispatch, service.server.runner
+        dispatch, compute = service.server.handler, service.server.runner
         _require(not dispatch.faults.count, "containment", "the lookup thread has met a fault")
         caused = service.engine.num_errors
         _require(compute.faults.count <= caused, "containment", f"{compute.faults.count} faults from {caused} errors")
 
     def check_turn(self, service: Service, now_s: float) -> None:
         """After a turn of the lookup thread nobody waits who should have been answered."""
-        waiting = {pending.client for pending in service.server.dispatch._waiting.all()}
+        waiting = {pending.client for pending in service.server.handler._waiting.all()}
         _require(waiting == set(self.ledger.asked), "containment", "a step was left without an answer")
-        deadline_s = service.server.dispatch.next_deadline_s()
+        deadline_s = service.server.handler.next_deadline_s()
         _require(deadline_s is None or deadline_s > now_s, "deadline", "an answer is held back beyond its time")
 
 

@@ -31,7 +31,7 @@ class Ledger:
     num_unknown: int = 0
     num_unreadable: int = 0
     asked: dict[bytes, StepRequest] = field(default_factory=dict)  # by client: the step that has no answer yet
-    _told: set[tuple[bytes, bytes]] = field(default_factory=set)
+    _synced: set[tuple[bytes, bytes]] = field(default_factory=set)
     _namespaces: dict[bytes, bytes] = field(default_factory=dict)
 
     def hear(self, client: bytes, frame: bytes) -> None:
@@ -44,7 +44,7 @@ class Ledger:
         if isinstance(request, OpenSequences):
             self._namespaces[client] = request.namespace
             self.num_opened += len(request.sequences)
-            self._told |= {(request.namespace, Digest(unpack_tokens(packed)).name) for packed in request.sequences}
+            self._synced |= {(request.namespace, Digest(unpack_tokens(packed)).name) for packed in request.sequences}
         elif isinstance(request, StepRequest):
             self._hear_step(client, request)
 
@@ -57,8 +57,8 @@ class Ledger:
             self.asked[client] = step
         for row in step.rows:
             self.num_submitted += row.num_submitted
-            if (step.namespace, row.before) in self._told:
-                self._told.add((step.namespace, row.after))
+            if (step.namespace, row.before) in self._synced:
+                self._synced.add((step.namespace, row.after))
 
     def say(self, client: bytes, frame: bytes) -> None:
         """A message goes out."""
@@ -67,7 +67,7 @@ class Ledger:
             self._say_proposals(client, reply)
         elif isinstance(reply, PrefetchPush):
             for told in reply.rows:
-                if (self._namespaces.get(client), told.before) not in self._told:
+                if (self._namespaces.get(client), told.before) not in self._synced:
                     self.leaked("a client is told ahead of a text that its namespace does not have")
 
     def _say_proposals(self, client: bytes, reply: DraftReply) -> None:
@@ -76,7 +76,7 @@ class Ledger:
             return
         self.num_unknown += sum(reply.rows[index] is None for index in _distinct(step.rows))
         for row, proposal in zip(step.rows, reply.rows, strict=True):
-            if proposal is not None and row.prefetched is None and (step.namespace, row.after) not in self._told:
+            if proposal is not None and row.prefetched is None and (step.namespace, row.after) not in self._synced:
                 self.leaked("an answer is given for a text that its namespace does not have")
 
 

@@ -72,13 +72,13 @@ class Service:
 
     def tell_of_served(self, hear: Callable[[bytes, bytes], None]) -> None:
         """Let somebody hear each message when it is served; it may have waited for its turn."""
-        handle = self.server.dispatch.handle
+        handle = self.server.handler.handle
 
         def tell(client: bytes, frames: Sequence[bytes], user: bytes = b"") -> Iterator[Answer]:
             hear(client, frames[0])
             return handle(client, frames, user)
 
-        self.server.dispatch.handle = tell  # type: ignore[method-assign]
+        self.server.handler.handle = tell  # type: ignore[method-assign]
 
     def end(self, is_orderly: bool) -> None:
         """Stopped, or killed without a word; nobody remembers anything."""
@@ -123,7 +123,7 @@ class Service:
         if self._is_idle:
             self._is_idle = False
             self._runner.wake(self._rng.random() * _LATENCY_S)
-        deadline_s = self.server.dispatch.next_deadline_s()
+        deadline_s = self.server.handler.next_deadline_s()
         left_s = _POLL_S if deadline_s is None else min(max(deadline_s - self._clock.now_s, 0.0), _POLL_S)
         self.look(0.0 if self.router.inbox else left_s)
 

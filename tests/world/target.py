@@ -91,13 +91,13 @@ class Target:
                 self._requests.clear()
             link, report_link = (WorldLink(self._network, self.actor) for _ in range(2))
             self.client = DraftClient(self._options, transport=link, clock=self._clock)
-            reporter = StatsClient("", self.namespace, transport=report_link, clock=self._clock)
+            stats_client = StatsClient("", self.namespace, transport=report_link, clock=self._clock)
             while not (self._is_leaving or self._is_restarting):
-                self._step(self.client, reporter)
+                self._step(self.client, stats_client)
             self.client.close()
-            reporter.close()
+            stats_client.close()
 
-    def _step(self, client: DraftClient, reporter: StatsClient) -> None:
+    def _step(self, client: DraftClient, stats_client: StatsClient) -> None:
         self._admit(client)
         self.actor.wait(_CALM_STEP_S if self.is_calm else self._rng.uniform(0.002, 0.04))
         rows = [request for request in self._requests if self._verify(request)]
@@ -117,8 +117,8 @@ class Target:
             request.num_new = 0
         self._requests = [request for request in self._requests if len(request.tokens) < request.end_len]
         if self._rng.random() < 0.03:
-            reporter.poll(0.05)
-            self._invariants.reported(self.namespace, reporter.stats)
+            stats_client.poll(0.05)
+            self._invariants.reported(self.namespace, stats_client.stats)
 
     def _admit(self, client: DraftClient) -> None:
         while len(self._requests) < self._most and (not self._requests or self._rng.random() < 0.5):

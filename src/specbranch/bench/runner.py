@@ -122,7 +122,7 @@ class _Engines:
 
     scenario: Scenario
     draft: DraftProcess
-    reporters: dict[str, StatsClient]
+    stats_clients: dict[str, StatsClient]
     logs: Path
     on_progress: Callable[[str], None]
     targets: dict[str, TargetProcess] = field(default_factory=dict)
@@ -186,15 +186,19 @@ class _Engines:
 
     def _stats(self, method: BenchMethod) -> dict[str, int]:
         """The draft service's stats for a method so far."""
-        reporter = self.reporters.get(method.name)
-        if reporter is None or reporter.poll(_REPORT_S) is not ServiceStatus.ANSWERS or reporter.stats is None:
+        stats_client = self.stats_clients.get(method.name)
+        if (
+            stats_client is None
+            or stats_client.poll(_REPORT_S) is not ServiceStatus.ANSWERS
+            or stats_client.stats is None
+        ):
             return {}
-        return {name: getattr(reporter.stats, name) for name in _COUNTED}
+        return {name: getattr(stats_client.stats, name) for name in _COUNTED}
 
     def _draft_us(self, method: BenchMethod) -> list[int] | None:
         """What a draft step of one row takes now, and each further row, in microseconds."""
-        reporter = self.reporters.get(method.name)
-        stats = reporter.stats if reporter else None
+        stats_client = self.stats_clients.get(method.name)
+        stats = stats_client.stats if stats_client else None
         return [stats.first_row_us, stats.more_row_us] if stats else None
 
     def _generate(self, method: BenchMethod, messages: tuple[str, ...], max_tokens: int) -> DecodeResult:
@@ -211,10 +215,10 @@ def _engines(scenario: Scenario, on_progress: Callable[[str], None]) -> Iterator
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
         draft = stack.enter_context(DraftProcess(scenario.draft_options(), on_progress=on_progress))
         drafting = [method for method in scenario.methods if method.planner is not None]
-        reporters = {method.name: StatsClient(draft.address, method.name.encode()) for method in drafting}
-        for reporter in reporters.values():
-            stack.callback(reporter.close)
-        engines = _Engines(scenario, draft, reporters, logs, on_progress)
+        stats_clients = {method.name: StatsClient(draft.address, method.name.encode()) for method in drafting}
+        for stats_client in stats_clients.values():
+            stack.callback(stats_client.close)
+        engines = _Engines(scenario, draft, stats_clients, logs, on_progress)
         stack.callback(engines.close)
         engines.load()
         yield engines

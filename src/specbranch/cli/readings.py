@@ -341,15 +341,15 @@ class ServiceSource:
         self.name = f"draft service at {address}"
         self._address = address
         self._keys = keys
-        self._reporter = StatsClient(address, None, client_keys(str(keys) if keys else None))
+        self._stats_client = StatsClient(address, None, client_keys(str(keys) if keys else None))
 
     def read(self) -> StatsReading:
         return from_overview(self.overview(), time.monotonic())
 
     def overview(self) -> Overview:
         """What the service says of itself; raises `ServiceUnavailable`."""
-        reach = self._reporter.poll(_ANSWER_S)
-        if self._reporter.refusal is not None:
+        reach = self._stats_client.poll(_ANSWER_S)
+        if self._stats_client.refusal is not None:
             raise UsageError(
                 f"the draft service at {self._address} is of an older version, which tells nothing of itself; update it"
             )
@@ -357,13 +357,13 @@ class ServiceSource:
             raise ServiceUnavailable(
                 explain_no_reply(self._address, self._keys) or f"nobody listens at {self._address}"
             )
-        overview = self._reporter.overview
+        overview = self._stats_client.overview
         if reach is not ServiceStatus.ANSWERS or overview is None:
             raise ServiceUnavailable(f"the draft service at {self._address} does not answer")
         return overview
 
     def close(self) -> None:
-        self._reporter.close()
+        self._stats_client.close()
 
 
 class PageSource:

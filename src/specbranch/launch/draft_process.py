@@ -209,7 +209,7 @@ class DraftSupervisor:
         self._process = self._first
         self._on_event = on_event
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="supervisor", daemon=True)
 
     @property
     def address(self) -> str:

@@ -205,7 +205,7 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
     with scripted_service(tmp_path) as service:
         for engine in range(4):
             show(service.address, bytes([engine]), engine)
-        wait_for(lambda: is_on(samples(collector)) and not any(map(is_asking, collector._reporters.values())))
+        wait_for(lambda: is_on(samples(collector)) and not any(map(is_asking, collector._stats_clients.values())))
         service.signal(signal.SIGSTOP)
         waits_s.clear()
         samples(collector)
@@ -219,9 +219,9 @@ def test_a_service_that_hangs_delays_one_scrape_a_little_and_the_next_not_at_all
     assert found[HITS] == 0
 
 
-def is_asking(reporter: StatsClient) -> bool:
+def is_asking(stats_client: StatsClient) -> bool:
     """Whether a question is open: its answer came late, so that the next question is not waited for."""
-    return reporter._open_s is not None
+    return stats_client._open_s is not None
 
 
 def is_on(found: dict[tuple[str, ...], float]) -> bool:

@@ -158,21 +158,21 @@ from specbranch.service.client.stats import ServiceStatus, StatsClient
 address = sys.argv[1]
 row = SequenceUpdate([1, 2, 3], 1)
 long_s = 3600.0  # who waits for anything never ends
-client, reporter = DraftClient(ClientOptions(address, "pearl", deadline_s=60.0)), StatsClient(address, b"ours")
-assert client.hello(long_s) and reporter.poll(long_s) is ServiceStatus.ANSWERS
+client, stats_client = DraftClient(ClientOptions(address, "pearl", deadline_s=60.0)), StatsClient(address, b"ours")
+assert client.hello(long_s) and stats_client.poll(long_s) is ServiceStatus.ANSWERS
 child = os.fork()
 if child == 0:
     signal.alarm(60)  # ends a child that waits
     assert client.propose([row, row]) == [[], []]
     assert client.announce_prompts([[1, 2]]) is None
     assert client.hello(long_s) is None
-    assert reporter.poll(long_s) is ServiceStatus.ABSENT
+    assert stats_client.poll(long_s) is ServiceStatus.ABSENT
     client.close()
-    reporter.close()
+    stats_client.close()
     sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 client.propose([row])
-assert client.counts.answered == 1 and reporter.poll(long_s) is ServiceStatus.ANSWERS
+assert client.counts.answered == 1 and stats_client.poll(long_s) is ServiceStatus.ANSWERS
 """
 
 
@@ -183,7 +183,7 @@ def test_a_forked_process_gets_nothing_at_once_and_leaves_its_parent_in_peace(tm
         )
 
     assert done.returncode == 0, done.stderr.decode()
-    assert done.stderr.decode().count("a forked process cannot use") == 2  # the client's and the reporter's
+    assert done.stderr.decode().count("a forked process cannot use") == 2  # the client's and the stats_client's
 
 
 class ForgetfulLink:

@@ -142,15 +142,18 @@ def test_a_text_goes_on_elsewhere_when_its_service_is_killed_and_new_ones_come_b
     ):
         addresses = [one.address, two.address]
         first, second = prompts_for(addresses, 0, 2)
-        with pool_of(addresses, deadline_s=5.0) as pool, contextlib.closing(StatsClient(two.address, None)) as reporter:
+        with (
+            pool_of(addresses, deadline_s=5.0) as pool,
+            contextlib.closing(StatsClient(two.address, None)) as stats_client,
+        ):
             walk = Walk(pool, first)
             walk_until_accepted(walk)
             assert pool.counts.rerouted == 0
             one.kill()
             walk_until_accepted(walk)
-            ask_until(reporter, ServiceStatus.ANSWERS)
+            ask_until(stats_client, ServiceStatus.ANSWERS)
             assert pool.counts.rerouted >= 1
-            assert reporter.overview is not None and reporter.overview.figures["opened"] >= 1
+            assert stats_client.overview is not None and stats_client.overview.figures["opened"] >= 1
             one.start()
             one.wait_until_up()
             wait_for(lambda: pool.propose([]) == [] and pool._flaws == [None, None], pool._flaws)
@@ -395,14 +398,14 @@ def test_draining_is_told_to_everyone_and_counted() -> None:
     bench = Bench()
     bench.open([1, 2])
     bench.step([1, 2], 3)
-    told = list(bench.dispatch.handle(b"other", [encode(Drain(7))]))
+    told = list(bench.handler.handle(b"other", [encode(Drain(7))]))
 
     assert told == [(b"other", Draining(7, True, 1)), (b"me", Draining(0, True, 1))]
     assert bench.ask(Drain(8)) == [Draining(8, True, 1)], "it is no news any more"
-    figures = bench.dispatch.figures.as_dict()
+    figures = bench.handler.figures.as_dict()
     assert (figures["draining"], figures["active_sessions"], figures["sessions"]) == (1, 1, 1)
     bench.now_s += 11
-    assert bench.dispatch.figures.as_dict()["active_sessions"] == 0
+    assert bench.handler.figures.as_dict()["active_sessions"] == 0
 
 
 def test_a_draining_service_declines_new_texts_only() -> None:
@@ -427,10 +430,10 @@ def test_rows_that_find_no_room_in_a_draft_step_are_counted() -> None:
     bench = Bench(engine)
     bench.open([1, 2], [3, 4], [5, 6], [7, 8])
     bench.runner.run_step()
-    assert bench.dispatch.figures.as_dict()["waiting_rows"] == 2
+    assert bench.handler.figures.as_dict()["waiting_rows"] == 2
     bench.work(100)
     bench.now_s += 2  # figures are read anew
-    assert bench.dispatch.figures.as_dict()["waiting_rows"] == 0
+    assert bench.handler.figures.as_dict()["waiting_rows"] == 0
 
 
 def test_keys_open_all_services_of_a_pool(tmp_path: Path) -> None:

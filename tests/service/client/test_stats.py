@@ -24,19 +24,19 @@ TIMEOUT_S = 0.03
 
 @contextlib.contextmanager
 def reporter_for(address: str, namespace: bytes = b"ours") -> Iterator[StatsClient]:
-    with contextlib.closing(StatsClient(address, namespace)) as reporter:
-        yield reporter
+    with contextlib.closing(StatsClient(address, namespace)) as stats_client:
+        yield stats_client
 
 
-def ask_until(reporter: StatsClient, reach: ServiceStatus, timeout_s: float = PATIENCE_S) -> None:
+def ask_until(stats_client: StatsClient, reach: ServiceStatus, timeout_s: float = PATIENCE_S) -> None:
     end_s = time.monotonic() + timeout_s
-    while (found := reporter.poll(TIMEOUT_S)) is not reach:
+    while (found := stats_client.poll(TIMEOUT_S)) is not reach:
         assert time.monotonic() < end_s, f"the service is still {found}"
         time.sleep(0.02)
 
 
 def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
-    with scripted_service(tmp_path) as service, reporter_for(service.address) as reporter:
+    with scripted_service(tmp_path) as service, reporter_for(service.address) as stats_client:
         options = ClientOptions(service.address, "pearl", {"gamma": 4}, deadline_s=PATIENCE_S, namespace=b"ours")
         with contextlib.closing(DraftClient(options)) as client:
             client.hello(PATIENCE_S)
@@ -47,8 +47,8 @@ def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
                 walk.step()
                 time.sleep(0.01)
             client.hello(PATIENCE_S)  # answered in order, so the last step has come
-        wait_for(lambda: reporter.poll(TIMEOUT_S) is ServiceStatus.ANSWERS and is_timed(reporter))
-        figures = reporter.stats
+        wait_for(lambda: stats_client.poll(TIMEOUT_S) is ServiceStatus.ANSWERS and is_timed(stats_client))
+        figures = stats_client.stats
 
         assert figures is not None and figures.sessions == 1
         # The service learns of a verdict with the next step, so the last one is not among them.
@@ -61,9 +61,9 @@ def test_figures_are_of_one_namespace_and_add_up(tmp_path: Path) -> None:
             assert stranger.stats is not None and stranger.stats.rounds == 0 == stranger.stats.sessions
 
 
-def is_timed(reporter: StatsClient) -> bool:
+def is_timed(stats_client: StatsClient) -> bool:
     """Whether the service has told what a row of a draft step takes; a step that reads a text does not say it."""
-    return reporter.stats is not None and reporter.stats.first_row_us > 0
+    return stats_client.stats is not None and stats_client.stats.first_row_us > 0
 
 
 def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tmp_path: Path) -> None:
@@ -71,28 +71,28 @@ def test_a_service_that_hangs_is_waited_for_once_and_one_that_died_not_at_all(tm
     clock = Clock()
     with scripted_service(tmp_path) as service:
         link = WatchedLink(service.address, clock)
-        with contextlib.closing(StatsClient(service.address, b"ours", transport=link, clock=link.now)) as reporter:
-            ask_until(reporter, ServiceStatus.ANSWERS)
+        with contextlib.closing(StatsClient(service.address, b"ours", transport=link, clock=link.now)) as stats_client:
+            ask_until(stats_client, ServiceStatus.ANSWERS)
             service.signal(signal.SIGSTOP)
-            assert [waits(reporter, link, ServiceStatus.LATE) for _ in range(5)] == [True, *[False] * 4]
+            assert [waits(stats_client, link, ServiceStatus.LATE) for _ in range(5)] == [True, *[False] * 4]
             clock.leap(1.1)
-            assert not waits(reporter, link, ServiceStatus.SILENT)
+            assert not waits(stats_client, link, ServiceStatus.SILENT)
 
             service.signal(signal.SIGCONT)
-            ask_until(reporter, ServiceStatus.ANSWERS)
+            ask_until(stats_client, ServiceStatus.ANSWERS)
             service.kill()
-            ask_until(reporter, ServiceStatus.ABSENT)
-            assert not waits(reporter, link, ServiceStatus.ABSENT)
-            assert reporter.stats is not None
+            ask_until(stats_client, ServiceStatus.ABSENT)
+            assert not waits(stats_client, link, ServiceStatus.ABSENT)
+            assert stats_client.stats is not None
 
             service.start()
-            ask_until(reporter, ServiceStatus.ANSWERS, START_S)
+            ask_until(stats_client, ServiceStatus.ANSWERS, START_S)
 
 
-def waits(reporter: StatsClient, link: WatchedLink, reach: ServiceStatus) -> bool:
+def waits(stats_client: StatsClient, link: WatchedLink, reach: ServiceStatus) -> bool:
     """Whether a question that finds the service like this waits for the answer."""
     num_waits = len(link.waits_s)
-    assert reporter.poll(TIMEOUT_S) is reach
+    assert stats_client.poll(TIMEOUT_S) is reach
     return len(link.waits_s) > num_waits
 
 
@@ -100,11 +100,11 @@ def test_a_service_that_sends_without_end_holds_nobody_up(tmp_path: Path) -> Non
     """No question goes on past its time."""
     with rogue(tmp_path, "garbage") as service:
         link = WatchedLink(service.address)
-        with contextlib.closing(StatsClient(service.address, b"ours", transport=link, clock=link.now)) as reporter:
-            reporter.poll(PATIENCE_S)  # this one connects
+        with contextlib.closing(StatsClient(service.address, b"ours", transport=link, clock=link.now)) as stats_client:
+            stats_client.poll(PATIENCE_S)  # this one connects
             for _ in range(20):
                 with link.call(TIMEOUT_S):
-                    reporter.poll(TIMEOUT_S)
+                    stats_client.poll(TIMEOUT_S)
                 time.sleep(0.02)
 
     assert link.overstays == []

@@ -51,10 +51,10 @@ class Bench:
         self.store = SessionStore(max_sessions, 10_000)
         observer = EventSink(timeline)
         self.runner = DraftRunner(self.engine, self.store, clock=lambda: self.now_s, observer=observer, prefill_chunk=4)
-        self.dispatch = RequestHandler(self.engine, self.store, self.runner, observer, clock=lambda: self.now_s)
+        self.handler = RequestHandler(self.engine, self.store, self.runner, observer, clock=lambda: self.now_s)
 
     def ask(self, request: Request, client: bytes | None = None) -> list[Reply]:
-        return [reply for _, reply in self.dispatch.handle(client or self.client, [encode(request)])]
+        return [reply for _, reply in self.handler.handle(client or self.client, [encode(request)])]
 
     def open(self, *texts: list[int], planner: str = "pearl", namespace: bytes = b"ours", **settings: int) -> None:
         chosen: dict[str, str | int | float | bool] = {"gamma": 3, **settings}
@@ -97,7 +97,7 @@ def test_an_unknown_text_is_asked_for_and_then_drafted() -> None:
 
     assert isinstance(reply, DraftReply)
     assert reply.rows == [[likely([1, 2, 3, next_token]), likely([1, 2, 3, next_token, likely([1, 2, 3, next_token])])]]
-    assert bench.dispatch.counts.unknown == 1
+    assert bench.handler.counts.unknown == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_the_target_foresees_cuts_the_submission(signal: Signal | None, dra
 
     assert isinstance(reply, DraftReply) and reply.rows[0] is not None
     assert len(reply.rows[0]) == drafted
-    assert bench.dispatch.counts.hints == (signal is not None)
+    assert bench.handler.counts.hints == (signal is not None)
     begun = bench.store.snapshot()[0].core.round
     assert begun.hint == (None if signal is None else AcceptanceHint(signal))
 
@@ -132,7 +132,7 @@ def test_an_answer_that_may_be_tested_by_its_own_noise_is_not_remembered(has_rec
         text = [*text, token]
     bench.work()
 
-    memory = bench.dispatch.lookup.tenants.costs(b"ours").history
+    memory = bench.handler.lookup.tenants.costs(b"ours").history
     assert memory.continuation(answer[:3], 9) == (([], 0) if has_recurring_noise else (answer[3:], 3))
 
 
@@ -152,7 +152,7 @@ def test_equal_requests_share_one_draft() -> None:
 
     assert first == second
     assert len(bench.store) == 1
-    assert bench.dispatch.counts.unknown == 0
+    assert bench.handler.counts.unknown == 0
 
 
 def test_a_text_opened_twice_keeps_its_draft() -> None:
@@ -163,21 +163,21 @@ def test_a_text_opened_twice_keeps_its_draft() -> None:
     bench.open([1, 2, 3])
 
     assert bench.store.snapshot() == [session]
-    assert bench.dispatch.counts.opened == 1
+    assert bench.handler.counts.opened == 1
 
 
 def test_a_planner_may_hold_an_answer_back_until_the_draft_is_long_enough() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
     assert bench.step([1, 2, 3], 4, wait_ms=50) == []
-    assert bench.dispatch.next_deadline_s() == pytest.approx(100.05)
-    assert bench.dispatch.answer_ready() == []
+    assert bench.handler.next_deadline_s() == pytest.approx(100.05)
+    assert bench.handler.answer_ready() == []
     bench.work()
-    ((client, reply),) = bench.dispatch.answer_ready()
+    ((client, reply),) = bench.handler.answer_ready()
 
     assert client == b"me"
     assert isinstance(reply, DraftReply) and reply.rows[0] is not None and len(reply.rows[0]) == 3
-    assert bench.dispatch.next_deadline_s() is None
+    assert bench.handler.next_deadline_s() is None
 
 
 def test_no_target_waits_for_a_draft_that_has_a_long_text_yet_to_read() -> None:
@@ -206,11 +206,11 @@ def test_at_the_deadline_the_answer_goes_out_without_a_draft() -> None:
     bench = Bench()
     bench.open([1, 2, 3], planner="sps")
     bench.step([1, 2, 3], 4, wait_ms=50)
-    assert bench.dispatch.answer_overdue() == []
+    assert bench.handler.answer_overdue() == []
     bench.now_s += 0.06
 
-    assert bench.dispatch.answer_overdue() == [(b"me", DraftReply(1, [[]]))]
-    assert bench.dispatch.counts.overdue == 1
+    assert bench.handler.answer_overdue() == [(b"me", DraftReply(1, [[]]))]
+    assert bench.handler.counts.overdue == 1
 
 
 def test_a_client_in_a_hurry_is_answered_at_once() -> None:
@@ -227,7 +227,7 @@ def test_a_newer_step_takes_the_place_of_one_that_still_waits() -> None:
     session = bench.store.snapshot()[0]
     bench.step([1, 2, 3, 4], 5, round=2, wait_ms=50)
     bench.work()
-    answers = bench.dispatch.answer_ready()
+    answers = bench.handler.answer_ready()
 
     assert not session.is_target_waiting
     assert [reply.round for _, reply in answers if isinstance(reply, DraftReply)] == [2]
@@ -356,15 +356,15 @@ def test_a_bad_setting_is_refused_with_its_advice(request_: Request, reason: str
     (refusal,) = bench.ask(request_)
 
     assert isinstance(refusal, ErrorReply) and reason in refusal.reason
-    assert bench.dispatch.counts.refused == 1
+    assert bench.handler.counts.refused == 1
 
 
 def test_messages_of_several_frames_and_nonsense_are_refused() -> None:
     bench = Bench()
     for frames in ([b""], [b"\xff\xff"], [encode(Hello(VERSION, 1)), b"more"], []):
-        ((_, refusal),) = bench.dispatch.handle(b"me", frames)
+        ((_, refusal),) = bench.handler.handle(b"me", frames)
         assert isinstance(refusal, ErrorReply)
-    assert bench.dispatch.counts.refused == 4
+    assert bench.handler.counts.refused == 4
 
 
 def test_the_row_limit_goes_first_to_awaited_and_then_to_likely_texts() -> None:
@@ -564,12 +564,12 @@ def test_an_answer_to_one_client_does_not_stop_the_wait_of_another_for_the_same_
     answered: list[bytes] = []
     while b"b" not in answered:
         bench.work(1)
-        answered += [client for client, _ in bench.dispatch.answer_ready()]
+        answered += [client for client, _ in bench.handler.answer_ready()]
         if answered == [b"a"]:
             unlikely = DRAFT.distribution((1, 2, 3, 7)).ids[-1]
             assert bench.ask(StepRequest(2, b"ours", 100.0, [row_of([1, 2, 3, 7], unlikely)]), client=b"a") == []
     notified.clear()
-    while not (answers := bench.dispatch.answer_ready()):
+    while not (answers := bench.handler.answer_ready()):
         bench.work(1)
 
     ((client, reply),) = answers
@@ -587,7 +587,7 @@ def test_a_session_that_falls_far_behind_while_it_is_awaited_goes_on_with_its_pr
     assert bench.step([*sequence, 7], 8, round=2, wait_ms=100.0) == []
     (session,) = bench.store.snapshot()
     session.binding.close()
-    ((_, reply),) = bench.dispatch.answer_ready()
+    ((_, reply),) = bench.handler.answer_ready()
     assert reply == DraftReply(2, [[]]) and session.state is State.PREFILLING
     before = session.num_unprefilled
     bench.work(3)

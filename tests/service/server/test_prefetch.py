@@ -42,7 +42,7 @@ def bench_with(*texts: list[int], planner: str = "budget") -> Bench:
 
 
 def told(bench: Bench) -> list[PrefetchPush]:
-    return [message for _, message in bench.dispatch.push_prefetched() if isinstance(message, PrefetchPush)]
+    return [message for _, message in bench.handler.push_prefetched() if isinstance(message, PrefetchPush)]
 
 
 def test_what_is_told_ahead_is_what_would_be_answered() -> None:
@@ -84,12 +84,12 @@ def test_who_waits_is_answered_before_what_was_told_is_followed() -> None:
         taken = None if is_asked else outcome.proposal
         rows.append(StepRow(before.name, outcome.committed, after.name, 0, None, taken))
 
-    answers = bench.dispatch.handle(b"me", [encode(StepRequest(1, b"ours", 0.0, rows))])
+    answers = bench.handler.handle(b"me", [encode(StepRequest(1, b"ours", 0.0, rows))])
     assert next(answers) == (b"me", DraftReply(1, [[], outcomes[rows[1].before].proposal, []]))
     assert [bench.store.find((b"ours", row.after)) is not None for row in rows] == [False, True, False]
     assert list(answers) == []
     assert all(bench.store.find((b"ours", row.after)) for row in rows)
-    assert bench.dispatch.counts.lookups == 3
+    assert bench.handler.counts.lookups == 3
 
 
 def test_of_two_rows_that_go_on_from_one_text_the_first_has_its_session() -> None:
@@ -114,16 +114,16 @@ def test_a_fault_behind_an_answer_costs_one_row_and_sends_nothing_more(monkeypat
     for text in texts:
         before, new = Digest(text), [likely(text)]
         rows.append(StepRow(before.name, new, before.extend(new).name, 0, None, None if text == TEXT else [1]))
-    session_of = bench.dispatch.lookup.commit_row
+    session_of = bench.handler.lookup.commit_row
     monkeypatch.setattr(
-        bench.dispatch.lookup,
+        bench.handler.lookup,
         "commit_row",
         lambda namespace, row: 1 / 0 if row == rows[1] else session_of(namespace, row),
     )
 
     (answer,) = bench.ask(StepRequest(1, b"ours", 0.0, rows))
     assert isinstance(answer, DraftReply)
-    assert bench.dispatch.faults.count == 1
+    assert bench.handler.faults.count == 1
     assert bench.store.find((b"ours", rows[2].after)) is not None
 
 

@@ -42,7 +42,7 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
     port, begin_s = free_port(), time.monotonic()
     with (
         scripted_service(tmp_path, "--metrics-port", str(port)) as service,
-        contextlib.closing(StatsClient(service.address, None)) as reporter,
+        contextlib.closing(StatsClient(service.address, None)) as stats_client,
     ):
         options = ClientOptions(service.address, "pearl", {"gamma": 4}, deadline_s=PATIENCE_S)
         with contextlib.closing(DraftClient(options)) as client:
@@ -53,9 +53,9 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
             client.hello(PATIENCE_S)  # answered in order, so the last step has come
         end_s = time.monotonic() + PATIENCE_S
         while True:  # until the draft has nothing left to prepare
-            ask_until(reporter, ServiceStatus.ANSWERS)
-            assert reporter.overview is not None
-            told, scraped = reporter.overview.figures, page_figures(port)
+            ask_until(stats_client, ServiceStatus.ANSWERS)
+            assert stats_client.overview is not None
+            told, scraped = stats_client.overview.figures, page_figures(port)
             if {name: told[name] for name in told.keys() - CHANGING} == {
                 name: scraped[name] for name in scraped.keys() - CHANGING
             }:
@@ -68,7 +68,7 @@ def test_prometheus_and_the_wire_tell_the_same(tmp_path: Path) -> None:
     assert told["sessions"] == told["targets"] == 1
     assert told["memory_bytes"] > 10_000_000
     assert 0 < told["uptime_seconds"] < time.monotonic() - begin_s
-    assert reporter.overview.settings == {
+    assert stats_client.overview.settings == {
         "version": __version__,
         "wire": VERSION,
         "model": "scripted",
@@ -107,8 +107,8 @@ def test_the_sums_are_over_all_targets_and_those_that_were_forgotten() -> None:
 
 
 def test_a_service_of_an_older_release_is_known_by_its_refusal(tmp_path: Path) -> None:
-    with rogue(tmp_path, "old") as service, contextlib.closing(StatsClient(service.address, None)) as reporter:
-        ask_until(reporter, ServiceStatus.ANSWERS)
+    with rogue(tmp_path, "old") as service, contextlib.closing(StatsClient(service.address, None)) as stats_client:
+        ask_until(stats_client, ServiceStatus.ANSWERS)
 
-    assert reporter.refusal is not None and "get-overview" in reporter.refusal
-    assert reporter.overview is None
+    assert stats_client.refusal is not None and "get-overview" in stats_client.refusal
+    assert stats_client.overview is None

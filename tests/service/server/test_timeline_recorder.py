@@ -115,7 +115,7 @@ def test_an_answer_that_was_held_back_is_a_wait() -> None:
     bench.open([1, 2, 3], planner="sps")
     bench.step([1, 2, 3], 4, wait_ms=50)
     bench.work()
-    bench.dispatch.answer_ready()
+    bench.handler.answer_ready()
 
     (wait,) = spans(timeline, "wait")
     assert wait["dur"] == pytest.approx(10_000 * bench.runner.counts.steps)
@@ -169,8 +169,8 @@ def test_no_two_spans_of_a_lane_overlap_and_a_target_never_works_while_it_waits(
         bench.step(text, token := likely(text), round=index, wait_ms=25, sent=0)
         text.append(token)
         bench.work(2)
-        bench.dispatch.answer_ready()
-        bench.dispatch.answer_overdue()
+        bench.handler.answer_ready()
+        bench.handler.answer_overdue()
 
     waits, steps, drafts = (spans(timeline, kind) for kind in ("wait", "step", "draft"))
     assert len(waits) > 5 and len(steps) > 5 and len(drafts) > 10

@@ -192,24 +192,26 @@ def _run(plan: _Plan, console: Console) -> int:
     settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
     voice = _StatusLine(console)
     with contextlib.ExitStack() as stack:
-        keeper = DraftSupervisor(plan.draft, on_event=voice.event, on_progress=voice.progress) if plan.draft else None
-        if keeper:
-            stack.callback(keeper.stop)
-        server = VllmServer(plan.options(keeper.address if keeper else None), show=voice.log_line)
+        supervisor = (
+            DraftSupervisor(plan.draft, on_event=voice.event, on_progress=voice.progress) if plan.draft else None
+        )
+        if supervisor:
+            stack.callback(supervisor.stop)
+        server = VllmServer(plan.options(supervisor.address if supervisor else None), show=voice.log_line)
         stack.callback(server.kill)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            console.print(_summary(plan, settings, keeper.address if keeper else None, endpoint))
+            console.print(_summary(plan, settings, supervisor.address if supervisor else None, endpoint))
             with voice.starting():
-                if keeper:
-                    keeper.start()
+                if supervisor:
+                    supervisor.start()
                 with _uninterrupted():
                     server.start()
                 code = _await_ready(server, endpoint, voice)
             return _watch(server, voice) if code is None else _failed(server, code, voice)
         except KeyboardInterrupt:
             voice.event("stopping; press Ctrl-C again to kill")
-            return _stop(server, keeper)
+            return _stop(server, supervisor)
 
 
 class _StatusLine:
@@ -269,17 +271,17 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _stop(server: VllmServer, keeper: DraftSupervisor | None) -> int:
+def _stop(server: VllmServer, supervisor: DraftSupervisor | None) -> int:
     try:
         server.stop()
-        if keeper:
-            keeper.stop()
+        if supervisor:
+            supervisor.stop()
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         server.kill()
-        if keeper:
-            keeper.kill()
+        if supervisor:
+            supervisor.kill()
         return _KILLED
     return 0
 

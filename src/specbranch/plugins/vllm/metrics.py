@@ -79,7 +79,7 @@ class Collector:
     def __init__(self, run: str, timeout_s: float = _TIMEOUT_S) -> None:
         self._run = run
         self._timeout_s = timeout_s
-        self._reporters: dict[tuple[str, bytes, str], StatsClient] = {}
+        self._stats_clients: dict[tuple[str, bytes, str], StatsClient] = {}
         self._lock = threading.Lock()
 
     def describe(self) -> list[Any]:
@@ -108,7 +108,7 @@ class Collector:
         yield self._states(groups)
         yield from _gates(stats_files)
         yield from _of_proposers(stats_files)
-        yield from _of_services([(group, _total(reporters)) for group, reporters, _ in groups])
+        yield from _of_services([(group, _total(stats_clients)) for group, stats_clients, _ in groups])
 
     def _ask(self, stats_files: Sequence[PublishedStats]) -> list[_Group]:
         """Engines that share a namespace, with the state of their services; all services share one deadline."""
@@ -118,23 +118,23 @@ class Collector:
         for key, group in itertools.groupby(sorted(stats_files, key=_services_of), key=_services_of):
             addresses, namespace, keys = key
             own = [(address, namespace, keys) for address in addresses] if namespace else []
-            reporters = [self._reporter(*one) for one in own]
-            reaches = [reporter.poll(max(end_s - time.monotonic(), 0.0)) for reporter in reporters]
-            asked.append((list(group), reporters, min(reaches, key=_REACHES.index, default=ServiceStatus.ABSENT)))
+            stats_clients = [self._stats_client(*one) for one in own]
+            reaches = [stats_client.poll(max(end_s - time.monotonic(), 0.0)) for stats_client in stats_clients]
+            asked.append((list(group), stats_clients, min(reaches, key=_REACHES.index, default=ServiceStatus.ABSENT)))
             wanted += own
         self._close_all_but(wanted)
         return asked
 
-    def _reporter(self, address: str, namespace: bytes, keys: str) -> StatsClient:
+    def _stats_client(self, address: str, namespace: bytes, keys: str) -> StatsClient:
         key = (address, namespace, keys)
-        if key not in self._reporters:
-            self._reporters[key] = StatsClient(address, namespace, client_keys(keys or None))
-        return self._reporters[key]
+        if key not in self._stats_clients:
+            self._stats_clients[key] = StatsClient(address, namespace, client_keys(keys or None))
+        return self._stats_clients[key]
 
     def _close_all_but(self, wanted: Sequence[tuple[str, bytes, str]]) -> None:
         """Close connections that no proposer uses any more: other settings bring another namespace."""
-        for key in [key for key in self._reporters if key not in wanted]:
-            self._reporters.pop(key).close()
+        for key in [key for key in self._stats_clients if key not in wanted]:
+            self._stats_clients.pop(key).close()
 
     def _states(self, groups: Sequence[_Group]) -> Any:
         from prometheus_client.core import GaugeMetricFamily
@@ -142,9 +142,9 @@ class Collector:
         family = GaugeMetricFamily(
             "specbranch_state", "1 for the current state of drafting, 0 for the others.", labels=[*_LABELS, "state"]
         )
-        for group, reporters, reach in groups:
+        for group, stats_clients, reach in groups:
             for shown in group:
-                now = state_of(shown, reach) if reporters else "off"
+                now = state_of(shown, reach) if stats_clients else "off"
                 for state in STATES:
                     family.add_metric([*_labels([shown]), state], float(state == now))
         return family
@@ -165,9 +165,9 @@ def _services_of(shown: PublishedStats) -> tuple[tuple[str, ...], bytes, str]:
     return (normalize_addresses(shown.address), shown.namespace, shown.keys or "")
 
 
-def _total(reporters: Sequence[StatsClient]) -> StatsReply | None:
+def _total(stats_clients: Sequence[StatsClient]) -> StatsReply | None:
     """The stats of all services of a target together, as far as they are known; times are those of the slowest."""
-    known = [reporter.stats for reporter in reporters if reporter.stats is not None]
+    known = [stats_client.stats for stats_client in stats_clients if stats_client.stats is not None]
     if len(known) < 2:
         return known[0] if known else None
     join = {

@@ -89,13 +89,13 @@ class DraftClient(DraftSource):
         """
         super().__init__(options, told, counts, clock)
         (address,) = normalize_addresses(options.address)
-        self._connection = MessageChannel(transport or ZmqTransport(address, options.keys), clock)
+        self._channel = MessageChannel(transport or ZmqTransport(address, options.keys), clock)
         self._round = 0
         self._proposed: dict[bytes, int] = {}  # by digest of the sequence, of the last step only
         self._sent: dict[bytes, float] = {}  # when whole sequences went out, by the names that they have now
-        self._outcomes = PrefetchedDrafts()
+        self._prefetched = PrefetchedDrafts()
         self._is_vocab_told = False
-        self._fit = VocabularyCheck(VocabFingerprint(options.vocab_len, options.vocab_fingerprint))
+        self._vocabulary = VocabularyCheck(VocabFingerprint(options.vocab_len, options.vocab_fingerprint))
         self._asked_s = 0.0
         self.lagging_s: float | None = None  # since when answers do not come in time
         self.refused_s: float | None = None  # when the service last refused something
@@ -108,28 +108,28 @@ class DraftClient(DraftSource):
 
     @property
     def vocab_mismatch(self) -> bool:
-        return self._fit.is_mismatch
+        return self._vocabulary.is_mismatch
 
     def is_owner_process(self) -> bool:
-        return self._connection.is_owner_process()
+        return self._channel.is_owner_process()
 
     def hello(self, timeout_s: float) -> Welcome | None:
         """Ask the service what it is; None if it does not answer in time. Never raises."""
         end_s = self._clock() + timeout_s
         self._round += 1
         try:
-            while self._connection.is_owner_process() and self._clock() < end_s:
+            while self._channel.is_owner_process() and self._clock() < end_s:
                 if self._send(Hello(VERSION, self._round)):
                     reply = self._await(end_s)
                     return reply if isinstance(reply, Welcome) else None
-                self._connection.await_writable(0.01)
+                self._channel.await_writable(0.01)
         except Exception:
             self.counts.faults += 1
             log.exception("draft client failed")
         return None
 
     def close(self) -> None:
-        self._connection.close()
+        self._channel.close()
 
     def ping(self) -> None:
         """Ask a service that gets no new sequences what it is now; the answer is taken whenever it comes."""
@@ -140,7 +140,7 @@ class DraftClient(DraftSource):
 
     def drain_replies(self, end_s: float) -> None:
         """Take in replies that came too late. The service is alive, so the next step waits for it again."""
-        for reply in self._connection.iter_replies(end_s, waits=False):
+        for reply in self._channel.iter_replies(end_s, waits=False):
             self._take(reply)
             if reply is not None and not isinstance(reply, _UNASKED):
                 self.counts.late += isinstance(reply, DraftReply)
@@ -150,7 +150,7 @@ class DraftClient(DraftSource):
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], grown: Sequence[SequenceDelta]
     ) -> PreparedStep:
         """The question for these of the rows, which have grown like this."""
-        if not self._fit.is_known:
+        if not self._vocabulary.is_known:
             self._send(Hello(VERSION, self._round))  # the round before: its answer is not the one awaited
         self._round += 1
         step_rows = [self._step_row(rows[index], index, growth) for index, growth in zip(indices, grown, strict=True)]
@@ -180,13 +180,13 @@ class DraftClient(DraftSource):
 
     def poll_reply(self, end_s: float, waits: bool) -> Reply | None:
         """The reply of this round, or one that ends the wait; None if it is not here, or does not come until then."""
-        for reply in self._connection.iter_replies(end_s, waits):
+        for reply in self._channel.iter_replies(end_s, waits):
             self._take(reply)
             if isinstance(reply, _UNASKED):
                 continue
             if isinstance(reply, ErrorReply) or (reply is not None and reply.round == self._round):
                 return reply
-            if isinstance(reply, Welcome) and self._fit.is_mismatch:
+            if isinstance(reply, Welcome) and self._vocabulary.is_mismatch:
                 return reply
             self.counts.late += isinstance(reply, DraftReply)
         return None
@@ -220,7 +220,7 @@ class DraftClient(DraftSource):
 
     def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[list[int]] | None:
         self.drain_replies(end_s)
-        if self._fit.is_mismatch:
+        if self._vocabulary.is_mismatch:
             self.counts.other_vocab += 1
             self._ask_again()
             return None
@@ -237,7 +237,7 @@ class DraftClient(DraftSource):
         return [drafts.get(index, []) for index in range(len(rows))]
 
     def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
-        if self._fit.is_mismatch:
+        if self._vocabulary.is_mismatch:
             self._ask_again()
         elif not self.is_lagging:
             self.open(prompts, end_s)
@@ -246,9 +246,9 @@ class DraftClient(DraftSource):
         self, rows: Sequence[StepRow], reply: Reply | None
     ) -> tuple[Sequence[Sequence[int] | None], Sequence[bytes]]:
         """What the service says to the rows of a step, None where it knows no sequence; and what it drew from."""
-        self.counts.other_vocab += self._fit.is_mismatch
+        self.counts.other_vocab += self._vocabulary.is_mismatch
         certain = [b""] * len(rows)
-        if not self._fit.is_known or not isinstance(reply, DraftReply) or len(reply.rows) != len(rows):
+        if not self._vocabulary.is_known or not isinstance(reply, DraftReply) or len(reply.rows) != len(rows):
             return [[] for _ in rows], certain
         self.counts.answered += 1
         return reply.rows, reply.probs if len(reply.probs) == len(rows) else certain
@@ -318,7 +318,7 @@ class DraftClient(DraftSource):
             longest,
             row.has_recurring_noise,
         )
-        told = self._outcomes.pop(before, new) if self._fit.is_known else None
+        told = self._prefetched.pop(before, new) if self._vocabulary.is_known else None
         if told is None:
             return step_row
         self.counts.prefetched += 1
@@ -330,7 +330,7 @@ class DraftClient(DraftSource):
         sampling = row.sampling
         if sampling is None or row.name is None:
             return None
-        seed = sampling.seed or self._told.seed_of(row.name)
+        seed = sampling.seed or self._synced.seed_of(row.name)
         return WireSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed)
 
     def open(self, sequences: Collection[Tokens], end_s: float) -> int:
@@ -360,10 +360,10 @@ class DraftClient(DraftSource):
 
     def _send(self, message: Request) -> bool:
         """Whether the message is on its way. If not, whoever comes may be another service than before."""
-        self.is_connected = self._connection.send(message)
+        self.is_connected = self._channel.send(message)
         if not self.is_connected:
-            self._fit.reset()
-            self._outcomes.clear()
+            self._vocabulary.reset()
+            self._prefetched.clear()
             self.is_draining = False
         return self.is_connected
 
@@ -389,11 +389,11 @@ class DraftClient(DraftSource):
         if isinstance(reply, Draining):
             self.is_draining = reply.is_on
         if isinstance(reply, PrefetchPush):
-            self._outcomes.store(reply)
+            self._prefetched.store(reply)
         if isinstance(reply, Welcome):
             self.is_draining = reply.is_draining
-            self._fit.update(reply)
-            if not self._fit.is_mismatch:
+            self._vocabulary.update(reply)
+            if not self._vocabulary.is_mismatch:
                 self._compare_sizes(reply)
 
     def _compare_sizes(self, welcome: Welcome) -> None:

@@ -21,7 +21,7 @@ class VocabularyCheck:
         self._has_target = target.size is not None or bool(target.hashes)
         self._compared: VocabFingerprint | None = None
         self._flaw: str | None = None
-        self._told: tuple[str, str] | None = None  # the draft, and why it does not fit
+        self._synced: tuple[str, str] | None = None  # the draft, and why it does not fit
         self.is_known = not self._has_target
         self.is_mismatch = False
 
@@ -34,11 +34,11 @@ class VocabularyCheck:
             self._compared, self._flaw = draft, fingerprint_mismatch(self._target, draft)
         self.is_known, self.is_mismatch = True, self._flaw is not None
         if self._flaw is None:
-            if self._told is not None:
+            if self._synced is not None:
                 log.info("the draft service now runs %.200r, which has the target's vocabulary", welcome.model)
-            self._told = None
-        elif self._told != (welcome.model, self._flaw):
-            self._told = (welcome.model, self._flaw)
+            self._synced = None
+        elif self._synced != (welcome.model, self._flaw):
+            self._synced = (welcome.model, self._flaw)
             log.warning(
                 "nothing is drafted: the draft %.200r has another vocabulary than the target: %s, and start the draft "
                 "service with it; the target can go on running",

@@ -198,7 +198,7 @@ class DraftSource(ABC):
         self._clock = clock
         self._namespace = options.namespace or os.urandom(16)
         self._returned_s: float | None = None  # when the last call of `propose` ended
-        self._told = told or SyncedSequences()
+        self._synced = told or SyncedSequences()
         self._step_s: float | None = None  # of the target, smoothed
         self.counts = counts or ClientCounts()
         self.sampled_from: list[list[Distribution | None]] = []  # of the last call: by row, by token
@@ -303,4 +303,4 @@ class DraftSource(ABC):
         return 0 < row.num_new < length
 
     def _follow(self, row: SequenceUpdate) -> SequenceDelta:
-        return self._told.advance(row.name, np.asarray(row.tokens, dtype="<i4"), row.num_new)
+        return self._synced.advance(row.name, np.asarray(row.tokens, dtype="<i4"), row.num_new)

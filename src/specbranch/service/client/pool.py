@@ -47,11 +47,12 @@ class DraftPool(DraftSource):
         own = [replace(options, address=address, namespace=self._namespace) for address in self._addresses]
         transports = [ZmqTransport(address, options.keys) for address in self._addresses]
         self._services = [
-            DraftClient(one, self._told, self.counts, transport) for one, transport in zip(own, transports, strict=True)
+            DraftClient(one, self._synced, self.counts, transport)
+            for one, transport in zip(own, transports, strict=True)
         ]
         self._links = dict(zip(self._services, transports, strict=True))
         self._flaws: list[str | None] = [None] * len(own)  # as last logged
-        self._homes = RendezvousRouter(self._addresses, self._namespace)
+        self._router = RendezvousRouter(self._addresses, self._namespace)
 
     @property
     def is_lagging(self) -> bool:
@@ -92,11 +93,11 @@ class DraftPool(DraftSource):
         placed: dict[int, list[Tokens]] = {}
         for prompt in prompts:
             name = Digest(prompt).name
-            number = self._homes.lookup(name)
+            number = self._router.lookup(name)
             if number not in usable:
-                number = self._homes.assign(prompt, self._taking(usable))
+                number = self._router.assign(prompt, self._taking(usable))
             if number is not None:
-                self._homes.pin(name, number)
+                self._router.pin(name, number)
                 placed.setdefault(number, []).append(prompt)
         for number, own in placed.items():
             self._services[number].open(own, end_s)
@@ -135,21 +136,21 @@ class DraftPool(DraftSource):
         self, rows: Sequence[SequenceUpdate], grown: Mapping[int, SequenceDelta], usable: Collection[int]
     ) -> dict[int, list[int]]:
         """The rows by their service. New ones, and those whose service cannot be used, are given one."""
-        homes = {index: self._homes.lookup(growth.before) for index, growth in grown.items()}
-        self._homes.forget([growth.before for growth in grown.values()])
-        self._homes.reset_loads()
+        homes = {index: self._router.lookup(growth.before) for index, growth in grown.items()}
+        self._router.forget([growth.before for growth in grown.values()])
+        self._router.reset_loads()
         taking = self._taking(usable)
         placed: dict[int, list[int]] = {}
         for index, home in sorted(homes.items(), key=lambda item: item[1] not in usable):
             row, number = rows[index], home
             if number not in usable:
-                number = self._homes.assign(row.tokens[: len(row.tokens) - row.num_new], taking)
+                number = self._router.assign(row.tokens[: len(row.tokens) - row.num_new], taking)
                 self.counts.rerouted += home is not None and number is not None
             if number is not None:
                 placed.setdefault(number, []).append(index)
             settled = home if number is None else number
             if settled is not None:
-                self._homes.pin(grown[index].after, settled)
+                self._router.pin(grown[index].after, settled)
         return {number: indices[:MAX_ROWS] for number, indices in placed.items()}
 
     def _collect(
@@ -163,7 +164,7 @@ class DraftPool(DraftSource):
             for index, draft in drafts.items():
                 found[index] = draft
             if service.is_draining:
-                self._homes.forget(unknown)  # the next step finds another service for them
+                self._router.forget(unknown)  # the next step finds another service for them
             elif unknown:
                 service.resend_unknown(unknown, end_s)
         return found
@@ -225,12 +226,12 @@ class RendezvousRouter:
     def __init__(self, addresses: Sequence[str], namespace: bytes) -> None:
         self._services = [address.encode() for address in addresses]
         self._namespace = namespace
-        self._homes: OrderedDict[bytes, int] = OrderedDict()
+        self._router: OrderedDict[bytes, int] = OrderedDict()
         self._loads = [0] * len(addresses)
 
     def lookup(self, name: bytes) -> int | None:
         """The service that has a sequence; None for a new one."""
-        return self._homes.get(name)
+        return self._router.get(name)
 
     def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
         """Where a sequence with this beginning is to go; None if no service is usable."""
@@ -241,16 +242,16 @@ class RendezvousRouter:
 
     def pin(self, name: bytes, service: int) -> None:
         """A service has this sequence from now on, as one more."""
-        self._homes[name] = service
-        self._homes.move_to_end(name)
+        self._router[name] = service
+        self._router.move_to_end(name)
         self._loads[service] += 1
-        if len(self._homes) > _MOST:
-            self._homes.popitem(last=False)
+        if len(self._router) > _MOST:
+            self._router.popitem(last=False)
 
     def forget(self, names: Collection[bytes]) -> None:
         """These sequences have grown and have other names, or have no home any more."""
         for name in names:
-            self._homes.pop(name, None)
+            self._router.pop(name, None)
 
     def reset_loads(self) -> None:
         """A step begins: sequences that are not settled again count no more."""

@@ -34,7 +34,7 @@ class SyncedSequences:
     """Length, digest, last tokens and seed of what was told, by name. The least recently used make way."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[str, tuple[int, Digest, bytes, int]] = OrderedDict()
+        self._synced: OrderedDict[str, tuple[int, Digest, bytes, int]] = OrderedDict()
 
     def advance(self, name: str | None, tokens: TokenArray, num_new: int) -> SequenceDelta:
         """How a sequence has grown since it was told; all of it is told now."""
@@ -49,7 +49,7 @@ class SyncedSequences:
         Of a sequence that is not known by this name, or has gained more than a message may have, everything but the
         `num_new` last tokens counts as told.
         """
-        known = self._told.get(name) if name is not None else None
+        known = self._synced.get(name) if name is not None else None
         if known is not None:
             length, digest, tail, _ = known
             if 0 < len(tokens) - length <= MAX_NEW and _tail(tokens[:length]) == tail:
@@ -61,18 +61,18 @@ class SyncedSequences:
         """All these tokens are told now; this is their digest."""
         if name is None:
             return
-        known = self._told.get(name)
+        known = self._synced.get(name)
         seed = (
             known[3] if known is not None and known[0] <= len(tokens) else int.from_bytes(os.urandom(8), "little") >> 2
         )
-        self._told[name] = (len(tokens), digest, _tail(tokens), seed)
-        self._told.move_to_end(name)
-        if len(self._told) > _MOST:
-            self._told.popitem(last=False)
+        self._synced[name] = (len(tokens), digest, _tail(tokens), seed)
+        self._synced.move_to_end(name)
+        if len(self._synced) > _MOST:
+            self._synced.popitem(last=False)
 
     def seed_of(self, name: str | None) -> int:
         """A random number that belongs to a sequence that was noted."""
-        known = self._told.get(name) if name is not None else None
+        known = self._synced.get(name) if name is not None else None
         return known[3] if known is not None else 0
 
 
@@ -87,20 +87,20 @@ class PrefetchedDrafts:
     """By name of a sequence: what was told last. Answers are taken once; the oldest make way."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[bytes, dict[tuple[int, ...], VerdictDraft]] = OrderedDict()
+        self._synced: OrderedDict[bytes, dict[tuple[int, ...], VerdictDraft]] = OrderedDict()
 
     def store(self, ahead: PrefetchPush) -> None:
         """Take in what the service tells."""
         for row in ahead.rows:
-            self._told[row.before] = {tuple(outcome.committed): outcome for outcome in row.outcomes}
-            self._told.move_to_end(row.before)
-            if len(self._told) > _MAX_OUTCOMES:
-                self._told.popitem(last=False)
+            self._synced[row.before] = {tuple(outcome.committed): outcome for outcome in row.outcomes}
+            self._synced.move_to_end(row.before)
+            if len(self._synced) > _MAX_OUTCOMES:
+                self._synced.popitem(last=False)
 
     def pop(self, before: bytes, committed: Sequence[int]) -> VerdictDraft | None:
         """What to submit now that these tokens were committed; None if nobody has said."""
-        return self._told.pop(before, {}).get(tuple(committed))
+        return self._synced.pop(before, {}).get(tuple(committed))
 
     def clear(self) -> None:
         """Forget all: another service may answer from now on."""
-        self._told.clear()
+        self._synced.clear()

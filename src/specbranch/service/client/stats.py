@@ -50,7 +50,7 @@ class StatsClient:
     ) -> None:
         self._namespace = namespace
         self._clock = clock
-        self._connection = MessageChannel(transport or ZmqTransport(address, keys), clock)
+        self._channel = MessageChannel(transport or ZmqTransport(address, keys), clock)
         self._round = 0
         self._is_new = True
         self._open_s: float | None = None  # when the oldest question was asked that is still open
@@ -68,26 +68,26 @@ class StatsClient:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._connection.close()
+        self._channel.close()
 
     def _poll(self, timeout_s: float) -> ServiceStatus:
-        if not self._connection.is_owner_process():
+        if not self._channel.is_owner_process():
             return ServiceStatus.ABSENT
         now_s = self._clock()
         end_s = now_s + timeout_s
-        for reply in self._connection.iter_replies(end_s, waits=False):
+        for reply in self._channel.iter_replies(end_s, waits=False):
             self._take(reply)  # an answer that came too late; it still is the newest we have
         self._round += 1
         if self._is_new:
             # Connecting happens in the background; the first question must not come too early.
-            self._connection.await_writable(timeout_s)
+            self._channel.await_writable(timeout_s)
             self._is_new = False
-        if not self._connection.send(self._question()):
+        if not self._channel.send(self._question()):
             self._open_s = None
             return ServiceStatus.ABSENT
         if self._open_s is not None:
             return ServiceStatus.SILENT if now_s - self._open_s > _PATIENCE_S else ServiceStatus.LATE
-        for reply in self._connection.iter_replies(end_s):
+        for reply in self._channel.iter_replies(end_s):
             if self._take(reply) == self._round:
                 return ServiceStatus.ANSWERS
         self._open_s = now_s

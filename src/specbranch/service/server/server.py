@@ -98,7 +98,7 @@ class Server:
         prefill_chunk = options.prefill_chunk or (32 if engine.info.device == "cpu" else 512)
         self.runner = DraftRunner(engine, self.store, self._wake, clock, self._observer, prefill_chunk)
         settings = _settings(engine.info, options, prefill_chunk)
-        self.dispatch = RequestHandler(
+        self.handler = RequestHandler(
             engine,
             self.store,
             self.runner,
@@ -151,10 +151,10 @@ class Server:
         self._receive(router)
         self._take_turns(router)
         if is_woken:
-            self._send(router, self.dispatch.answer_ready())
-        self._send(router, self.dispatch.answer_overdue())
+            self._send(router, self.handler.answer_ready())
+        self._send(router, self.handler.answer_overdue())
         if is_woken:
-            self._send(router, self.dispatch.push_prefetched())
+            self._send(router, self.handler.push_prefetched())
         self._observer.flush()
 
     def _loop(self, listener: Listener, wake: zmq.Socket[bytes]) -> None:
@@ -180,7 +180,7 @@ class Server:
     def _timeout_ms(self) -> int:
         if len(self._turns):
             return 0
-        deadline_s = self.dispatch.next_deadline_s()
+        deadline_s = self.handler.next_deadline_s()
         if deadline_s is None:
             return _POLL_MS
         return min(max(math.ceil((deadline_s - self._clock()) * 1000), 0), _POLL_MS)
@@ -191,14 +191,14 @@ class Server:
                 self._turns.push(router.receive())
             except zmq.Again:
                 break
-        self.dispatch.counts.dropped = self._turns.num_dropped
+        self.handler.counts.dropped = self._turns.num_dropped
 
     def _take_turns(self, router: Router) -> None:
         """Serve messages for a while, so that a flood cannot keep deadlines from being met."""
         start_s = now_s = self._clock()
         while now_s - start_s < _TURNS_S and (message := self._turns.pop()) is not None:
             before_s = self._work_clock()
-            self._send(router, self.dispatch.handle(message.client, message.frames, message.user))
+            self._send(router, self.handler.handle(message.client, message.frames, message.user))
             self._turns.charge(message.client, self._work_clock() - before_s)
             now_s = self._clock()
 
