@@ -111,7 +111,7 @@ def test_a_planner_that_fails_costs_its_own_session_and_no_other_row_of_the_step
     assert broken.is_dropped and bench.store.snapshot() == [draft_of(bench, [1, 2, 3, token])]
     assert num_faults(bench) == 1
     assert bench.store.num_tokens == 4
-    assert broken.binding.num_handles == 0
+    assert broken.tree_cache.num_handles == 0
 
 
 def test_a_fault_while_targets_wait_gives_both_their_answers_at_once() -> None:
@@ -203,7 +203,7 @@ def test_a_row_that_the_engine_cannot_run_costs_its_own_session_only() -> None:
     innocents = [[number, number + 1] for number in range(1, 40)]
     bench.open(*innocents, namespace=b"innocent")
     bench.work(60)
-    handles = [draft_of(bench, text, b"innocent").binding.num_handles for text in innocents]
+    handles = [draft_of(bench, text, b"innocent").tree_cache.num_handles for text in innocents]
     for text in innocents[:5]:
         bench.step(text, likely(text), namespace=b"innocent")
     bench.open(list(POISON), namespace=b"poisoned")
@@ -211,7 +211,7 @@ def test_a_row_that_the_engine_cannot_run_costs_its_own_session_only() -> None:
 
     assert len(bench.store) == len(innocents)
     assert num_faults(bench) == 1
-    assert [draft_of(bench, text, b"innocent").binding.num_handles for text in innocents[5:]] == handles[5:]
+    assert [draft_of(bench, text, b"innocent").tree_cache.num_handles for text in innocents[5:]] == handles[5:]
     for text in innocents[:5]:  # they were in the step that failed, and go on from where they stood
         after = [*text, likely(text)]
         (reply,) = bench.step(after, likely(after), namespace=b"innocent")

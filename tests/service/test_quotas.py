@@ -491,11 +491,11 @@ def slow_to_plan(plan_s: float, num_gone: int, *, is_decoded: bool) -> Bench:
     bench.runner._news = NoNews()  # type: ignore[assignment]
     bench.runner.cost.observe(1, 0.002)
     bench.runner._plan_s = 0.0005
-    wish = bench.runner._row_request
+    request = bench.runner._row_request
 
     def slow_wish(session: Any, now_s: float) -> Any:
         bench.now_s += plan_s if session.namespace == b"gone" else 0
-        return wish(session, now_s)
+        return request(session, now_s)
 
     bench.runner._row_request = slow_wish  # type: ignore[method-assign]
     return bench

@@ -72,46 +72,46 @@ def test_handles_follow_the_trees_of_several_sessions_and_all_are_given_back(see
 
 def test_a_tree_on_one_chain_needs_one_handle() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session([0, 1], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     fed = []
     for _ in range(4):
-        (feed,) = binding.rows_for(session.tokens, session.tree, session.rows())
+        (feed,) = tree_cache.rows_for(session.tokens, session.tree, session.rows())
         fed.append(feed.row.tokens)
         session.add_distribution(session.rows()[0], engine.run([feed.row])[0])
 
     assert fed[0] == (0, 1)
     assert all(len(tokens) == 1 for tokens in fed[1:])
-    assert binding.num_handles == engine.num_handles == 1
+    assert tree_cache.num_handles == engine.num_handles == 1
 
 
 def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_distribution() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session([0, 1, 2, 3, 4], planner_of("pearl"), GreedyPicker(), PairModel())
     session.propose()
     feeds = []
     for _ in range(3):
-        feeds += binding.rows_for(session.tokens, session.tree, session.rows(), 2)
+        feeds += tree_cache.rows_for(session.tokens, session.tree, session.rows(), 2)
         engine.run([feeds[-1].row])
 
     assert [feed.row.tokens for feed in feeds] == [(0, 1), (2, 3), (4,)]
     assert [feed.nodes for feed in feeds] == [(None,), (None,), (session.tree.root,)]
-    binding.close()
+    tree_cache.close()
     assert engine.num_handles == 0
 
 
 def test_a_verdict_in_the_middle_of_the_text_goes_on_from_what_was_fed() -> None:
     engine = ScriptedEngine(random_script(0, 5))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session([0, 1, 2, 3], planner_of("pearl"), GreedyPicker(), PairModel())
     session.propose()
-    (first,) = binding.rows_for(session.tokens, session.tree, session.rows(), 2)
+    (first,) = tree_cache.rows_for(session.tokens, session.tree, session.rows(), 2)
     engine.run([first.row])
     session.commit([4], 0)
     session.propose()
-    (second,) = binding.rows_for(session.tokens, session.tree, session.rows(), 2)
+    (second,) = tree_cache.rows_for(session.tokens, session.tree, session.rows(), 2)
 
     assert second.row.tokens == (2, 3)
     assert second.nodes == (None,)
@@ -126,14 +126,14 @@ class Crowded(ScriptedEngine):
 
 def test_rows_that_find_no_handle_are_left_out() -> None:
     engine = Crowded(random_script(0, 5))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session(
         [0], planner_of("ssd", {"gamma": 2, "num_guesses": 3, "fallback": "fast"}), GreedyPicker(), PairModel()
     )
     session.propose()
     for _ in range(2):
         nodes = session.rows()
-        feeds = binding.rows_for(session.tokens, session.tree, nodes)
+        feeds = tree_cache.rows_for(session.tokens, session.tree, nodes)
         for feed, distribution in zip(feeds, engine.run([feed.row for feed in feeds]), strict=True):
             (node,) = feed.nodes
             assert node is not None
@@ -153,24 +153,24 @@ class Legible(ScriptedEngine):
 def test_a_cache_is_lent_only_as_far_as_it_holds_the_committed_text() -> None:
     """The verdict is not settled yet: nothing but the tree's shape tells that the drafted tokens are lost."""
     engine = Legible(random_script(0, 5))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session([0, 0, 0], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     for _ in range(4):
-        draft_step(engine, binding, session)
+        draft_step(engine, tree_cache, session)
     kept, lost = (node.token for node in session.tree.chain(session.tree.root, 2))
     other = (lost + 1) % 5
     session.commit([kept, other, other], 0)
 
-    assert binding.fork_prefix(session.tokens, session.tree, 5) is None
-    handle = binding.fork_prefix(session.tokens, session.tree, 4)
+    assert tree_cache.fork_prefix(session.tokens, session.tree, 5) is None
+    handle = tree_cache.fork_prefix(session.tokens, session.tree, 4)
     assert handle is not None and engine.text(handle) == (0, 0, 0, kept)
 
 
-def draft_step(engine: Legible, binding: TreeCache, session: Session, prefill_chunk: int = 1 << 30) -> None:
+def draft_step(engine: Legible, tree_cache: TreeCache, session: Session, prefill_chunk: int = 1 << 30) -> None:
     """Run what the planner wants, whether verdicts are settled or not, and look at what every handle then holds."""
     nodes = session._planner.rows_to_run(session.round)
-    feeds = binding.rows_for(session.tokens, session.tree, nodes, prefill_chunk)
+    feeds = tree_cache.rows_for(session.tokens, session.tree, nodes, prefill_chunk)
     distributions = iter(engine.run([feed.row for feed in feeds]))
     for feed in feeds:
         text = engine.text(feed.row.handle)
@@ -187,13 +187,13 @@ def draft_step(engine: Legible, binding: TreeCache, session: Session, prefill_ch
 
 def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> None:
     engine = Legible(random_script(0, 5))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session([0, 1], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     tree = session.tree
     first = tree.add_guess(tree.root, 3, ("test", 3))
     second, other = tree.add_guess(first, 4, ("test", 3)), tree.add_guess(first, 2, ("test", 3))
-    feeds = binding.rows_for(session.tokens, tree, (tree.root, first, second, other))
+    feeds = tree_cache.rows_for(session.tokens, tree, (tree.root, first, second, other))
     distributions = engine.run([feed.row for feed in feeds])
 
     assert [(feed.row.tokens, feed.row.num_outputs) for feed in feeds] == [((0, 1, 3, 4), 3)]
@@ -203,7 +203,7 @@ def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> Non
     for node, distribution in zip((tree.root, first, second), distributions, strict=True):
         session.add_distribution(node, distribution)
     third, beside = tree.add_guess(second, 1, ("test", 3)), tree.add_guess(other, 1, ("test", 3))
-    feeds = binding.rows_for(session.tokens, tree, (third, other, beside))
+    feeds = tree_cache.rows_for(session.tokens, tree, (third, other, beside))
     distributions = engine.run([feed.row for feed in feeds])
 
     assert [(feed.row.tokens, feed.nodes) for feed in feeds] == [((1,), (third,)), ((2, 1), (other, beside))]
@@ -213,13 +213,13 @@ def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> Non
 
 def test_what_is_guessed_waits_while_a_long_text_is_read() -> None:
     engine = Legible(random_script(0, 5))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session([0, 1, 2], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     guess = session.tree.add_guess(session.tree.root, 3, ("test", 3))
     feeds = []
     for _ in range(2):
-        feeds += binding.rows_for(session.tokens, session.tree, (session.tree.root, guess), 2)
+        feeds += tree_cache.rows_for(session.tokens, session.tree, (session.tree.root, guess), 2)
         engine.run([feeds[-1].row])
 
     assert [(feed.row.tokens, feed.nodes) for feed in feeds] == [
@@ -262,25 +262,25 @@ def test_whatever_is_fed_or_lent_holds_the_committed_text(
     name: str, prompt: list[int], prefill_chunk: int, turns: list[Turn]
 ) -> None:
     engine = Legible(random_script(1, 3))
-    binding = TreeCache(engine)
+    tree_cache = TreeCache(engine)
     session = Session(prompt, planner_of(name, {"gamma": 3}), GreedyPicker(), PairModel())
     for turn in turns:
         session.propose()
         for _ in range(turn.num_steps):
-            draft_step(engine, binding, session, prefill_chunk)
+            draft_step(engine, tree_cache, session, prefill_chunk)
             session.propose()
         kept = [node.token for node in session.tree.chain(session.tree.root, turn.num_kept)]
         session.commit([*kept, *turn.others], len(session.submitted))
         if turn.is_settled:
             session.count_rollback()
         length = len(session.tokens) - turn.num_lent
-        handle = binding.fork_prefix(session.tokens, session.tree, length)
+        handle = tree_cache.fork_prefix(session.tokens, session.tree, length)
         if handle is not None:
             assert engine.text(handle) == tuple(session.tokens[:length])
             engine.close(handle)
         if turn.is_closed:
-            binding.close()
-        assert engine.num_handles == binding.num_handles
+            tree_cache.close()
+        assert engine.num_handles == tree_cache.num_handles
 
 
 @st.composite

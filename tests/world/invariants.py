@@ -125,7 +125,7 @@ class Invariants:
         _require(is_within, "memory", f"{num_tokens} tokens of sequences")
         _require(engine.num_handles <= limits.max_handles, "memory", f"{engine.num_handles} handles")
         _require(engine.num_tokens <= limits.max_tokens, "memory", f"{engine.num_tokens} tokens in the cache")
-        held = sum(session.binding.num_handles for session in {*sessions, *store._forgotten})
+        held = sum(session.tree_cache.num_handles for session in {*sessions, *store._forgotten})
         _require(held == engine.num_handles, "memory", f"{engine.num_handles} handles are open, {held} are known")
         marked = set(store._prefixes._marks)
         _require(marked <= set(sessions), "memory", "a forgotten session is still known by its beginning")

@@ -4,8 +4,9 @@ Rows of all sessions compete: first those that a target waits for, then by how l
 tokens come true. Sessions that are still in prefill share one piece of tokens in a step, so that others go on drafting
 meanwhile.
 
-Tenants share a step: each has as many rows as the one that wishes fewest. What others wish beyond that, rows and text
-to read, may make the step take twice as long at most. So nobody's drafts are held up by how much another one wishes.
+Tenants share a step: each has as many rows as the one that asks for fewest. What others ask for beyond that, rows and
+text to read, may make the step take twice as long at most. So nobody's drafts are held up by how much another one asks
+for.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RowRequest(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Schedule(Generic[K]):
-    """The wishes that take part in the next step, and how many tokens each may prefill in it."""
+    """The requests that take part in the next step, and how many tokens each may prefill in it."""
 
     requests: list[RowRequest[K]]
     prefill_chunk: int
@@ -61,7 +62,7 @@ def request_rows(
     tenant: Hashable = None,
     num_read: float = 0.0,
 ) -> RowRequest[K]:
-    """A session's wish to run these nodes of its tree in this round."""
+    """A session's request to run these nodes of its tree in this round."""
     lead = 1.0 if is_awaited else 0.0
     worths = [lead + round.tree.path_prob(node) for node in nodes]
     return RowRequest(
@@ -77,7 +78,7 @@ def request_rows(
 
 
 def select_rows(
-    wishes: Sequence[RowRequest[K]],
+    requests: Sequence[RowRequest[K]],
     row_limit: int,
     prefill_chunk: int,
     cost: StepCost | None = None,
@@ -85,30 +86,30 @@ def select_rows(
 ) -> Schedule[K]:
     """Grant at most `row_limit` rows, the most valuable first, and at most one piece of prefill.
 
-    Where several tenants wish for rows and their `cost` is known, what each gets is bounded by that. `is_shared`: there
-    are several, though some may wish for nothing right now; they will, before a long step is over.
+    Where several tenants ask for rows and their `cost` is known, what each gets is bounded by that. `is_shared`: there
+    are several, though some may ask for nothing right now; they will, before a long step is over.
     """
     ranked = sorted(
-        ((worth, number, node) for number, wish in enumerate(wishes) for worth, node in _pairs(wish)),
+        ((worth, number, node) for number, request in enumerate(requests) for worth, node in _pairs(request)),
         key=lambda item: (-item[0], item[1]),
     )
-    tenants = [wishes[number].tenant for _, number, _ in ranked]
+    tenants = [requests[number].tenant for _, number, _ in ranked]
     is_alone = len(set(tenants)) < 2
     equal, more = _shares(tenants, row_limit, most=1 if is_shared and is_alone else row_limit)
     spare_s = cost.at(len(equal)) if cost is not None and (is_shared or not is_alone) else None
     num_more = row_limit - len(equal)
     if spare_s is not None and cost is not None and cost.per_row_s:
-        has_text = any(wish.is_in_prefill for wish in wishes)
+        has_text = any(request.is_in_prefill for request in requests)
         num_more = min(num_more, int(spare_s / cost.per_row_s / (2 if has_text else 1)))
         spare_s -= cost.per_row_s * min(num_more, len(more))
     for index in sorted([*equal, *more[:num_more]]):
         _, number, node = ranked[index]
-        wishes[number].granted.append(node)
-    granted = [wish for wish in wishes if wish.granted]
+        requests[number].granted.append(node)
+    granted = [request for request in requests if request.granted]
     # Whoever drafts already must not wait long for others in prefill. These go by smaller pieces, unless a target waits
     # for one of them.
-    in_prefill = [wish for wish in granted if wish.is_in_prefill]
-    if len(in_prefill) < len(granted) and not any(wish.is_target_waiting for wish in in_prefill):
+    in_prefill = [request for request in granted if request.is_in_prefill]
+    if len(in_prefill) < len(granted) and not any(request.is_target_waiting for request in in_prefill):
         prefill_chunk = max(1, prefill_chunk // _BESIDE_DRAFTING)
     if spare_s is not None and cost is not None and cost.per_prefill_token_s:
         prefill_chunk = min(prefill_chunk, max(MIN_PREFILL_CHUNK, int(spare_s / cost.per_prefill_token_s)))
@@ -128,21 +129,21 @@ def _shares(tenants: Sequence[Hashable], row_limit: int, most: int) -> tuple[lis
     return shares[0][:row_limit], sorted([*beyond, *shares[1]])
 
 
-def _within_a_piece(wishes: list[RowRequest[K]], prefill_chunk: int) -> list[RowRequest[K]]:
+def _within_a_piece(requests: list[RowRequest[K]], prefill_chunk: int) -> list[RowRequest[K]]:
     """Without those that would prefill more than one step should; the first always may.
 
     First come those that a target waits for, then the tenants for whom least was read lately.
     """
-    in_prefill = [wish for wish in wishes if wish.is_in_prefill]
+    in_prefill = [request for request in requests if request.is_in_prefill]
     left_out, num_read = set(), 0
-    for wish in sorted(in_prefill, key=lambda wish: (not wish.is_target_waiting, wish.num_prefilled)):
-        size = min(wish.num_unprefilled, prefill_chunk)
+    for request in sorted(in_prefill, key=lambda request: (not request.is_target_waiting, request.num_prefilled)):
+        size = min(request.num_unprefilled, prefill_chunk)
         if num_read and num_read + size > prefill_chunk:
-            left_out.add(id(wish))
+            left_out.add(id(request))
         else:
             num_read += size
-    return [wish for wish in wishes if id(wish) not in left_out]
+    return [request for request in requests if id(request) not in left_out]
 
 
-def _pairs(wish: RowRequest[K]) -> list[tuple[float, Node]]:
-    return list(zip(wish.priorities, wish.nodes, strict=True))
+def _pairs(request: RowRequest[K]) -> list[tuple[float, Node]]:
+    return list(zip(request.priorities, request.nodes, strict=True))

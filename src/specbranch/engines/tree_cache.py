@@ -36,7 +36,7 @@ class EngineRow:
 
 
 class TreeCache:
-    """The handles of one session. If a step fails, `close` the binding: the next rows start from the sequence again."""
+    """The handles of one session. If a step fails, `close` this: the next rows start from the sequence again."""
 
     def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine

@@ -135,15 +135,15 @@ class Loop:
     def _start_draft(self, active: list[Session]) -> None:
         if self._drafting is not None:
             return
-        wishes = [
+        requests = [
             request_rows(session, session.round, nodes, is_awaited=session.round.is_waiting)
             for session in active
             if (nodes := session.rows())
         ]
         granted = select_rows(
-            wishes, self._draft.row_limit, prefill_chunk=1
+            requests, self._draft.row_limit, prefill_chunk=1
         ).requests  # nothing is ever in prefill here
-        rows = [(wish.session, node) for wish in granted for node in wish.granted]
+        rows = [(request.session, node) for request in granted for node in request.granted]
         if rows:
             distributions, step_s = self._draft.run(rows)
             self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, distributions)

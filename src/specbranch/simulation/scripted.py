@@ -159,7 +159,7 @@ class SimulatedDraft:
     def __init__(self, engine: DraftEngine, cost: StepCost) -> None:
         self._engine = engine
         self._cost = cost
-        self._bindings: dict[Session, TreeCache] = {}
+        self._tree_caches: dict[Session, TreeCache] = {}
         self.row_limit = engine.info.row_limit
 
     def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
@@ -169,21 +169,21 @@ class SimulatedDraft:
             by_session.setdefault(session, []).append(node)
         feeds: list[EngineRow] = []
         for session, nodes in by_session.items():
-            binding = self._bindings.setdefault(session, TreeCache(self._engine))
-            feeds += binding.rows_for(session.tokens, session.tree, nodes)
+            tree_cache = self._tree_caches.setdefault(session, TreeCache(self._engine))
+            feeds += tree_cache.rows_for(session.tokens, session.tree, nodes)
         run = [node for feed in feeds for node in feed.nodes]
         found = dict(zip(run, self._engine.run([feed.row for feed in feeds]), strict=True))
         return [found[node] for _, node in rows], self._cost.at(len(rows))
 
     def close(self) -> None:
         """Give all handles back."""
-        for binding in self._bindings.values():
-            binding.close()
-        self._bindings.clear()
+        for tree_cache in self._tree_caches.values():
+            tree_cache.close()
+        self._tree_caches.clear()
 
     def _forget_finished(self) -> None:
-        for session in [session for session in self._bindings if session.is_finished]:
-            self._bindings.pop(session).close()
+        for session in [session for session in self._tree_caches if session.is_finished]:
+            self._tree_caches.pop(session).close()
 
 
 class ScriptedTarget:

@@ -413,11 +413,11 @@ def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
     bench.open([1, 2])
     bench.work(2)
     session = bench.store.snapshot()[0]
-    wish = bench.runner._row_request(session, bench.now_s)
-    assert wish is not None
-    wish.granted = list(wish.nodes)
+    request = bench.runner._row_request(session, bench.now_s)
+    assert request is not None
+    request.granted = list(request.nodes)
     bench.step([1, 2], 49)
-    feeds = bench.runner._engine_rows(wish, 4)
+    feeds = bench.runner._engine_rows(request, 4)
 
     assert [feed.row.tokens for feed in feeds] == [(49,)]
 
@@ -487,7 +487,7 @@ def test_a_session_whose_target_has_gone_on_without_it_leaves_the_cache_and_come
     assert old is not None
 
     def num_handles() -> int:
-        return old.binding.num_handles
+        return old.tree_cache.num_handles
 
     assert num_handles()
     text = [9, 8, 7]
@@ -548,7 +548,7 @@ def test_a_session_stays_while_another_target_works() -> None:
         bench.ask(StepRequest(1, b"ours", 0.0, [row]), client=b"other")
         bench.work(2)
 
-    assert old is not None and old.binding.num_handles and not old.is_idle
+    assert old is not None and old.tree_cache.num_handles and not old.is_idle
 
 
 def test_an_answer_to_one_client_does_not_stop_the_wait_of_another_for_the_same_session() -> None:
@@ -586,7 +586,7 @@ def test_a_session_that_falls_far_behind_while_it_is_awaited_goes_on_with_its_pr
     bench.work(40)
     assert bench.step([*sequence, 7], 8, round=2, wait_ms=100.0) == []
     (session,) = bench.store.snapshot()
-    session.binding.close()
+    session.tree_cache.close()
     ((_, reply),) = bench.handler.answer_ready()
     assert reply == DraftReply(2, [[]]) and session.state is State.PREFILLING
     before = session.num_unprefilled

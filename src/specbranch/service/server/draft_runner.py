@@ -188,7 +188,7 @@ class DraftRunner:
 
     def _close(self, session: DraftSession) -> None:
         with session.lock:
-            session.binding.close()
+            session.tree_cache.close()
 
     def _evict_idle_kv(self) -> None:
         """Let go of what sessions at rest hold in the cache, the oldest first, where it slows down the others.
@@ -198,7 +198,7 @@ class DraftRunner:
         limit = self._engine.info.idle_cache_tokens
         if limit >= self._engine.info.max_tokens or self._engine.num_tokens <= limit:
             return
-        resting = [session for session in self._store.snapshot() if session.is_idle and session.binding.num_handles]
+        resting = [session for session in self._store.snapshot() if session.is_idle and session.tree_cache.num_handles]
         num_tokens = sum(len(session.core.tokens) for session in resting)
         for session in resting:
             if num_tokens <= limit:
@@ -232,24 +232,28 @@ class DraftRunner:
     ) -> list[tuple[DraftSession, EngineRow]]:
         contain = self.faults.guard
         now_s = self._clock()  # once: of a tenant's sessions none has read less than another
-        wishes = [wish for session in sessions if (wish := contain(session, self._row_request, session, now_s))]
+        requests = [request for session in sessions if (request := contain(session, self._row_request, session, now_s))]
         start_s = end_s = self._clock()
         for session in others:
-            if end_s - start_s < _PLANNING_S and (wish := contain(session, self._row_request, session, now_s)):
-                wishes.append(wish)
+            if end_s - start_s < _PLANNING_S and (request := contain(session, self._row_request, session, now_s)):
+                requests.append(request)
             end_s = self._clock()
         if others:
             self._others_at_s = end_s + min(_PAUSE * (end_s - start_s), _MAX_PAUSE_S)
-        plan = select_rows(wishes, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
-        self.counts.waiting_rows = sum(len(wish.nodes) for wish in wishes) - sum(len(w.granted) for w in plan.requests)
-        for wish in plan.requests:  # before any feed: what is fed is not yet in the engine's cache
-            self._adopt_prefix(wish.session)
+        plan = select_rows(requests, self._engine.info.row_limit, self._piece_len, self._step_cost(), self._is_shared)
+        self.counts.waiting_rows = sum(len(request.nodes) for request in requests) - sum(
+            len(w.granted) for w in plan.requests
+        )
+        for request in plan.requests:  # before any feed: what is fed is not yet in the engine's cache
+            self._adopt_prefix(request.session)
         fed = [
-            (wish.session, contain(wish.session, self._engine_rows, wish, plan.prefill_chunk) or ())
-            for wish in plan.requests
+            (request.session, contain(request.session, self._engine_rows, request, plan.prefill_chunk) or ())
+            for request in plan.requests
         ]
         feeds = [(session, feed) for session, own in fed for feed in own]
-        without_room = [wish.session for wish in plan.requests if wish.granted and not wish.session.is_dropped]
+        without_room = [
+            request.session for request in plan.requests if request.granted and not request.session.is_dropped
+        ]
         if without_room and not feeds:
             self._make_room(without_room)
         return feeds
@@ -280,21 +284,21 @@ class DraftRunner:
             else replace(cost, per_row_s=cost.per_row_s + self._plan_s, per_prefill_token_s=self._read_s)
         )
 
-    def _engine_rows(self, wish: RowRequest[DraftSession], prefill_chunk: int) -> list[EngineRow]:
-        session = wish.session
+    def _engine_rows(self, request: RowRequest[DraftSession], prefill_chunk: int) -> list[EngineRow]:
+        session = request.session
         with session.lock:
             core = session.core
             if session.is_dropped:
                 return []
-            if core.round.index != wish.round_index:
+            if core.round.index != request.round_index:
                 # A verdict came in between: the old nodes may be gone.
-                wish.granted = list(core.rows()[: len(wish.granted)])
-            return session.binding.rows_for(core.tokens, core.tree, wish.granted, prefill_chunk)
+                request.granted = list(core.rows()[: len(request.granted)])
+            return session.tree_cache.rows_for(core.tokens, core.tree, request.granted, prefill_chunk)
 
     def _is_about_to_borrow(self, session: DraftSession) -> bool:
         """Whether the session that this one will borrow from is itself still reading."""
         found = session.prefix_donor  # read once: the lookup thread may forget the draft meanwhile
-        if found is None or session.binding.num_handles:
+        if found is None or session.tree_cache.num_handles:
             return False
         donor, _ = found
         if donor not in self._busy or donor.is_dropped or donor.is_idle:
@@ -309,18 +313,18 @@ class DraftRunner:
         if found is None or not session.is_draftable:
             return
         donor, length = found
-        if donor.is_dropped or session.binding.num_handles:
+        if donor.is_dropped or session.tree_cache.num_handles:
             return
         lent = self.faults.guard(donor, self._fork_prefix, donor, session, length)
         if lent is not None:
-            session.binding.start_from(*lent)
+            session.tree_cache.start_from(*lent)
             self.counts.borrowed_tokens += lent[1]
 
     def _fork_prefix(self, donor: DraftSession, session: DraftSession, known: int) -> tuple[int, int] | None:
         """A handle that holds what both sequences begin with, `known` tokens at least, and how many these are."""
         with donor.lock, contextlib.suppress(EngineFull):
             length = _common_len(donor.core.tokens, session.core.tokens, known)
-            handle = donor.binding.fork_prefix(donor.core.tokens, donor.core.tree, length)
+            handle = donor.tree_cache.fork_prefix(donor.core.tokens, donor.core.tree, length)
             return None if handle is None else (handle, length)
         return None
 
@@ -405,7 +409,7 @@ class DraftRunner:
         self._store.evict_for(
             wanting,
             lambda session: max(
-                len(session.core.tokens) / info.max_tokens, session.binding.num_handles / info.max_handles
+                len(session.core.tokens) / info.max_tokens, session.tree_cache.num_handles / info.max_handles
             ),
         )
 

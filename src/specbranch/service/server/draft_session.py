@@ -48,7 +48,7 @@ class DraftSession:
     | `state`: FORGOTTEN, which is final | either thread, through the store | `turn` |
     | `core`: `commit`, `propose` | lookup thread | `lock` |
     | `core`: `rows`, `grow` | draft thread | `lock` |
-    | `binding` | draft thread | `lock` |
+    | `tree_cache` | draft thread | `lock` |
     | `donor` | set by the store, taken by the draft thread | assignment |
     | step counter, digest, `told` | lookup thread | |
     """
@@ -57,7 +57,7 @@ class DraftSession:
         self,
         namespace: bytes,
         core: Session,
-        binding: TreeCache,
+        tree_cache: TreeCache,
         *,
         digest: Digest,
         tenant: bytes = b"",
@@ -68,7 +68,7 @@ class DraftSession:
         self.namespace = namespace
         self.tenant = tenant or namespace
         self.core = core
-        self.binding = binding
+        self.tree_cache = tree_cache
         self.lock = threading.Lock()
         self.state = State.PREPARING if is_draftable else State.UNDRAFTABLE
         self.is_draftable = is_draftable
@@ -116,7 +116,7 @@ class DraftSession:
     @property
     def num_unprefilled(self) -> int:
         """Committed tokens that the draft has yet to prefill."""
-        return self.binding.num_unprefilled(self.core.tree)
+        return self.tree_cache.num_unprefilled(self.core.tree)
 
     @property
     def is_far_behind(self) -> bool:

@@ -150,8 +150,8 @@ class SessionLookup:
         planner = make_planner("none", {}, _PREDICTORS["none"])
         core = Session([last], planner, GreedyPicker(), self.tenants.costs(namespace))
         core.skip_round()
-        binding = TreeCache(self._engine)
-        session = DraftSession(namespace, core, binding, digest=digest, tenant=tenant, is_draftable=False)
+        tree_cache = TreeCache(self._engine)
+        session = DraftSession(namespace, core, tree_cache, digest=digest, tenant=tenant, is_draftable=False)
         self._store.put(session)
         return session
 

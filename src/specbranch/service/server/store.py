@@ -132,7 +132,7 @@ class SessionStore:
         other there, and then the heaviest.
         """
         with self._lock:
-            held = [session for session in self._sessions.values() if session.binding.num_handles]
+            held = [session for session in self._sessions.values() if session.tree_cache.num_handles]
             weights: dict[bytes, float] = {}
             for session in dict.fromkeys((*held, *wanting)):
                 weights[session.tenant] = weights.get(session.tenant, 0.0) + weight(session)
