@@ -47,9 +47,9 @@ class DraftSession:
     | `state`: AWAITED, PREPARING, BEHIND | lookup thread | `turn` |
     | `state`: FORGOTTEN, which is final | either thread, through the store | `turn` |
     | `core`: `commit`, `propose` | lookup thread | `lock` |
-    | `core`: `rows`, `grow` | draft thread | `lock` |
+    | `core`: `rows`, `add_distribution` | draft thread | `lock` |
     | `tree_cache` | draft thread | `lock` |
-    | `donor` | set by the store, taken by the draft thread | assignment |
+    | `prefix_donor` | set by the store, taken by the draft thread | assignment |
     | step counter, digest, `told` | lookup thread | |
     """
 
