@@ -157,8 +157,8 @@ def recorded_timeline(tmp_path: Path) -> Timeline:
     return read_timeline(tmp_path / "run.json")
 
 
-def written(timeline: Timeline, path: Path) -> str:
-    write_replay(path, timeline, "a run", spell)
+def written(recorded_timeline: Timeline, path: Path) -> str:
+    write_replay(path, recorded_timeline, "a run", spell)
     return path.read_text()
 
 
@@ -168,11 +168,11 @@ def data_of(page: str) -> dict[str, Any]:
     return document
 
 
-def test_the_page_has_lanes_verdicts_and_the_texts_of_all_tokens(timeline: Timeline, tmp_path: Path) -> None:
-    document = data_of(written(timeline, tmp_path / "run.html"))
+def test_the_page_has_lanes_verdicts_and_the_texts_of_all_tokens(recorded_timeline: Timeline, tmp_path: Path) -> None:
+    document = data_of(written(recorded_timeline, tmp_path / "run.html"))
     (target,) = document["targets"]
 
-    assert timeline.draft == "no-such-model"
+    assert recorded_timeline.draft == "no-such-model"
     assert target["steps"] == [[0.0, 0.1, 1, 2], [0.1, 0.2, 0, 0]]
     assert [one["tokens"] for one in target["verdicts"]] == [[1, 4], [3]]
     assert target["verdicts"][0]["tree"]["parents"] == [0, 1, 1]
@@ -180,8 +180,8 @@ def test_the_page_has_lanes_verdicts_and_the_texts_of_all_tokens(timeline: Timel
     assert document["texts"] == {str(token): text for token, text in TEXTS.items()}
 
 
-def test_no_token_can_end_the_script(timeline: Timeline, tmp_path: Path) -> None:
-    page = written(timeline, tmp_path / "run.html")
+def test_no_token_can_end_the_script(recorded_timeline: Timeline, tmp_path: Path) -> None:
+    page = written(recorded_timeline, tmp_path / "run.html")
 
     assert page.count("</script>") == 1
     assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "it needs nothing else"
@@ -195,11 +195,11 @@ def test_the_page_in_the_docs_is_that_of_the_kept_run() -> None:
     assert document["texts"].keys() == {str(token) for token in kept["texts"]}
 
 
-def test_a_browser_shows_what_became_of_each_token(timeline: Timeline, tmp_path: Path) -> None:
+def test_a_browser_shows_what_became_of_each_token(recorded_timeline: Timeline, tmp_path: Path) -> None:
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("chromium is not installed")
-    written(timeline, tmp_path / "run.html")
+    written(recorded_timeline, tmp_path / "run.html")
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path}/run.html#round=1"]
     done = subprocess.run([browser, *words], capture_output=True, text=True, check=True, timeout=60)
 

@@ -30,6 +30,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "child.log"
+
+
 def test_it_gets_its_environment_its_cores_and_its_log(log: Path) -> None:
     core = max(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)

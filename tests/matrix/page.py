@@ -103,7 +103,8 @@ def _check(run: dict[str, Any]) -> str:
 
 
 def _features(run: dict[str, Any]) -> str:
-    return f"{run['compared']} equal, {run['hint_faults']} missed"
+    num_missed = run["hint_faults"] if "hint_faults" in run else run["outlook_faults"]  # its name in older results
+    return f"{run['compared']} equal, {num_missed} missed"
 
 
 def _sampler(run: dict[str, Any]) -> str:

@@ -164,7 +164,7 @@ class Likely:
         self.num_proposed = 0
         self.recurring: set[bool] = set()
 
-    def expect(self, prompt: Any) -> None:
+    def announce_prompt(self, prompt: Any) -> None:
         pass
 
     def after(self, text: Any, room: int, has_recurring_noise: bool) -> list[int]:

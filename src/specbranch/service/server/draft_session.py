@@ -44,13 +44,13 @@ class DraftSession:
 
     | attribute | written by | guarded by |
     |---|---|---|
-    | `state`: AWAITED, PREPARING, BEHIND | lookup thread | `turn` |
-    | `state`: FORGOTTEN, which is final | either thread, through the store | `turn` |
+    | `state`: TARGET_WAITING, PREPARING, PREFILLING | lookup thread | `set_state` |
+    | `state`: DROPPED, which is final | either thread, through the store | `set_state` |
     | `core`: `commit`, `propose` | lookup thread | `lock` |
     | `core`: `rows`, `add_distribution` | draft thread | `lock` |
     | `tree_cache` | draft thread | `lock` |
     | `prefix_donor` | set by the store, taken by the draft thread | assignment |
-    | step counter, digest, `told` | lookup thread | |
+    | step counter, digest, `pushed` | lookup thread | |
     """
 
     def __init__(
