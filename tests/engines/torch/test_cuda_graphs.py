@@ -131,7 +131,7 @@ class RecordedGraphs(Graphs):
     """Graphs as CUDA's are, on the CPU."""
 
     def __init__(self, compute: Any) -> None:
-        self._runner = compute
+        self._compute = compute
         self._recorded = {}
 
     def record(self, bucket: Bucket) -> None:
