@@ -25,6 +25,9 @@ from specbranch.errors import EngineError
 log = logging.getLogger(__name__)
 
 PLANNERS_GROUP = "specbranch.planners"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# On PyPI torch comes with several gigabytes for CUDA.
+_MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
 
 
 @cache
@@ -53,11 +56,6 @@ def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
         if damage is not None:
             log.warning("ignoring the package %r: its entry points cannot be read (%s)", package.name, damage)
         yield from ((package.name, point) for point in points)
-
-
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# On PyPI torch comes with several gigabytes for CUDA.
-_MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
 
 
 @contextmanager

@@ -15,6 +15,13 @@ import numpy as np
 
 from specbranch.version import __version__
 
+_INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+# What a CPU must name for each limit of oneDNN to be one: without it, this limit and none mean the same.
+_LIMITS = {"AVX512_CORE_VNNI": "amx_int8", "AVX512_CORE": "avx512_vnni", "AVX2_VNNI": "avx_vnni", "AVX2": "avx2"}
+_GPU_VENDORS = ("0x10de", "0x1002", "0x8086")  # Nvidia, AMD, Intel: not the graphics of a server's own board
+_GPU_CLASSES = ("0x03", "0x12")  # display or 3D controller, accelerator
+_LIST_S = 20.0  # the longest time that listing the GPUs may take
+
 
 def host_memory(root: Path = Path("/")) -> int | None:
     """Bytes of memory that the host has; None where the system does not tell."""
@@ -59,11 +66,6 @@ def _left_in_container(root: Path) -> int | None:
 def _reclaimable(stats: dict[str, str]) -> int:
     """What the kernel gives back when memory is needed."""
     return sum(int(stats.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
-
-
-_INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-# What a CPU must name for each limit of oneDNN to be one: without it, this limit and none mean the same.
-_LIMITS = {"AVX512_CORE_VNNI": "amx_int8", "AVX512_CORE": "avx512_vnni", "AVX2_VNNI": "avx_vnni", "AVX2": "avx2"}
 
 
 def cache_bytes() -> int | None:
@@ -130,11 +132,6 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-_GPU_VENDORS = ("0x10de", "0x1002", "0x8086")  # Nvidia, AMD, Intel: not the graphics of a server's own board
-_GPU_CLASSES = ("0x03", "0x12")  # display or 3D controller, accelerator
-_LIST_S = 20.0  # the longest time that listing the GPUs may take
 
 
 @dataclass(frozen=True, slots=True)

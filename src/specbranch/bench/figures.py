@@ -37,6 +37,14 @@ CAPTIONS = {
 _Drawer = Callable[[Any], None]
 _BARE_COLOR = "#8d99ae"
 _MIN_HITS = 0.05
+_TARGET, _WAIT, _PREFILL = "#264653", "#d1495b", "#d9d9d9"
+_HIT, _MISS = "#2a9d8f", "#d1495b"
+_DRAFT_PREFILL = "#c9b79c"
+_ROWS = ("#bfe3dd", "#7fcabd", "#2a9d8f", "#1b6f65")  # for 1 row, 2, 3 or 4, more
+_ROW_STEPS = (1, 2, 4)
+_ROW_LABELS = ("1 row", "2 rows", "3-4 rows", "5 rows or more")
+_MAX_PANELS = 6
+_LABEL_SHARE = 0.022  # a bar at least this wide, as a share of the figure, has room for numbers
 
 
 def draw_figures(results: Results, directory: Path, stem: str) -> list[tuple[str, Path]]:
@@ -204,16 +212,6 @@ def _ends(ratios: Sequence[Ratio]) -> Any:
 def _label(results: Results, name: str) -> str:
     cores = results.scenario.num_cores(results.method(name))
     return f"{name} ({cores} core{'s' if cores > 1 else ''})"
-
-
-_TARGET, _WAIT, _PREFILL = "#264653", "#d1495b", "#d9d9d9"
-_HIT, _MISS = "#2a9d8f", "#d1495b"
-_DRAFT_PREFILL = "#c9b79c"
-_ROWS = ("#bfe3dd", "#7fcabd", "#2a9d8f", "#1b6f65")  # for 1 row, 2, 3 or 4, more
-_ROW_STEPS = (1, 2, 4)
-_ROW_LABELS = ("1 row", "2 rows", "3-4 rows", "5 rows or more")
-_MAX_PANELS = 6
-_LABEL_SHARE = 0.022  # a bar at least this wide, as a share of the figure, has room for numbers
 
 
 def plot_timeline(path: Path, timeline: Timeline, stretches: list[tuple[float, float]], title: str) -> None:

@@ -29,6 +29,7 @@ MANY_ROWS = 8
 LOUD = 2.0  # p90 over p10 from which on a verdict is worth little
 _CACHE_REACH = 0.9  # a step this far below its bound has not read all weights from memory
 _BLOCK_BYTES = 512 << 20
+_STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +311,6 @@ def _best_s(work: Callable[[], object], num_reads: int) -> float:
         work()
         best_s = min(best_s, time.perf_counter() - start)
     return best_s
-
-
-_STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 
 
 class PlotError(SpecBranchError, ValueError):

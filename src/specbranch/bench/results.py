@@ -23,6 +23,13 @@ from specbranch.trace import FORMAT as TRACE
 VERSION = 1
 
 Record = dict[str, Any]
+NO_RANGE = "\u2013"
+_RESAMPLES = 2000
+_MIN_TRIALS = 3  # resampling fewer prompts says nothing about their spread
+Cell = tuple[str, int]  # task, concurrency
+RESULTS = "specbranch-bench"  # the format that a result file names in its first line
+_BEGIN_LEN = 1 << 16
+_GZIP = b"\x1f\x8b"
 
 
 class ResultError(SpecBranchError, ValueError):
@@ -76,13 +83,6 @@ def drop_unfinished(path: Path) -> None:
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
         os.truncate(path, whole)
-
-
-NO_RANGE = "\u2013"
-_RESAMPLES = 2000
-_MIN_TRIALS = 3  # resampling fewer prompts says nothing about their spread
-
-Cell = tuple[str, int]  # task, concurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +302,6 @@ def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record
     partners = {(record["prompt"], record["repeat"]): record for record in other}
     keys = [(record["prompt"], record["repeat"]) for record in own]
     return [(record, partners[key]) for record, key in zip(own, keys, strict=True) if key in partners]
-
-
-RESULTS = "specbranch-bench"  # the format that a result file names in its first line
-_BEGIN_LEN = 1 << 16
-_GZIP = b"\x1f\x8b"
 
 
 def describe_file(path: Path) -> str:

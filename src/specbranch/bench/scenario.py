@@ -33,6 +33,13 @@ BARE = "bare"
 _Natural = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
 _Rate = Annotated[float, Meta(gt=0, lt=1e9)]
+_Row = dict[str, Any]
+_CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
+_Task = tuple[Callable[[_Row], bool], Callable[[_Row], str]]
+_WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a model
+_PACKAGES = {"suffix": ("arctic_inference", "pip install --no-build-isolation --no-deps arctic-inference==0.1.1")}
+_CACHE_GB = 1.0  # what an engine of the benchmark takes for its KV cache, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+_GB = 1e9
 
 
 class ScenarioError(SpecBranchError, ValueError):
@@ -217,11 +224,6 @@ def read_scenario(path: Path) -> Scenario:
     return scenario
 
 
-_Row = dict[str, Any]
-_CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
-_Task = tuple[Callable[[_Row], bool], Callable[[_Row], str]]
-
-
 def _of_spec_bench(*categories: str) -> _Task:
     return lambda row: row["category"] in categories, lambda row: row["turns"][0]
 
@@ -280,12 +282,6 @@ def read_prompts(task: str, path: Path, count: int, field: str | None = None, sk
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
     """So many rows, with even distances between them."""
     return rows[:: max(1, len(rows) // count)][:count] if count > 0 else []
-
-
-_WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a model
-_PACKAGES = {"suffix": ("arctic_inference", "pip install --no-build-isolation --no-deps arctic-inference==0.1.1")}
-_CACHE_GB = 1.0  # what an engine of the benchmark takes for its KV cache, unless VLLM_CPU_KVCACHE_SPACE says otherwise
-_GB = 1e9
 
 
 def check_methods(scenario: Scenario) -> None:

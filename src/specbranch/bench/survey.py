@@ -53,6 +53,9 @@ _CONTEXT_LEN = 192
 
 OnProgress = Callable[[str], None]
 _Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's answer
+_DRAFT_ROWS = (1, 2, 4, 8)
+_TARGET_BATCHES = (1, 2, 4, 8, 16)
+_TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: a line needs no more
 
 
 class StepTimes(NamedTuple):
@@ -200,11 +203,6 @@ def _steps_s(target: TargetProcess, messages: Sequence[str], size: int) -> list[
 def _gaps_s(decoded: Sequence[Decoded]) -> list[float]:
     """Times between steps; the first ones include prefill and are left out."""
     return step_gaps_s(decoded, skip=len(decoded))
-
-
-_DRAFT_ROWS = (1, 2, 4, 8)
-_TARGET_BATCHES = (1, 2, 4, 8, 16)
-_TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: a line needs no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ from specbranch.bench.results import describe_file
 from specbranch.errors import SpecBranchError
 
 _MOST = 10**15  # microseconds, which are some thirty years, or things that were counted
+MAX_VERDICTS = 2000  # of one target; a browser has to hold them all
+_PLACE = "/* the run */ null"
 
 
 class TimelineError(SpecBranchError, ValueError):
@@ -269,11 +271,6 @@ def _length_s(spans: Iterable[TimeSpan]) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-MAX_VERDICTS = 2000  # of one target; a browser has to hold them all
-
-_PLACE = "/* the run */ null"
 
 
 def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[int], str]) -> None:

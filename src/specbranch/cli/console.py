@@ -20,6 +20,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+_LINES = 10  # at most, for the counts of one stage
+_AGAIN_S = 15.0  # a stage that lasts is named again
+
 
 def console_for(as_json: bool) -> Console:
     """Standard output for people; standard error if `--json` takes standard output."""
@@ -77,10 +80,6 @@ def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
     except kinds as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
-
-
-_LINES = 10  # at most, for the counts of one stage
-_AGAIN_S = 15.0  # a stage that lasts is named again
 
 
 class ProgressBar:

@@ -27,6 +27,8 @@ from specbranch.launch.vllm_worker import TargetProcess
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 
+_WARM_TOKENS = 4
+
 
 class ModelLoadError(SpecBranchError, RuntimeError):
     """A model could not be loaded; the message names the log file."""
@@ -169,9 +171,6 @@ class LocalPair:
         remote = self._options.remote
         where = remote.section if remote else {"address": self._address} if self._address else {}
         return self._options.settings({**where, **changes})
-
-
-_WARM_TOKENS = 4
 
 
 def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:

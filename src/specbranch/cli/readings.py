@@ -28,6 +28,12 @@ from specbranch.service.wire.messages import PREFIX, REASONS, Overview
 
 _OF_VLLM = "specbranch_"
 _OWN_LABELS = ("cause", "reason")  # all others tell engines apart, whose figures are summed
+_ANSWER_S = 1.0
+_MAX_BYTES = 1 << 24  # of a page
+_HINT = (
+    "start one by `specbranch draft MODEL`, or name its ADDRESS; the draft of `specbranch serve` is seen through its "
+    "server, by `specbranch top http://HOST:PORT`"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,13 +291,6 @@ _STEPS = (
 )
 _ROWS = (_TopRow("draft_rows", "draft rows", "", lambda span: span.amount(span.stats.rows)),)
 _WAIT = (_TopRow("wait_ms", "wait of a target's step", "ms", _wait_ms),)
-
-_ANSWER_S = 1.0
-_MAX_BYTES = 1 << 24  # of a page
-_HINT = (
-    "start one by `specbranch draft MODEL`, or name its ADDRESS; the draft of `specbranch serve` is seen through its "
-    "server, by `specbranch top http://HOST:PORT`"
-)
 
 
 class ServiceUnavailable(SpecBranchError, RuntimeError):

@@ -14,6 +14,10 @@ from specbranch.launch.vllm_engine import StepOutput
 
 Message = dict[str, str]
 COMMANDS = "/quit leaves the chat, /clear clears the history, Ctrl-C stops an answer."
+_BROKEN = "\ufffd"  # what a decoder shows for a character that is not complete yet
+_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
+_EVERY_S = 0.1
 
 
 class Chat:
@@ -56,9 +60,6 @@ class Chat:
             self.history.pop()
         else:
             self.history.append({"role": "assistant", "content": text})
-
-
-_BROKEN = "\ufffd"  # what a decoder shows for a character that is not complete yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,6 @@ class DraftHighlighter:
         return max(0, len(after) - len(before))
 
 
-_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-_SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
-_EVERY_S = 0.1
 # A model may emit terminal escape sequences.
 _HARMLESS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 

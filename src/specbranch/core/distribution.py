@@ -27,6 +27,10 @@ from numpy.typing import NDArray
 
 Prob = float | Fraction
 Dense = NDArray[Any]  # [vocab]; float64, or object holding Fractions
+_BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
+TEXT_LEN = 128  # tokens before a place that its number is made of; a draft tree is no deeper
+MAX_IDS = 32  # that a token is drawn from; they go over the wire with it
+_SCALE = 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,6 @@ def distribution_of(weights: Sequence[Prob]) -> Distribution:
     return Distribution(tuple(order), probs, -sum(float(p) * math.log(p) for p in probs))
 
 
-_BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
-
-
 def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
     """The `top_k` most likely tokens at temperature 1, and the entropy of the whole distribution."""
     shifted = logits - logits.max()  # [vocab]
@@ -81,11 +82,6 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     peaks = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
     threshold = np.partition(peaks, -count)[-count]
     return np.flatnonzero(values >= threshold)
-
-
-TEXT_LEN = 128  # tokens before a place that its number is made of; a draft tree is no deeper
-MAX_IDS = 32  # that a token is drawn from; they go over the wire with it
-_SCALE = 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ MEMORY = "memory"  # past answers of the same target
 SOURCES = (TEXT, MEMORY)
 
 Guess = list[tuple[int, Grounds]]  # tokens in a row
+LENGTHS = (5, 4, 3, 2)  # of the tokens that must agree, the longest tried first
+_CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
+_SHORTEST = 3  # fewer tokens that agree with another answer mean little
 
 
 class NgramDrafter:
@@ -77,9 +80,6 @@ def _repeated(source: str, tokens: Sequence[int], num_agreed: int) -> Guess:
     return [(token, (source, min(num_agreed + index, LENGTHS[0]))) for index, token in enumerate(tokens)]
 
 
-LENGTHS = (5, 4, 3, 2)  # of the tokens that must agree, the longest tried first
-
-
 class NgramIndex:
     """Positions in a sequence by the tokens before them. It follows a list that only grows, a bounded part at a time.
 
@@ -113,10 +113,6 @@ class NgramIndex:
                 if position is not None:
                     return self._tokens[position : position + count], length
         return [], 0
-
-
-_CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
-_SHORTEST = 3  # fewer tokens that agree with another answer mean little
 
 
 class PastOutput:

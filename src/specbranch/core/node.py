@@ -23,6 +23,8 @@ from specbranch.core.distribution import (
     seeded_uniform,
 )
 
+First = tuple[int, Distribution | None]  # a token, and the distribution that it was drawn from by chance
+
 
 class TokenOutcome(Enum):
     """What became of a drafted token."""
@@ -67,9 +69,6 @@ class Node:
 
     def __repr__(self) -> str:
         return f"Node({self.token} at {self.position}, {len(self.children)} children)"
-
-
-First = tuple[int, Distribution | None]  # a token, and the distribution that it was drawn from by chance
 
 
 class TokenPicker(Protocol):

@@ -11,6 +11,8 @@ from specbranch.core.costs import PairModel
 from specbranch.core.ngram import NgramDrafter
 from specbranch.core.tree import RollbackCounts, Tree
 
+MAX_WINDOW = 64  # draft tokens in one submission
+
 
 class Signal(IntEnum):
     """What H-RAD foresees for the next window."""
@@ -18,9 +20,6 @@ class Signal(IntEnum):
     NONE = 0  # no token of the window will be accepted
     SOME = 1  # ask the draft's confidence
     ALL = 2  # every token will be accepted
-
-
-MAX_WINDOW = 64  # draft tokens in one submission
 
 
 @dataclass(frozen=True, slots=True)

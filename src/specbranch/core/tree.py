@@ -20,6 +20,8 @@ from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node, TokenOutcome, TokenPicker
 
 _LEAST = 1e-30  # the last of top-k may have been rounded to nothing
+# Why drafted tokens are rolled back.
+CAUSES = (TokenOutcome.REJECTED.value, TokenOutcome.UNUSED.value, TokenOutcome.CUT.value)
 
 
 class Tree:
@@ -351,13 +353,6 @@ class Tree:
 def _drawn_child(node: Node) -> Node | None:
     """The child that was drawn by chance, if one was."""
     return next((child for child in node.children if child.sampled_from is not None), None)
-
-
-CAUSES = (
-    TokenOutcome.REJECTED.value,
-    TokenOutcome.UNUSED.value,
-    TokenOutcome.CUT.value,
-)  # why drafted tokens are rolled back
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from typing import Protocol
 from specbranch.core.distribution import Distribution
 from specbranch.errors import EngineError
 
+DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
@@ -138,9 +140,6 @@ class DraftEngine(Protocol):
 
 def _silent(_: str) -> None:
     pass
-
-
-DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)

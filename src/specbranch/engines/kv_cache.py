@@ -19,6 +19,13 @@ from specbranch.errors import EngineFull
 SlotIds = NDArray[np.int64]
 _NO_CELLS: SlotIds = np.empty(0, dtype=np.int64)
 _LOOK = 64  # cells that are looked at for free ones, beyond as many as are needed; then twice as many, and so on
+MOST = 1 << 20  # tokens, by memory: 64 texts of 16,384
+USUAL = 1 << 15  # tokens: one long text and some short ones; what is taken where nobody tells how much memory is free
+_FEWEST = 4096  # tokens; a smaller cache would be of no use
+_GPU_SHARE = 0.75  # of the free memory; a step needs some beside the cache
+# A target on the same CPU takes nearly all of the rest: `serve` leaves a tenth of the memory to the draft's cache.
+_CPU_SHARE = 0.1
+_CPU_LIMIT = 0.25  # where a tenth is too little for the usual cache
 
 
 @dataclass(slots=True, eq=False)
@@ -141,15 +148,6 @@ class SlotAllocator:
             start = (end + following + 1) // 2
             places.append((start, following - start))
         return max(places, key=lambda place: place[1])[0]
-
-
-MOST = 1 << 20  # tokens, by memory: 64 texts of 16,384
-USUAL = 1 << 15  # tokens: one long text and some short ones; what is taken where nobody tells how much memory is free
-_FEWEST = 4096  # tokens; a smaller cache would be of no use
-_GPU_SHARE = 0.75  # of the free memory; a step needs some beside the cache
-# A target on the same CPU takes nearly all of the rest: `serve` leaves a tenth of the memory to the draft's cache.
-_CPU_SHARE = 0.1
-_CPU_LIMIT = 0.25  # where a tenth is too little for the usual cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ _BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several cal
 _CPU_BATCH = 128
 # Tokens of a cache of no given size. A fork and its end look through all cells, which takes 0.5 ms for so many.
 _MAX_TOKENS = 1 << 17
+_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -305,9 +306,6 @@ def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:
         first = len(row.tokens) - row.num_outputs
         for offset, token in enumerate(row.tokens):
             yield _Fed(token, length + offset, row.handle, offset >= first)
-
-
-_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
 class GgmlGpus:

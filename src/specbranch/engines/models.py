@@ -19,6 +19,8 @@ from specbranch.errors import EngineError
 _HUB_S = 4.0  # for the hub to answer
 _GGUF = b"GGUF"
 _CONFIGS = ("config.json", "params.json")
+_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+_KINDS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")  # the first kind that is there counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,6 @@ def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
     thread.start()
     thread.join(limit_s)
     return answers[0] if answers else HubAnswer(unknown=f"the hub did not answer within {limit_s:g} s")
-
-
-_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-_KINDS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")  # the first kind that is there counts
 
 
 def weight_bytes(model: str, dtype: str | None = None) -> int:

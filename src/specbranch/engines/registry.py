@@ -23,6 +23,8 @@ GROUP = "specbranch.engines"  # of entry points
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 Opener = Callable[[EngineOptions], DraftEngine]
+# What each of ours imports.
+_MODULES = {"llamacpp": ("llama_cpp",), "torch": ("torch", "transformers")}
 
 
 def _open_llamacpp(options: EngineOptions) -> DraftEngine:
@@ -39,8 +41,6 @@ def _open_torch(options: EngineOptions) -> DraftEngine:
 
 _OPENERS: dict[str, Opener] = {"llamacpp": _open_llamacpp, "torch": _open_torch}
 
-# What each of ours imports.
-_MODULES = {"llamacpp": ("llama_cpp",), "torch": ("torch", "transformers")}
 
 ENGINES = tuple(_OPENERS)  # the engines of this package; `engine_names` has those of other packages too
 

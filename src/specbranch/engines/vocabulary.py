@@ -38,6 +38,19 @@ _SAMPLE_TOLERANCE = 0.05
 _ADVICE = "choose a draft with the target's tokenizer, usually a smaller model of the same family"
 
 T = TypeVar("T")
+_Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
+J = TypeVar("J")
+_SPACE = "\u2581"  # SentencePiece writes it for a space
+_KEY = b"tokenizer.ggml.tokens"
+_VERSIONS = (2, 3)
+_MAX_PAIRS = 1 << 16
+_MAX_ITEMS = 1 << 24
+_STRING, _ARRAY = 8, 9
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by the number of a type
+_HEAD = struct.Struct("<IQQ")  # version, tensors, pairs
+_ITEMS = struct.Struct("<IQ")  # type and number of an array's items
+_NUMBER = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
 
 
 class VocabularyError(SpecBranchError, ValueError):
@@ -183,9 +196,6 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Added] | None = None
 
 
-_Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
-
-
 class _TextConfig(msgspec.Struct):
     vocab_size: _Size | None = None
 
@@ -215,9 +225,6 @@ def _from_hub_cache(model: str) -> Vocabulary | None:
         path = cached_file(repo, name)
         return _from_gguf(path) if path and name.endswith(".gguf") else None
     return _from_directory(cached_file(repo, "tokenizer.json"), cached_file(repo, "config.json"))
-
-
-J = TypeVar("J")
 
 
 def _read_json(path: Path | None, kind: type[J]) -> J | None:
@@ -289,9 +296,6 @@ def _quoted(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 
-_SPACE = "\u2581"  # SentencePiece writes it for a space
-
-
 def token_text(model: str | None) -> Callable[[int], str]:
     """What each token id of a model is spelled like; `#7` for those of which nothing is known here."""
     try:
@@ -323,17 +327,6 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
-
-_KEY = b"tokenizer.ggml.tokens"
-_VERSIONS = (2, 3)
-_MAX_PAIRS = 1 << 16
-_MAX_ITEMS = 1 << 24
-_STRING, _ARRAY = 8, 9
-_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by the number of a type
-_HEAD = struct.Struct("<IQQ")  # version, tensors, pairs
-_ITEMS = struct.Struct("<IQ")  # type and number of an array's items
-_NUMBER = struct.Struct("<I")
-_LENGTH = struct.Struct("<Q")
 
 
 def read_tokens(path: Path) -> list[str] | None:

@@ -21,6 +21,7 @@ from specbranch.service.client.stats import parse_metrics_text
 _SHOWN = 300  # characters of a server's message
 _SUBMITTED, _ACCEPTED = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
+_LEAST = -9999.0
 
 
 class ServerError(SpecBranchError, RuntimeError):
@@ -233,9 +234,6 @@ def _message(body: bytes) -> str:
 def _short(text: str) -> str:
     line = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
-
-
-_LEAST = -9999.0
 
 
 @dataclass(frozen=True, slots=True)

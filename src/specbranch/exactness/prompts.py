@@ -60,15 +60,15 @@ TOSS_SCHEMA = {
     "required": list(TOSS_KEYS),
     "additionalProperties": False,
 }
+STOP = "tails"
+_SEEDS = 1_000_000  # of one sample; the next has others, so that the samples are independent
+_LONG = 16  # tokens, where log-probabilities are compared: the longer a text, the more an error adds up
+NUM_CHOICES = 2
 
 
 def greedy_prompts(count: int) -> list[str]:
     """That many prompts; beyond the built-in ones they are repeated, each with one more space at its end."""
     return [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(count)]
-
-
-STOP = "tails"
-_SEEDS = 1_000_000  # of one sample; the next has others, so that the samples are independent
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,6 @@ FEATURES = (
 # What is not drafted for, so that a run of it needs no accepted draft token.
 UNDRAFTED = frozenset(feature.name for feature in FEATURES if feature.is_seeded)
 
-_LONG = 16  # tokens, where log-probabilities are compared: the longer a text, the more an error adds up
-NUM_CHOICES = 2
 CHOICES = Feature(f"n = {NUM_CHOICES}", COIN, sampling={"n": NUM_CHOICES})
 REPEATED = Feature("seeds", COIN, num_tokens=_LONG)
 

@@ -16,6 +16,9 @@ from specbranch.exactness.vllm_findings import FAILED, HOLDS, NOTE, SKIPPED, Fin
 T = TypeVar("T")
 Answers = Sequence[Sequence[Reply]]  # of each request its choices
 _SHOWN = 24  # characters
+_SHOWN_TEXT = 20  # characters
+_MAX_CELLS = 50
+_RARE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,9 +248,6 @@ def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, d
     )
 
 
-_SHOWN_TEXT = 20  # characters
-
-
 @dataclass(frozen=True, slots=True)
 class TokenDivergence:
     """The reference's token at a position, and the other answer's.
@@ -306,10 +306,6 @@ def _leads(token: str, here: str, there: str) -> bool:
 def _ends(token: str) -> bool:
     """Whether a token looks like one that ends a text, such as </s> or <|im_end|>."""
     return token == "" or (token.startswith("<") and token.endswith(">"))
-
-
-_MAX_CELLS = 50
-_RARE = 5
 
 
 def group_by_prefix(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:

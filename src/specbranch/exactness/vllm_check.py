@@ -40,6 +40,7 @@ _BATCH = 8  # of sampled requests, and of the greedy runs that show vLLM's own r
 _MAX_ROWS = 16
 _ATTEMPTS = 4  # at a run with drafts of which no token was accepted
 _SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
+Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, requests in all, where known
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,6 @@ class Report:
         engine = self.engine
         how = "eager" if engine.is_eager else "compiled"
         return {"vllm": engine.versions["vllm"], "dtype": engine.dtype, "device": engine.device, "how": how}
-
-
-Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, requests in all, where known
 
 
 def check(options: CheckOptions, listen: Listener) -> Report:

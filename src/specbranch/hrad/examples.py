@@ -33,6 +33,11 @@ SPLITS = ("train", "held-out", "test")
 _SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "train")
 
 Array = NDArray[Any]
+CollectProgress = Callable[[int, int], None]
+_TOP_K = 10
+_ATTENTION = "specbranch-collect"  # in the registries of Transformers
+_TOKENS_AT_ONCE = 24_576  # of prompts: their hidden states are held in memory
+_DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary takes much memory
 
 
 class ExamplesError(SpecBranchError, ValueError):
@@ -188,13 +193,6 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
                 found.append((card.tasks[part["tasks"][row]], int(part["prompts"][row]), answer))
             row += len(answer.tokens) - 1
     return found
-
-
-CollectProgress = Callable[[int, int], None]
-_TOP_K = 10
-_ATTENTION = "specbranch-collect"  # in the registries of Transformers
-_TOKENS_AT_ONCE = 24_576  # of prompts: their hidden states are held in memory
-_DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary takes much memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,10 @@ from specbranch.machine import commit
 Inputs = Literal["features", "confidence", "both"]
 INPUTS: tuple[Inputs, ...] = ("features", "confidence", "both")
 FitProgress = Callable[[int, int, float], None]
+_BINS = 10
+SHOWN: Inputs = "features"  # the network that is written; the others show what each input is worth
+EvaluationProgress = Callable[[str, int, int], None]  # stage, epochs done, epochs at most
+_CLASSES = ("none", "some", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +190,6 @@ def _arrays(body: Any, to_class: Any, to_survival: Any) -> dict[str, Array]:
     return found
 
 
-_BINS = 10
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """Stats of predicted chances of the three classes against what happened."""
@@ -244,10 +245,6 @@ def _bins(sure: Array, is_right: Array) -> tuple[tuple[float, float, int], ...]:
         if chosen.any():
             found.append((float(sure[chosen].mean()), float(is_right[chosen].mean()), int(chosen.sum())))
     return tuple(found)
-
-
-SHOWN: Inputs = "features"  # the network that is written; the others show what each input is worth
-EvaluationProgress = Callable[[str, int, int], None]  # stage, epochs done, epochs at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,9 +341,6 @@ def _across(
             by_task = scores_by_task(network, splits["test"], options.window)
             found[task] = {name: one["accuracy"] for name, one in by_task.items()}
     return found
-
-
-_CLASSES = ("none", "some", "all")
 
 
 def draw_scores(scores: Mapping[str, Score], shown: str, path: Path) -> None:

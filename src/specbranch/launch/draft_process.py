@@ -30,6 +30,13 @@ _PROBE_S = 0.5
 _ERROR = "error: "  # how a command's last line begins
 
 OnProgress = Callable[[str], None]
+_LOOK_S = 0.2
+_FIRST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 30.0
+_STEADY_S = 60.0  # a service that ran this long is not in a crash loop
+_ANSWER_S = 2.0
+_CONNECT_S = 1.0
+_GREETING = b"\xff"  # the first byte that ZeroMQ sends
 
 
 def _silent(_: str) -> None:
@@ -186,12 +193,6 @@ def _absolute(file: str | Path | None) -> Path | None:
     return None if file is None else Path(file).absolute()
 
 
-_LOOK_S = 0.2
-_FIRST_PAUSE_S = 1.0
-_MAX_PAUSE_S = 30.0
-_STEADY_S = 60.0  # a service that ran this long is not in a crash loop
-
-
 class DraftSupervisor:
     """Keeps one draft service alive. `say` gets one line for each event, from another thread.
 
@@ -272,11 +273,6 @@ class DraftSupervisor:
             self._process.kill()
         else:
             self._on_event("the draft service is back")
-
-
-_ANSWER_S = 2.0
-_CONNECT_S = 1.0
-_GREETING = b"\xff"  # the first byte that ZeroMQ sends
 
 
 @dataclass(frozen=True, slots=True)

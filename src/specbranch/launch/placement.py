@@ -23,6 +23,8 @@ HOST_CPU = (
     "a draft on the host CPU helps a target on GPUs whose step takes at least as long as three of the draft's: about "
     "30 ms for a draft of 0.5B weights in int8, 60 ms in bfloat16"
 )
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +228,6 @@ def _asked(option: str, text: str | None) -> list[int] | None:
 def _no_such_cores(option: str, cores: Iterable[int], before: Iterable[int]) -> UsageError:
     asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
     return UsageError(f"{option} is {asked}; this process may use {have}")
-
-
-_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-_THREADS = "OMP_NUM_THREADS"
 
 
 def is_bound_by_user() -> bool:

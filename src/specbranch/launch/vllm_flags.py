@@ -30,6 +30,15 @@ _SHORT = {
     "-q": "quantization",
     "-cc": "compilation_config",
 }
+_NUMBER_WORDS = ("auto", "none")
+_ENGINE = "engine/arg_utils.py"
+_FRONTENDS = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")  # the second up to 0.28
+_CLASSES = ("EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
+_SPECULATION = ("config/speculative.py", "SpeculativeConfig")
+_METHODS = "SpeculativeMethod"
+_LLM = ("entrypoints/llm.py", "LLM")
+_FEW = 100  # a source with fewer fields than this is laid out in a way that we do not know
+_NUMBERS = {"int", "float", "None"}
 
 
 class _Flag(NamedTuple):
@@ -175,9 +184,6 @@ def _local_data(flags: Flags) -> int:
     return flags.number(*local) if flags.has(*local) else flags.number("--data-parallel-size", "-dp")
 
 
-_NUMBER_WORDS = ("auto", "none")
-
-
 def check_flags(flags: Flags, known: KnownArguments) -> None:
     """Raise for a flag that `vllm serve` does not have, and for a number that is none."""
     for name, value in flags.pairs():
@@ -211,16 +217,6 @@ def _hint(name: str, known: Collection[str], else_: str) -> str:
 def _may_be_number(value: str) -> bool:
     """VLLM also takes numbers such as 1.5k or 4Gi."""
     return any(letter.isdigit() for letter in value) or value.lower() in _NUMBER_WORDS
-
-
-_ENGINE = "engine/arg_utils.py"
-_FRONTENDS = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")  # the second up to 0.28
-_CLASSES = ("EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
-_SPECULATION = ("config/speculative.py", "SpeculativeConfig")
-_METHODS = "SpeculativeMethod"
-_LLM = ("entrypoints/llm.py", "LLM")
-_FEW = 100  # a source with fewer fields than this is laid out in a way that we do not know
-_NUMBERS = {"int", "float", "None"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ _CPU = f"pip install 'specbranch[cpu]' --extra-index-url {TORCH_CPU_INDEX}"
 # What drivers of accelerators make in /dev: of Nvidia, of AMD, under Windows, and of TPUs and others.
 _DEVICES = Path("/dev")
 _DRIVERS = ("nvidia*", "kfd", "dxg", "accel*", "vfio/[0-9]*")
+_NATIVE = ("amx_bf16", "avx512_bf16")
+_NAMES = {"half": "float16", "float": "float32"}
+_SIXTEEN_BITS = ("bfloat16", "float16")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def install_command(*, on_cpu: bool, afresh: bool = False) -> str:
@@ -72,12 +76,6 @@ def target_on_cpu() -> bool:
 def _has_driver() -> bool:
     """Tell whether the driver of an accelerator is here, though none was counted, as in some containers."""
     return any(any(_DEVICES.glob(name)) for name in _DRIVERS)
-
-
-_NATIVE = ("amx_bf16", "avx512_bf16")
-_NAMES = {"half": "float16", "float": "float32"}
-_SIXTEEN_BITS = ("bfloat16", "float16")
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 def types_here(target: str, draft: str, dtype: str) -> list[str]:

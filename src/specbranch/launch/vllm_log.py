@@ -21,6 +21,29 @@ _STAGES = (
 
 # A server says the first, a node without one the second.
 _UP = ("Application startup complete", "headless multiproc executor", "in headless mode")
+_ERROR = re.compile(r"(?:^|\s)((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)): (\S.*)$")
+_INVALID = re.compile(
+    r"^\s*(?:\([^)]*\) )?\s*Value error, (\S.*?)(?: \[type=.*)?$"
+)  # below "1 validation error for ..."
+_USAGE = re.compile(r"(?:^|\s)(\S+): error: (\S.*)$")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_FOLLOWS = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
+_LEN = 300  # characters of vLLM's own words
+_ADVICE = (
+    ("Free memory on device", "free some memory, or give vLLM a smaller share with --gpu-memory-utilization"),
+    ("is less than desired GPU memory", "give vLLM a smaller share with --gpu-memory-utilization"),
+    ("No available memory for the cache", "raise --gpu-memory-utilization, or lower --max-model-len"),
+    ("larger than the available KV cache memory", "lower --max-model-len, or raise --gpu-memory-utilization"),
+    ("greater than the derived max_model_len", "lower --max-model-len"),
+    ("Address already in use", "choose another port with --port"),
+    ("out of memory", "lower --gpu-memory-utilization or --max-model-len, or use a smaller model"),
+    ("Cannot allocate memory", "use a smaller model, or a data type with fewer bytes (--dtype)"),
+    ("can't allocate memory", "use a smaller model, or a data type with fewer bytes (--dtype)"),
+    ("trust_remote_code", "if you trust the model's own code, add --trust-remote-code"),
+    ("is not supported", "see vLLM's list of supported models"),
+    ("No module named", "install what is missing; `specbranch doctor` lists what is there"),
+)
+_KILLED = -9
 
 
 class StartupProgress:
@@ -42,32 +65,6 @@ class StartupProgress:
             if any(word in line for word in _STAGES[number][1]):
                 self._number = number
                 return
-
-
-_ERROR = re.compile(r"(?:^|\s)((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)): (\S.*)$")
-_INVALID = re.compile(
-    r"^\s*(?:\([^)]*\) )?\s*Value error, (\S.*?)(?: \[type=.*)?$"
-)  # below "1 validation error for ..."
-_USAGE = re.compile(r"(?:^|\s)(\S+): error: (\S.*)$")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_FOLLOWS = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
-_LEN = 300  # characters of vLLM's own words
-
-_ADVICE = (
-    ("Free memory on device", "free some memory, or give vLLM a smaller share with --gpu-memory-utilization"),
-    ("is less than desired GPU memory", "give vLLM a smaller share with --gpu-memory-utilization"),
-    ("No available memory for the cache", "raise --gpu-memory-utilization, or lower --max-model-len"),
-    ("larger than the available KV cache memory", "lower --max-model-len, or raise --gpu-memory-utilization"),
-    ("greater than the derived max_model_len", "lower --max-model-len"),
-    ("Address already in use", "choose another port with --port"),
-    ("out of memory", "lower --gpu-memory-utilization or --max-model-len, or use a smaller model"),
-    ("Cannot allocate memory", "use a smaller model, or a data type with fewer bytes (--dtype)"),
-    ("can't allocate memory", "use a smaller model, or a data type with fewer bytes (--dtype)"),
-    ("trust_remote_code", "if you trust the model's own code, add --trust-remote-code"),
-    ("is not supported", "see vLLM's list of supported models"),
-    ("No module named", "install what is missing; `specbranch doctor` lists what is there"),
-)
-_KILLED = -9
 
 
 class FailureParser:

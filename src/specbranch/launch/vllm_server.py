@@ -31,6 +31,9 @@ _EXECUTOR = "--distributed-executor-backend"
 _OWN_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _MEMORY = "--gpu-memory-utilization"  # of the host, where vLLM runs on the CPU
 _USUAL_SHARE, _SPARE_SHARE, _MIN_SHARE = 0.92, 0.1, 0.1
+_STOP_S = 30.0
+_LAST_LINES_S = 2.0
+_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,6 @@ class VllmServeCommand:
             # processes all the same.
             return {"OMP_NUM_THREADS": str(len(self.cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         return omp_bind_env(self.cores, self.num_workers)
-
-
-_STOP_S = 30.0
-_LAST_LINES_S = 2.0
 
 
 class VllmServer:
@@ -202,9 +201,6 @@ def _free_share() -> float | None:
     """The share of this host's memory that is free; None where the system does not tell."""
     free, total = machine.free_host_memory(), machine.host_memory()
     return None if free is None or not total else free / total
-
-
-_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)

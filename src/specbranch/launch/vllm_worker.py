@@ -29,6 +29,7 @@ from specbranch.plugins.vllm.settings import ProposerSettings
 _WORKER = "specbranch.launch.vllm_worker"
 _STOP_S = 30.0
 _END_S = 5.0  # for a process that has closed its output
+_PAUSE_S = 2.0  # before another attempt
 
 
 class TargetFailure(SpecBranchError, RuntimeError):
@@ -115,9 +116,6 @@ class TargetProcess:
             f"vLLM with {self._options.model} {self._child.exit_summary} before its work was done. "
             f"The end of its log:\n{words}\nvLLM with {self._options.model} failed: {cause}"
         )
-
-
-_PAUSE_S = 2.0  # before another attempt
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ SECOND_SHARE = 0.44
 ROW_COST = 0.03
 
 _VOCAB_LEN = 32_000
+_OFFICIAL = "gamma: the SpecBranch authors' scripts; c = gamma, as both papers choose it."
+_PEARL = "gamma: the PEARL authors' scripts{}; c = gamma, as both papers choose it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,6 @@ def _from_paper(name: str, gamma: int, pearl: float, source: str) -> ModelPair:
         name, c, gamma, acceptance, f"{source} Acceptance: PEARL's published {pearl}x, solved by its chain."
     )
 
-
-_OFFICIAL = "gamma: the SpecBranch authors' scripts; c = gamma, as both papers choose it."
-_PEARL = "gamma: the PEARL authors' scripts{}; c = gamma, as both papers choose it."
 
 PAIRS = {
     pair.name: pair

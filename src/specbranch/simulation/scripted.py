@@ -34,6 +34,9 @@ from specbranch.trace import Answer, Trace
 
 State = Hashable
 Rule = Literal["match", "reject", "serve"]
+_Place = tuple[int, int]  # answer, number of its tokens read; negative within the prompt
+_START = -1
+_MODULUS = (1 << 61) - 1  # a Mersenne prime
 
 
 class Script(Protocol):
@@ -248,11 +251,6 @@ def served_candidates(session: Session, vocab_len: int) -> list[Candidates]:
         q = node.sampled_from or Distribution((node.token,), (1,), 0.0)
         told.append(Candidates(q.dense(vocab_len), (node.token,)))
     return [*told, Candidates(Distribution((), (), 0.0).dense(vocab_len), ())]
-
-
-_Place = tuple[int, int]  # answer, number of its tokens read; negative within the prompt
-_START = -1
-_MODULUS = (1 << 61) - 1  # a Mersenne prime
 
 
 def prompt_of(trace: Trace, index: int) -> tuple[int, ...]:

@@ -55,6 +55,57 @@ from specbranch.launch.placement import divide_cores, place_draft
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.version import __version__
 
+_PANEL = "Two servers"
+_OWN = ("endpoint", "reference", "model", "reference_model", "tie", "concurrency", "timeout_s", "api_key_env")
+_SHARED = ("quick", "num_prompts", "num_tokens", "num_samples", "alpha", "seed", "report", "as_json")
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Instead of TARGET: an OpenAI-compatible server with speculative decoding, such as vLLM, SGLang or "
+        "llama.cpp.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Reference = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="The same server without speculative decoding.", rich_help_panel=_PANEL),
+]
+EndpointModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="Model of --endpoint. Default: its only one.", rich_help_panel=_PANEL),
+]
+ReferenceModel = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Model of --reference. Default: its only one.", rich_help_panel=_PANEL),
+]
+Tie = Annotated[
+    float,
+    typer.Option(
+        metavar="GAP",
+        help="Greedy answers may differ where the reference preferred its token by at most this, in log-probability: "
+        "in bfloat16 rounding decides there. For float32: 1e-5.",
+        min=0,
+        rich_help_panel=_PANEL,
+    ),
+]
+Concurrency = Annotated[
+    int, typer.Option(metavar="N", help="Most requests at a time to a server.", min=1, rich_help_panel=_PANEL)
+]
+TimeoutS = Annotated[
+    float, typer.Option(metavar="S", help="Longest time for one answer.", min=0.1, rich_help_panel=_PANEL)
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Environment variable that holds the API key of both servers.",
+        rich_help_panel=_PANEL,
+    ),
+]
+_COLOURS = {HOLDS: "green", FAILED: "bold red"}
+_COLUMNS = ("check", "compared", "n", "result", "p", "")
+
 
 def _sizes(name: str) -> str:
     return f"Default: {getattr(FULL, name)}, or {getattr(QUICK, name)} with --quick."
@@ -213,57 +264,6 @@ def _page(report: Report) -> CheckReport:
     )
 
 
-_PANEL = "Two servers"
-_OWN = ("endpoint", "reference", "model", "reference_model", "tie", "concurrency", "timeout_s", "api_key_env")
-_SHARED = ("quick", "num_prompts", "num_tokens", "num_samples", "alpha", "seed", "report", "as_json")
-
-Endpoint = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Instead of TARGET: an OpenAI-compatible server with speculative decoding, such as vLLM, SGLang or "
-        "llama.cpp.",
-        rich_help_panel=_PANEL,
-    ),
-]
-Reference = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="The same server without speculative decoding.", rich_help_panel=_PANEL),
-]
-EndpointModel = Annotated[
-    str | None,
-    typer.Option("--model", metavar="NAME", help="Model of --endpoint. Default: its only one.", rich_help_panel=_PANEL),
-]
-ReferenceModel = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Model of --reference. Default: its only one.", rich_help_panel=_PANEL),
-]
-Tie = Annotated[
-    float,
-    typer.Option(
-        metavar="GAP",
-        help="Greedy answers may differ where the reference preferred its token by at most this, in log-probability: "
-        "in bfloat16 rounding decides there. For float32: 1e-5.",
-        min=0,
-        rich_help_panel=_PANEL,
-    ),
-]
-Concurrency = Annotated[
-    int, typer.Option(metavar="N", help="Most requests at a time to a server.", min=1, rich_help_panel=_PANEL)
-]
-TimeoutS = Annotated[
-    float, typer.Option(metavar="S", help="Longest time for one answer.", min=0.1, rich_help_panel=_PANEL)
-]
-ApiKeyEnv = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Environment variable that holds the API key of both servers.",
-        rich_help_panel=_PANEL,
-    ),
-]
-
-
 @dataclass(frozen=True, slots=True)
 class ServerPair:
     """Two servers, as they were named."""
@@ -337,10 +337,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 def _shown(context: typer.Context, name: str) -> str:
     return next(parameter.opts[0] for parameter in context.command.params if parameter.name == name)
-
-
-_COLOURS = {HOLDS: "green", FAILED: "bold red"}
-_COLUMNS = ("check", "compared", "n", "result", "p", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

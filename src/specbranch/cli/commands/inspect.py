@@ -28,6 +28,7 @@ from specbranch.service.wire.messages import Drain, Draining, ErrorReply, Overvi
 
 _ANSWER_S = 2.0
 _TIMES = 5
+_PAUSE_S = 0.5
 
 
 def ping(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: AsJson = False) -> None:
@@ -136,9 +137,6 @@ def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
 
 def _usage(figures: Mapping[str, float], thing: str) -> str:
     return count(round(figures.get(f"{thing}s", 0)), thing)
-
-
-_PAUSE_S = 0.5
 
 
 def drain(

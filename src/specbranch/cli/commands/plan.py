@@ -59,6 +59,7 @@ _ERRORS = (
     "forecast error in our own runs: 3 to 20 % up to 4 requests at once; at 8 requests a third to a half too high. "
     "Prefill is not included."
 )
+_MIN_TOKENS = 16384  # of the KV cache
 
 
 def plan(
@@ -287,9 +288,6 @@ def _without_draft(chosen: Sequence[str]) -> list[str]:
             position = words.index(flag)
             del words[position : position + 2]
     return words
-
-
-_MIN_TOKENS = 16384  # of the KV cache
 
 
 def profile(

@@ -28,6 +28,8 @@ from specbranch.errors import SpecBranchError
 from specbranch.service.wire.addresses import default_address
 
 _NAP_S = 0.1  # Ctrl-C is noticed so soon
+_UNKNOWN = "-"
+_IN_A_LINE = ("verdicts", "hit_rate", "tokens_per_round", "draft_step_ms", "wait_ms")
 
 
 def top(
@@ -126,10 +128,6 @@ class _View:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
-
-
-_UNKNOWN = "-"
-_IN_A_LINE = ("verdicts", "hit_rate", "tokens_per_round", "draft_step_ms", "wait_ms")
 
 
 def view_as_screen(

@@ -29,6 +29,7 @@ with optional_import("torch"):
 
 _FEW = 16  # new tokens of a session, up to which query heads of one key-value head are computed together
 _SPARSE = 4  # a span of so many times the longest path is not read as it is: the slots in use are copied
+_NUM_PARTS = 4  # of a frame, beside the page table
 
 
 class SpanAttention:
@@ -114,9 +115,6 @@ def _mask(paths: Sequence[SlotIds], pieces: Sequence[RowSpan], width: int) -> ND
         block[:, path[: -piece.num_tokens]] = 0
         block[:, path[-piece.num_tokens :]] = np.where(np.tri(piece.num_tokens, dtype=np.bool_), 0, -np.inf)
     return mask
-
-
-_NUM_PARTS = 4  # of a frame, beside the page table
 
 
 @dataclass(frozen=True, slots=True)

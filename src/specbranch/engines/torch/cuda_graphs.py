@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 _MAX_APART = 0.05  # probabilities of first choices that two ways to compute a step may differ by
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_ROWS = Batch((), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+# The operations of a bucket's step, from the static buffers to what is copied back.
+ComputeBucket = Callable[[Bucket], torch.Tensor]
+_WORKSPACE = 128 << 20  # bytes, as FlashInfer recommends
 
 
 class FixedShapeRunner:
@@ -104,11 +107,6 @@ def _candidates(forward: ForwardPass, buckets: Buckets) -> Iterator[tuple[str, C
     yield "fixed shapes", lambda: FixedShapeRunner(forward, frame, gathered, record=False)
 
 
-ComputeBucket = Callable[
-    [Bucket], torch.Tensor
-]  # the operations of a bucket's step, from the frame to what is copied back
-
-
 class Graphs:
     """One graph for each bucket that was recorded. They share their memory, as only one runs at a time."""
 
@@ -133,9 +131,6 @@ class Graphs:
         graph, out = self._recorded[bucket]
         graph.replay()
         return out
-
-
-_WORKSPACE = 128 << 20  # bytes, as FlashInfer recommends
 
 
 class FlashInfer:

@@ -19,6 +19,14 @@ with optional_import("torch"):
     from torch import nn
     from torch.nn.functional import pad
 
+_MIN_PEAK = 1e-8  # of the values that a scale is computed from, so that no scale is zero
+_MAX_INT8 = 127.0
+_MAX_INT7 = 63.0
+_ZERO_POINT = 128.0  # the unsigned byte that means zero
+_MIN_ROWS = 4  # for one or two rows oneDNN has no fast AMX kernel where a layer is narrow
+_CHUNK = 512  # outputs that are quantized at a time: whole layers at once would go through memory five times
+_W8A16_BLOCK = 32  # W8A16 reads weights in blocks of this many inputs
+
 
 class MergedLinear(nn.Module):
     """The layers' outputs end to end: one product, which may be added to what is there."""
@@ -58,15 +66,6 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Line
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
     return linear
-
-
-_MIN_PEAK = 1e-8  # of the values that a scale is computed from, so that no scale is zero
-_MAX_INT8 = 127.0
-_MAX_INT7 = 63.0
-_ZERO_POINT = 128.0  # the unsigned byte that means zero
-_MIN_ROWS = 4  # for one or two rows oneDNN has no fast AMX kernel where a layer is narrow
-_CHUNK = 512  # outputs that are quantized at a time: whole layers at once would go through memory five times
-_W8A16_BLOCK = 32  # W8A16 reads weights in blocks of this many inputs
 
 
 class QuantizedLinear(nn.Module):

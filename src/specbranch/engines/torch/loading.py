@@ -36,6 +36,14 @@ with optional_import("torch"):
     from transformers import GgufConfig
 
 log = logging.getLogger(__name__)
+PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROWS = (1, 8)  # typical row counts of a draft step
+_SAMPLE = 32 << 20  # weights, few enough to be timed within a second
+_TOO_SLOW = 10.0  # a dtype that takes this many times as long as float32 for one layer is skipped,
+_TOO_SLOW_S = 1.0  # if the sample would take at least this long: times of single layers are noisy
+_SPAN_S = 0.1  # how long one dtype is timed for one row count
+_MIN_RUNS = 3
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +150,6 @@ def _gguf_file(path: Path) -> Path | None:
     if len(files) > 1:
         raise EngineError(f"{path} holds {len(files)} GGUF files; name one of them")
     return files[0] if files else None
-
-
-PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ROWS = (1, 8)  # typical row counts of a draft step
-_SAMPLE = 32 << 20  # weights, few enough to be timed within a second
-_TOO_SLOW = 10.0  # a dtype that takes this many times as long as float32 for one layer is skipped,
-_TOO_SLOW_S = 1.0  # if the sample would take at least this long: times of single layers are noisy
-_SPAN_S = 0.1  # how long one dtype is timed for one row count
-_MIN_RUNS = 3
-
-Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ _CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies depen
 
 LinearType = type[QuantizedLinear] | type[MergedLinear]  # of linear layers
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines of the positions, each [tokens, 1, head_dim]
+NAME = "specbranch"  # of this attention, in the registries of Transformers
+_UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias")  # what some models ask of attention and this one cannot do
+_MIN_WINDOW = 16384  # tokens of a sliding window that a cache of no given size may be limited to
 
 
 class _Norm(nn.Module):
@@ -169,10 +172,6 @@ def can_fuse(model: Any) -> bool:
     return is_known and rotary.rope_type not in _CHANGING and 2 * len(rotary.inv_freq) == attention.head_dim
 
 
-NAME = "specbranch"  # of this attention, in the registries of Transformers
-_UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias")  # what some models ask of attention and this one cannot do
-
-
 class PlainModel(nn.Module):
     """A model of Transformers as it is, called as `FusedModel` is."""
 
@@ -230,8 +229,6 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 AttentionInterface.register(NAME, _attend_layer)
 AttentionMaskInterface.register(NAME, _no_mask)
-
-_MIN_WINDOW = 16384  # tokens of a sliding window that a cache of no given size may be limited to
 
 
 def require_full_attention(model: Any, max_tokens: int | None) -> None:

@@ -20,6 +20,10 @@ from specbranch.extensions import optional_import
 with optional_import("torch"):
     import torch
 
+PackedTopK = NDArray[np.int32]
+_LEAST = -80.0  # of a log probability; below, its exponential is no normal number, and takes a CPU ten times as long
+_BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
@@ -69,11 +73,6 @@ class ForwardPass:
         """The logits of the same tokens [outputs, vocabulary]."""
         found: torch.Tensor = self.model(tokens, positions, outputs, AttentionContext(self.arena, slots, attention))
         return found
-
-
-PackedTopK = NDArray[np.int32]
-_LEAST = -80.0  # of a log probability; below, its exponential is no normal number, and takes a CPU ten times as long
-_BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 
 
 def pack_top_k(logits: torch.Tensor, top_k: int, *, by_blocks: bool = False) -> torch.Tensor:

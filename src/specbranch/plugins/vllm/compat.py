@@ -21,6 +21,13 @@ from specbranch.plugins.vllm.layout import LayoutError, ParallelLayout
 from specbranch.plugins.vllm.settings import METHOD, SECTION, RunnerError, limit_of
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
+PAD = -1  # vLLM's own filler for draft tokens: never embedded, always rejected
+_V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+_OWNER, _METHOD = "GPUModelRunner", "execute_model"
+_WARMUPS = ("_warmup_", "_v2_mixed_warmup")
+TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")  # release series that the matrix of tests has run with
+_MIN_TEMPERATURE = 1e-5  # below it vLLM is greedy
+_MAX_TEMPERATURE = 100.0
 
 
 def num_speculative_tokens(vllm_config: Any) -> int:
@@ -83,13 +90,6 @@ def model_name(vllm_config: Any) -> str:
     """The name that the target is served by; vLLM's own metrics use the same."""
     name = vllm_config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name)
-
-
-PAD = -1  # vLLM's own filler for draft tokens: never embedded, always rejected
-
-_V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
-_OWNER, _METHOD = "GPUModelRunner", "execute_model"
-_WARMUPS = ("_warmup_", "_v2_mixed_warmup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +274,6 @@ def _warn_of_runner(cause: str) -> None:
     )
 
 
-TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")  # release series that the matrix of tests has run with
-
-
 def warn_if_untested() -> None:
     """Log a warning if this vLLM is not among the tested releases."""
     import vllm
@@ -362,10 +359,6 @@ def _takes_no_rows(apply: Any) -> bool:
 
 def _unless_empty(apply: Any) -> Any:
     return lambda logits, k, p: apply(logits, k, p) if len(logits) else logits
-
-
-_MIN_TEMPERATURE = 1e-5  # below it vLLM is greedy
-_MAX_TEMPERATURE = 100.0
 
 
 def check_runner(vllm_config: Any) -> None:

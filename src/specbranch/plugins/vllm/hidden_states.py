@@ -16,6 +16,7 @@ from specbranch.hrad.network import Hrad
 from specbranch.plugins.vllm.compat import vocab_len
 
 log = logging.getLogger(__name__)
+_Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class FeatureError(SpecBranchError, ValueError):
@@ -215,9 +216,6 @@ def _rows(output: Any, positions: Any) -> Any:
         return output[positions].float()
     hidden, residual = output
     return hidden[positions].float() + residual[positions].float()
-
-
-_Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(slots=True)

@@ -71,6 +71,7 @@ _REACHES = list(ServiceStatus)  # the best first
 _Group = tuple[
     list[PublishedStats], list[StatsClient], ServiceStatus
 ]  # engines, their services, the best state of one of these
+_PERIOD_S = 1.0
 
 
 class Collector:
@@ -265,9 +266,6 @@ def _of_services(known: Sequence[tuple[list[PublishedStats], StatsReply | None]]
         for labels, stats in answered:
             family.add_metric(labels, gauge(stats))
         yield family
-
-
-_PERIOD_S = 1.0
 
 
 class MultiprocessExporter:

@@ -14,6 +14,9 @@ from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.settings import METHOD, PROPOSER, RunnerError, read_settings
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
+_CARRIER_METHOD = "ngram_gpu"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def register() -> None:
@@ -52,11 +55,6 @@ def _show_metrics() -> None:
         atexit.register(collector.close)
     if is_first_process():
         atexit.register(remove_stats_files, run)
-
-
-_CARRIER_METHOD = "ngram_gpu"
-_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
-_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def install() -> None:

@@ -16,6 +16,9 @@ import numpy as np
 from specbranch.core.distribution import MAX_IDS, Distribution, RequestSampling
 
 Array = np.ndarray[Any, np.dtype[Any]]
+MAX_BYTES = 256 << 20  # of logits that are kept for a runner
+WIDTH = 2 * MAX_IDS  # numbers for a place: ids, and the bits of their logits
+_OWN = -1  # in place of ids: the token that the place has, whichever it is
 
 
 class HostTokens:
@@ -42,11 +45,6 @@ class HostTokens:
             text[:] = self._whole(slot, length)
         self._names[slot], self._lens[slot] = name, length
         return text
-
-
-MAX_BYTES = 256 << 20  # of logits that are kept for a runner
-WIDTH = 2 * MAX_IDS  # numbers for a place: ids, and the bits of their logits
-_OWN = -1  # in place of ids: the token that the place has, whichever it is
 
 
 class DraftLogits:

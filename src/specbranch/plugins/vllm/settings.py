@@ -25,6 +25,10 @@ log = logging.getLogger("vllm.specbranch")
 PADS = ("auto", "on", "off")
 RUNNERS = ("v1", "v2", "auto")
 RULES = ("match", "auto")
+METHOD = "custom_class"  # of `speculative_config`: vLLM's hook for proposers like ours
+PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
+SECTION = "specbranch"  # our key in vLLM's `additional_config`
+KEY = "specbranch_gamma"
 
 
 class RunnerError(SpecBranchError, ValueError):
@@ -84,11 +88,6 @@ def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> Proposer
     return read_settings({**theirs, **ours})
 
 
-METHOD = "custom_class"  # of `speculative_config`: vLLM's hook for proposers like ours
-PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
-SECTION = "specbranch"  # our key in vLLM's `additional_config`
-
-
 def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int = 8) -> dict[str, Any]:
     """Arguments for `vllm.LLM(model, **arguments)`: `speculative_config` and `additional_config`.
 
@@ -107,9 +106,6 @@ def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int =
 def settings_table(settings: ProposerSettings) -> dict[str, Any]:
     """The settings as plain data, without those that are not set."""
     return {name: value for name, value in asdict(settings).items() if value is not None}
-
-
-KEY = "specbranch_gamma"
 
 
 class RequestLimits:

@@ -28,6 +28,7 @@ RUN = "SPECBRANCH_RUN"
 _SIZE = 16384
 _HEAD = struct.Struct("<II")  # length, checksum
 _TRIES = 5
+_encoder = msgspec.msgpack.Encoder()
 
 
 class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -47,7 +48,6 @@ class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     gate: list[Decision] = []  # its last one for each load
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PublishedStats)
 
 

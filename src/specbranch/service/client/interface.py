@@ -30,6 +30,8 @@ from specbranch.service.wire.payloads import Tokens
 log = logging.getLogger(__name__)
 
 _STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
+_PACE = 0.1  # of following the target's steps
+_MIN_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of a millisecond on a quiet machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +103,6 @@ def client_keys(directory: str | None) -> ClientKeys | None:
     if directory is None:
         return None
     return ClientKeys(Path(directory) / "client.key_secret", Path(directory) / "service.key")
-
-
-_PACE = 0.1  # of following the target's steps
-_MIN_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of a millisecond on a quiet machine
 
 
 @dataclass(frozen=True, slots=True)

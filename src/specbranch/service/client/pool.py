@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 
 _SILENCE_S = 0.25  # after so much of it, sequences leave a service; not sooner, as others would have to prefill them
 _REFUSED_S = 5.0  # after a refusal nothing is sent for so long, unless all refuse
+KEY_LEN = 64  # tokens at the beginning of a prompt that decide where it goes
+_MOST = 4096  # sequences; engines run fewer at once, and never say that one has ended
+_EXCESS = 1.25  # times the mean of all services: more sequences than that none gets
+_FEW = 4  # so many it gets in any case
 
 
 def draft_client(options: ClientOptions) -> DraftSource:
@@ -212,12 +216,6 @@ def _besides(questions: Mapping[DraftClient, PreparedStep]) -> dict[DraftClient,
     }
     rows, submitted, committed = map(sum, zip(*sums.values(), strict=True))
     return {service: OtherRows(rows - own[0], submitted - own[1], committed - own[2]) for service, own in sums.items()}
-
-
-KEY_LEN = 64  # tokens at the beginning of a prompt that decide where it goes
-_MOST = 4096  # sequences; engines run fewer at once, and never say that one has ended
-_EXCESS = 1.25  # times the mean of all services: more sequences than that none gets
-_FEW = 4  # so many it gets in any case
 
 
 class RendezvousRouter:

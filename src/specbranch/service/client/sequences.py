@@ -20,6 +20,7 @@ _MOST = 4096  # sequences; an engine runs fewer at once, and never says that one
 _TAIL = 8  # tokens that must still be the same, in case an engine uses a name twice
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
+_MAX_OUTCOMES = 1024  # sequences
 
 
 class SequenceDelta(NamedTuple):
@@ -78,9 +79,6 @@ class SyncedSequences:
 
 def _tail(tokens: TokenArray) -> bytes:
     return tokens[-_TAIL:].tobytes()
-
-
-_MAX_OUTCOMES = 1024  # sequences
 
 
 class PrefetchedDrafts:

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 
 _PATIENCE_S = 1.0  # a question that stays open for longer is met with silence
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class ServiceStatus(enum.Enum):
@@ -112,10 +114,6 @@ class StatsClient:
             return reply.round
         # A service of an older release knows no reports. It is there, though, and drafts.
         return self._round
-
-
-_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ from specbranch.service.wire.addresses import (
 from specbranch.service.wire.messages import MAX_REPLY, ErrorReply, FrameError, Reply, Request, decode_reply, encode
 
 log = logging.getLogger(__name__)
+_MAX_IN_A_ROW = 256  # frames without a pause; a service that woke up has so many late answers, a flood has more
+_RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
 
 
 class Transport(Protocol):
@@ -120,10 +122,6 @@ def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> No
     if os.getpid() == pid:
         socket.close(linger=0)
         context.term()
-
-
-_MAX_IN_A_ROW = 256  # frames without a pause; a service that woke up has so many late answers, a flood has more
-_RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
 
 
 class MessageChannel:

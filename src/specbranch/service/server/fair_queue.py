@@ -17,6 +17,7 @@ _OVERHEAD = 256  # bytes that a message takes beside its own
 _HALF_LIFE_S = 1.0
 _NEWCOMER_S = 0.25  # of the thread's time: more than a target takes lately that decodes a few sequences
 _STALE_S = 1.0  # of the thread's time on others: who waited for an answer waits no more
+_MOST = 1024  # that are told apart
 
 
 class Message(NamedTuple):
@@ -94,9 +95,6 @@ class FairQueue:
         self._sizes[client] -= message.size
         if not self._queues[client]:
             del self._queues[client], self._sizes[client]
-
-
-_MOST = 1024  # that are told apart
 
 
 class DecayedUsage:

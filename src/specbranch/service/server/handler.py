@@ -57,6 +57,8 @@ Client = bytes
 Answer = tuple[Client, Reply]
 _MAX_WAIT_S = 1.0  # unless another one is chosen
 _MAX_NAMESPACES = 4  # of one client; ours use one
+_MAX_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
+_MOST = 64  # messages to one client between two of its steps: by then all is drafted that a verdict could use
 
 
 class RequestHandler:
@@ -326,10 +328,6 @@ def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
 def _short(user: bytes) -> bytes:
     """A short name of a key; empty for none."""
     return hashlib.blake2b(user, digest_size=16).digest() if user else b""
-
-
-_MAX_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
-_MOST = 64  # messages to one client between two of its steps: by then all is drafted that a verdict could use
 
 
 def prefetch_messages(sessions: Iterable[DraftSession], faults: FaultGuard) -> Iterator[tuple[bytes, PrefetchPush]]:

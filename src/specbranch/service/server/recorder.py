@@ -31,6 +31,8 @@ from specbranch.service.wire.messages import OpenSequences, StepRequest, StepRow
 from specbranch.trace import NO_DISTRIBUTION, Header, Record, encode_line, top_k_of
 
 log = logging.getLogger(__name__)
+_TOP_K = 10
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,6 @@ class EventSink:
         """Write what is left."""
         if self._recorder is not None:
             self._recorder.close()
-
-
-_TOP_K = 10
-_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

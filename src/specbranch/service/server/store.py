@@ -28,6 +28,17 @@ from specbranch.service.wire.payloads import Digest, as_bytes
 log = logging.getLogger(__name__)
 _MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
 _MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
+MARK_LEN = 16
+T = TypeVar("T")
+P = ParamSpec("P")
+_MESSAGES: dict[Reason, str] = {
+    "too_long": "a text of %d tokens is not drafted for: the draft's KV cache has room for texts of %d; start the "
+    "draft with a larger --cache-tokens",
+    "foreign_token": "a text with token %d is not drafted for: the draft knows %d tokens; use a draft with the "
+    "target's vocabulary",
+    "no_room": "a text of %d tokens is not drafted for until it has been read again: others needed its room in the "
+    "draft's KV cache of %d tokens; start the draft with larger --cache-tokens, --max-handles or --max-sessions",
+}
 
 
 class TenantUsage:
@@ -224,11 +235,6 @@ def _tokens_of(holding: TenantUsage) -> int:
     return holding.num_tokens
 
 
-MARK_LEN = 16
-
-T = TypeVar("T")
-
-
 class PrefixHashes:
     """The marks of one growing sequence."""
 
@@ -286,9 +292,6 @@ class PrefixIndex(Generic[T]):
         return found
 
 
-P = ParamSpec("P")
-
-
 class FaultGuard:
     """The exceptions that one thread has caught. The first of each kind is logged, the others are counted only."""
 
@@ -327,16 +330,6 @@ def _kind(error: Exception) -> tuple[type[Exception], CodeType | None, int]:
     for frame, number in traceback.walk_tb(error.__traceback__):
         code, line = frame.f_code, number
     return type(error), code, line
-
-
-_MESSAGES: dict[Reason, str] = {
-    "too_long": "a text of %d tokens is not drafted for: the draft's KV cache has room for texts of %d; start the "
-    "draft with a larger --cache-tokens",
-    "foreign_token": "a text with token %d is not drafted for: the draft knows %d tokens; use a draft with the "
-    "target's vocabulary",
-    "no_room": "a text of %d tokens is not drafted for until it has been read again: others needed its room in the "
-    "draft's KV cache of %d tokens; start the draft with larger --cache-tokens, --max-handles or --max-sessions",
-}
 
 
 class UndraftableSequences:

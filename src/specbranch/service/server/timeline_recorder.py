@@ -39,6 +39,8 @@ _FIELDS = {
     "verdict": ("session", "tokens", "submitted", "is_hit", "tree"),
 }
 _INSTANTS = ("open", "hit", "miss", "verdict")
+MAX_NODES = 256  # the likeliest ones of a tree
+RUN, SUBMITTED = 1, 2  # marks of a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +212,6 @@ def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
 
 def _microseconds(time_s: float) -> float:
     return round(1e6 * time_s, 3)
-
-
-MAX_NODES = 256  # the likeliest ones of a tree
-
-RUN, SUBMITTED = 1, 2  # marks of a node
 
 
 @dataclass(frozen=True, slots=True)

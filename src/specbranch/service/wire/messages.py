@@ -42,6 +42,12 @@ Draft = Annotated[list[Token], Meta(max_length=MAX_WINDOW)]
 Probs = Annotated[bytes, Meta(max_length=1 << 17)]  # see `draft_probs`
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
 MetricValue = Annotated[float, Meta(ge=0, lt=1e18)]
+MAX_STEP_US = 60_000_000  # a longer one teaches nothing
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+Reason = Literal["too_long", "foreign_token", "no_room"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+PREFIX = "specbranch_draft_"
 
 
 class FrameError(SpecBranchError, ValueError):
@@ -87,9 +93,6 @@ class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     top_p: Annotated[float, Meta(gt=0, le=1)]
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)]
     seed: Annotated[int, Meta(ge=0, lt=1 << 62)]
-
-
-MAX_STEP_US = 60_000_000  # a longer one teaches nothing
 
 
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -258,9 +261,7 @@ class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unkn
 
 Request = Hello | StepRequest | OpenSequences | Drain | StatsRequest | OverviewRequest
 Reply = Welcome | DraftReply | PrefetchPush | Draining | ErrorReply | StatsReply | Overview
-T = TypeVar("T")
 
-_encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
@@ -300,9 +301,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, max_len: int) -> 
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(str(error)) from error
-
-
-Reason = Literal["too_long", "foreign_token", "no_room"]
-REASONS: tuple[Reason, ...] = get_args(Reason)
-
-PREFIX = "specbranch_draft_"

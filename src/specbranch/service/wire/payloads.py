@@ -16,6 +16,8 @@ from specbranch.core.distribution import Distribution
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 DIGEST_LEN = 16
+MOST = 255  # ids of one distribution
+DrawnFrom = Sequence[Distribution | None]
 
 
 class Digest:
@@ -44,10 +46,6 @@ class Digest:
 def as_bytes(tokens: Tokens) -> bytes:
     """Tokens as they are hashed."""
     return np.asarray(tokens, dtype="<i4").tobytes()
-
-
-MOST = 255  # ids of one distribution
-DrawnFrom = Sequence[Distribution | None]
 
 
 def pack_probs(sampled_from: DrawnFrom) -> bytes:
