@@ -1,7 +1,7 @@
 """One sequence being decoded: its tokens, its draft tree, its planner and its counters.
 
 The simulator, the in-process loop and the draft service all drive this object; it has no clock and does no I/O.
-A round is: `propose` (until it answers), `rows` and `grow` as often as there is time, `commit`.
+A round is: `propose` (until it answers), `rows` and `add_distribution` as often as there is time, `commit`.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class Tree:
         return node.path()
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Re-root at the end of `tokens` and keep every branch below it. What is lost is left for `settle`."""
+        """Re-root at the end of `tokens` and keep every branch below it. What is lost is left for `count_rollback`."""
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
         old = self.root

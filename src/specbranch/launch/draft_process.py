@@ -194,7 +194,7 @@ def _absolute(file: str | Path | None) -> Path | None:
 
 
 class DraftSupervisor:
-    """Keeps one draft service alive. `say` gets one line for each event, from another thread.
+    """Keeps one draft service alive. `on_event` gets one line for each event, from another thread.
 
     At the start, `on_progress` hears again and again what the service does.
     """
