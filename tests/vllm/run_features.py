@@ -91,7 +91,7 @@ def _compare(target: str, address: str, directory: Path, port: int, num_tokens: 
             **{key: proposer.counts()[key] for key in ("calls", "hints", "hint_faults", "hint_s", "faults")},
         }
     result |= {"prompts": len(PROMPTS), "runs": runs, "preemptions": metric(llm, "vllm:num_preemptions")}
-    result |= {"told": told, "heard": scrape(port, "specbranch_draft_outlooks_total")}
+    result |= {"told": told, "heard": scrape(port, "specbranch_draft_hints_total")}
     del llm, proposer
     gc.collect()
     return {**result, **_errors(target, wholes, seen)}

@@ -50,7 +50,7 @@ def main() -> None:
         drafted: dict[str, Counter[str]] = {}
         for name in ("told", "untold"):
             if name == "untold":
-                proposer.meet = proposer._runner = None  # as if the runner had never said who it is
+                proposer.on_step_scheduled = proposer._runner = None  # as if the runner had never said who it is
             drafted[name] = _watch(llm, proposer)
             texts[name] = _decode(llm, directory)
         asides = proposer._asides["lora"]
