@@ -265,9 +265,9 @@ def test_sigterm_stops_everything_with_code_0(served: Served) -> None:
 def test_ctrl_c_while_vllm_loads_stops_everything_and_a_second_one_kills(tmp_path: Path) -> None:
     """vLLM is held, so that it cannot follow the first one."""
     with started(tmp_path, TARGET, "--draft", DRAFT) as served:
-        wait_for(lambda: any("vllm.launch" in command for command in served.descendants().values()))
+        wait_for(lambda: any("vllm_server" in command for command in served.descendants().values()))
         children = served.descendants()
-        (vllm,) = (pid for pid, command in children.items() if "vllm.launch" in command)
+        (vllm,) = (pid for pid, command in children.items() if "vllm_server" in command)
         os.kill(vllm, signal.SIGSTOP)
         served.process.send_signal(signal.SIGINT)
         wait_for(lambda: "Ctrl-C again to kill" in served.out.read_text())
