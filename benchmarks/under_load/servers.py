@@ -136,7 +136,7 @@ def _role(pid: int, first: int) -> str:
         return "draft"
     if name.startswith("VLLM::Eng"):
         return "engine"
-    return "frontend" if "vllm.launch" in command else "other"
+    return "frontend" if "vllm_server" in command else "other"
 
 
 def _pss_mb(pid: int) -> float:
