@@ -48,7 +48,7 @@ Where the proposer finds a fault it says in the log that it works around it. Out
     scripts/matrix X.Y.Z               # minutes: the table above, for this release
     scripts/matrix --page              # this page
 
-The names are those that `plugins/vllm/compat` reads, how vLLM calls the hook, flags, variables and metrics
+The names are those that `plugins/vllm/compat.py` reads, how vLLM calls the hook, flags, variables and metrics
 (`tests/contract/names.py`). CI reads all five releases so. Names say nothing about behaviour: the faults above are in
 releases that have every name.
 """
