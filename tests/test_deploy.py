@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.root import ROOT
+
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text())
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

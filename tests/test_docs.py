@@ -16,8 +16,8 @@ import pytest
 
 from specbranch.extensions import TORCH_CPU_INDEX
 from specbranch.machine import commit_note
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 STUDIES = sorted((ROOT / "studies").glob("*/README.md"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.md"))

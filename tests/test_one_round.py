@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.root import ROOT
+
 PAGE = (ROOT / "docs" / "one-round.md").read_text()
 STOPS = re.findall(r"^\| \d+ \| [\w ]+ \| \w+ \| `([\w/]+\.py)` \| `([\w.]+)` \|$", PAGE, re.MULTILINE)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[1]
+from tests.root import ROOT
+
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 HEAVY = ("torch", "transformers", "vllm", "llama_cpp", "matplotlib", "prometheus_client")
 

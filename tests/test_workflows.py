@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.root import ROOT
+
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
-ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 

@@ -13,8 +13,8 @@ import pytest
 from tests.contract.names import CONTRACT, V2_CONTRACT, missing
 from tests.contract.source import Source
 from tests.contract.terms import Arguments, Call, Members, Names, Strings, Term
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODULE = '''
 import typing
 from elsewhere import borrowed as lent

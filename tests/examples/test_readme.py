@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import ROOT
 from tests.examples.test_simulate import new_environment
+from tests.root import ROOT
 from tests.vllm.pair import SHORT, require_pair
 from tests.vllm.serving import started, wait_for
 

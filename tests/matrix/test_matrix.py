@@ -12,8 +12,8 @@ import pytest
 from specbranch.plugins.vllm.compat import TESTED
 from tests.matrix import RELEASES, page, results, runs
 from tests.matrix.overlay import OverlayError, unmet
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 KNOWN = results.read()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,8 +13,8 @@ from specbranch.bench.scenario import BenchMethod
 from specbranch.core.planners import DEFAULT_PLANNER
 from tests.proof.decode import Decode
 from tests.proof.stages import Stage, last_json, read_junit
+from tests.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 BARE, OURS = "bare", DEFAULT_PLANNER
 EXACT = " in float32"  # ending of the names of stages whose answers must be equal
 _PYTHON = (sys.executable, "-P", "-m")

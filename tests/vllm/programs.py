@@ -7,15 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.root import ROOT
 from tests.vllm.levels import FALSE_ALARM, MAX_TESTS
 from tests.vllm.pair import PAIR, require_pair
-
-ROOT = Path(__file__).parents[2]
 
 # The beginning of a snippet that calls vLLM's sampler on the CPU.
 WITH_SAMPLER = """

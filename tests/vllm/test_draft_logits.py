@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,11 @@ import pytest
 from specbranch.core.distribution import MAX_IDS, Distribution, RequestSampling
 from specbranch.plugins.vllm import compat, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings
+from tests.root import ROOT
 from tests.vllm.ranks import GAMMA, SLOTS, VOCAB_LEN, Group, Rank
 
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).parents[2]
 Q = Distribution((8, 30, 5), (0.5, 0.3, 0.2), 1.0)
 
 

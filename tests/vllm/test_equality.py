@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from specbranch.core.planners import PLANNERS
 from tests.results import record
+from tests.root import ROOT
 from tests.vllm.pair import SHORT, require_pair
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(900)

@@ -11,9 +11,8 @@ import pytest
 
 from tests.proof import report
 from tests.proof.plan import BARE, OURS
+from tests.root import ROOT
 from tests.vllm.pair import SHORT, require_pair
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ import pytest
 
 from tests.engines.models import model_path
 from tests.results import record
-from tests.vllm.programs import ROOT
+from tests.root import ROOT
 
 TEXTS = [
     "The capital of France is Paris, and the capital of Italy is Rome. The capital of Germany is",

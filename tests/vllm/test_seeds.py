@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.vllm.programs import ROOT
+from tests.root import ROOT
 
 LIMIT = 61.1  # chi-square with 31 degrees of freedom exceeds it once in 1,000 times
 NUM_PAIRS = 512

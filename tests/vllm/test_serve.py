@@ -17,8 +17,9 @@ import pytest
 
 from tests.engines.models import model_path
 from tests.results import record
+from tests.root import ROOT
 from tests.vllm.pair import PAIR, require_pair
-from tests.vllm.serving import ROOT, Served, serving, started, wait_for
+from tests.vllm.serving import Served, serving, started, wait_for
 
 pytestmark = pytest.mark.timeout(1500)
 

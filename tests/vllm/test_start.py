@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.serving import ROOT
+from tests.root import ROOT
 from tests.vllm.test_serve import DRAFT, TARGET
 
 pytest.importorskip("vllm", exc_type=ImportError)

@@ -7,13 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.engines.models import model_path
-
-ROOT = Path(__file__).parents[2]
+from tests.root import ROOT
 
 
 @pytest.mark.timeout(1500)

@@ -7,15 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specbranch.core.planners import PLANNERS
+from tests.root import ROOT
 from tests.vllm.programs import judge_sampled
 
-ROOT = Path(__file__).parents[2]
 ROWS, GAMMA = 8, 4
 SOME = ["budget", "sps"]
 # Planners whose drafts depend on the time that a step takes, or that have none.

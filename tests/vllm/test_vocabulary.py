@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.models import model_path
+from tests.root import ROOT
 from tests.vllm.pair import SHORT, require_pair
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(1200)

@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.root import ROOT
 from tests.world.world import World
 
-ROOT = Path(__file__).parents[2]
 NUM_WORLDS = 60
 NUM_NIGHTLY = 2000
 

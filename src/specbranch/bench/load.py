@@ -67,11 +67,11 @@ def run_load(
     sink: TextIO,
     progress: Callable[[int, int], None],
     num_done: int = 0,
-    on_progress: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
 
-    `progress` hears how many trials are done, and `on_progress` what is started.
+    Call `progress` with the number of trials done, and `on_stage` with what is started next.
     """
     assert scenario.served is not None
     trials = plan_load(scenario, scenario.served)
@@ -87,7 +87,7 @@ def run_load(
             if trial.method != current:
                 stack.close()
                 current = trial.method
-                on_progress(f"starting a server for {current.name}")
+                on_stage(f"starting a server for {current.name}")
                 url = stack.enter_context(server(serve_words(scenario, trial.method), directory / "server.log"))
                 _load(scenario, url, prompts, 4.0, 4, directory)  # warm-up
             measured = _load(scenario, url, prompts, trial.rate, scenario.served.requests, directory)

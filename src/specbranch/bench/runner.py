@@ -100,14 +100,14 @@ def run_scenario(
     sink: TextIO,
     progress: Callable[[int, int], None],
     num_done: int = 0,
-    on_progress: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
 
-    `progress` hears how many trials are done, and `on_progress` what is loaded.
+    Call `progress` with the number of trials done, and `on_stage` with what is loaded next.
     """
     trials = plan_trials(scenario, data)
-    with _engines(scenario, on_progress) as engines:
+    with _engines(scenario, on_stage) as engines:
         if not num_done:
             write_line(sink, header(scenario, engines.provenance()))
         for number, trial in enumerate(trials[num_done:], start=num_done):
@@ -124,7 +124,7 @@ class _Engines:
     draft: DraftProcess
     stats_clients: dict[str, StatsClient]
     logs: Path
-    on_progress: Callable[[str], None]
+    on_stage: Callable[[str], None]
     targets: dict[str, TargetProcess] = field(default_factory=dict)
 
     def provenance(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class _Engines:
 
     def _start(self, method: BenchMethod) -> None:
         """Load a method's engine, and let all methods that share it warm up."""
-        self.on_progress(f"loading {self.scenario.target} for {method.name}")
+        self.on_stage(f"loading {self.scenario.target} for {method.name}")
         target = _target(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
         self.targets[method.engine] = target.__enter__()
         for one in self.scenario.methods:
@@ -210,15 +210,15 @@ class _Engines:
 
 
 @contextlib.contextmanager
-def _engines(scenario: Scenario, on_progress: Callable[[str], None]) -> Iterator[_Engines]:
+def _engines(scenario: Scenario, on_stage: Callable[[str], None]) -> Iterator[_Engines]:
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
-        draft = stack.enter_context(DraftProcess(scenario.draft_options(), on_progress=on_progress))
+        draft = stack.enter_context(DraftProcess(scenario.draft_options(), on_progress=on_stage))
         drafting = [method for method in scenario.methods if method.planner is not None]
         stats_clients = {method.name: StatsClient(draft.address, method.name.encode()) for method in drafting}
         for stats_client in stats_clients.values():
             stack.callback(stats_client.close)
-        engines = _Engines(scenario, draft, stats_clients, logs, on_progress)
+        engines = _Engines(scenario, draft, stats_clients, logs, on_stage)
         stack.callback(engines.close)
         engines.load()
         yield engines
