@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.root import ROOT
-
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+
+from tests.root import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 

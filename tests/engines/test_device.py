@@ -16,13 +16,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
+
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import ENGINES, open_engine
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
-
-torch = pytest.importorskip("torch", reason="the torch engine needs torch")
-transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 TINY = {
     "vocab_size": 64,

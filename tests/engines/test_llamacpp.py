@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.llamacpp import GgmlGpus, LlamaCppEngine, gguf_path, model_params
@@ -25,8 +27,6 @@ from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
 from tests.engines.models import model_path
 from tests.results import record
-
-pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 
 def is_close(a: Distribution, b: Distribution) -> bool:

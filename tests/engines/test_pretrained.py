@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+torch = pytest.importorskip("torch", reason="models are loaded by torch")
+transformers = pytest.importorskip("transformers", reason="models are loaded by Transformers")
+
 from specbranch.engines.base import EngineOptions
 from specbranch.engines.models import load_model, load_tokenizer
 from specbranch.engines.torch import TorchEngine
 from specbranch.errors import EngineError
 from tests.root import ROOT
-
-torch = pytest.importorskip("torch", reason="models are loaded by torch")
-transformers = pytest.importorskip("transformers", reason="models are loaded by Transformers")
 
 SOURCE = ROOT / "src"
 SIZES = {

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+torch = pytest.importorskip("torch", reason="quantizing needs torch")
+transformers = pytest.importorskip("transformers", reason="quantizing needs Transformers")
+
 from safetensors.torch import load_file, save_file
 
 from specbranch.engines.base import EngineOptions
@@ -15,9 +19,6 @@ from specbranch.engines.quantize import MAX_INT8, QuantizeError, quantize_checkp
 from specbranch.engines.registry import open_engine
 from specbranch.engines.vocabulary import check_same_vocabulary
 from specbranch.errors import EngineError
-
-torch = pytest.importorskip("torch", reason="quantizing needs torch")
-transformers = pytest.importorskip("transformers", reason="quantizing needs Transformers")
 
 SHAPE = {
     "vocab_size": 96,

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
 from specbranch.cli import app
 from specbranch.hrad.examples import groups_of, read_answers, read_examples
 from specbranch.trace import read_trace
 from tests.engines.models import model_path
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 _NEW = 16
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
+
 from specbranch.core.costs import PairModel
 from specbranch.core.ngram import NgramDrafter
 from specbranch.core.node import GreedyPicker
@@ -17,8 +19,6 @@ from specbranch.core.planners.predictors import HintPredictor
 from specbranch.core.round import AcceptanceHint, Round, Signal
 from specbranch.core.tree import Tree
 from specbranch.hrad.network import Hrad, HradCard, HradError, read_hrad, survival, write_hrad
-
-pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
 
 CARD: dict[str, Any] = {
     "target": "large",

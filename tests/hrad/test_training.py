@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
 from specbranch.hrad.examples import Examples, ExamplesCard, ExamplesError
 from specbranch.hrad.network import read_hrad, write_hrad
 from specbranch.hrad.training import FitOptions, Network, evaluate, fit, majority, score
-
-pytest.importorskip("torch")
 
 CARD = ExamplesCard("big", "small", 2, 8, 0.0, ("code",))
 OPTIONS = FitOptions(window=3, hidden=(32, 16), epochs=12, batch=64)
@@ -115,9 +115,6 @@ def test_the_file_gives_the_same_chances(tmp_path: Path) -> None:
     chances, _ = network.foresee(test)
     assert [int(hint.signal) for hint in hints] == chances.argmax(-1).tolist()
     assert json.loads((tmp_path / "card.json").read_text())["target"] == "big"
-
-
-pytest.importorskip("torch")
 
 
 def test_every_input_is_scored_on_prompts_it_has_not_seen(tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="Transformers is not installed")
+
 import torch
 import transformers
 
@@ -19,9 +23,6 @@ from specbranch.plugins.transformers import DraftedDecoding, ServiceCandidates
 from tests.engines.models import model_path
 from tests.plugins.texts import MORTAL, NUM_TOKENS, PARALLEL, PATIENT, PROMPTS, draft_server, kill, num_warnings
 from tests.service.harness import scripted_service
-
-pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="Transformers is not installed")
 
 pytestmark = pytest.mark.timeout(600)
 GREEDY = {"do_sample": False, "max_new_tokens": NUM_TOKENS}

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+
 from specbranch.core.distribution import Distribution
 from specbranch.simulation.scripted import TextScript
 from tests.engines.models import model_path
 from tests.service.harness import PATIENCE_S, Service, Walk, free_port
 from tests.service.test_faults import client_for
-
-pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
 
 VOCAB_LEN = 49152
 SENTENCE = [504, 2365, 6354, 16438, 690, 260, 2091, 28, 284, 260, 1743, 314]

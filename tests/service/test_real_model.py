@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
 from specbranch.core.distribution import Distribution
 from specbranch.engines.base import EngineOptions, Row
 from specbranch.engines.llamacpp import LlamaCppEngine
@@ -18,8 +20,6 @@ from specbranch.simulation.scripted import TextScript
 from tests.engines.models import model_path
 from tests.service.harness import PATIENCE_S, Service, Walk, running
 from tests.service.test_faults import client_for
-
-pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 PROMPT = [504, 2365, 6354, 16438, 690, 260]
 ANSWER_LEN = 400

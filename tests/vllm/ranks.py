@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+torch = pytest.importorskip("torch")
+
 from specbranch.core.distribution import Distribution
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.runner_v2 import Speculator
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
-
-torch = pytest.importorskip("torch")
 
 GAMMA, SLOTS, MAX_LEN, VOCAB_LEN = 3, 4, 16, 100
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+torch = pytest.importorskip("torch")
+
 from specbranch.core.distribution import MAX_IDS, Distribution, RequestSampling
 from specbranch.plugins.vllm import compat, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings
 from tests.root import ROOT
 from tests.vllm.ranks import GAMMA, SLOTS, VOCAB_LEN, Group, Rank
-
-torch = pytest.importorskip("torch")
 
 Q = Distribution((8, 30, 5), (0.5, 0.3, 0.2), 1.0)
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+torch = pytest.importorskip("torch")
+
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.hidden_states import FeatureError
 from specbranch.plugins.vllm.settings import ProposerSettings
 from tests.vllm.ranks import GAMMA, MAX_LEN, Group, Rank
-
-torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm", exc_type=ImportError)
+
 from tests.root import ROOT
 from tests.vllm.test_serve import DRAFT, TARGET
-
-pytest.importorskip("vllm", exc_type=ImportError)
 
 MAX_S = 5.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

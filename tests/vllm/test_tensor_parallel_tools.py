@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 from specbranch.bench.results import read_results, summarize
 from specbranch.exactness.vllm_findings import FAILED
 from tests.vllm.even_heads import write_even
 from tests.vllm.pair import SHORT, require_pair
-
-pytest.importorskip("torch")
 
 TWO = ["--tensor-parallel-size", "2"]
 DRAFT = ["--draft-dtype", "float32", "--draft-cores", "1"]

@@ -20,6 +20,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
+
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
@@ -30,9 +34,6 @@ from specbranch.engines.torch.linear import can_int8
 from specbranch.errors import EngineFull
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for
-
-torch = pytest.importorskip("torch", reason="the torch engine needs torch")
-transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 SMALL = Buckets(rows=(1, 4, 8), contexts=(8, 64))  # most steps of the tests are filled up, some are too large
 MAX_OPERATIONS = 350  # of a step of 24 layers

@@ -15,6 +15,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
+
 from specbranch.core.distribution import Distribution, top_k_of
 from specbranch.engines.base import DTYPES, DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import open_engine
@@ -27,9 +30,6 @@ from tests.engines.closeness import close_distributions
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for
 from tests.engines.models import model_path
 from tests.results import record
-
-torch = pytest.importorskip("torch", reason="the torch engine needs torch")
-transformers = pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 TINY = {
     "vocab_size": 64,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from specbranch.engines.torch.linear import PACKED, Int8Linear, QuantizedLinear, can_int8, sums_overflow
-
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+
+from specbranch.engines.torch.linear import PACKED, Int8Linear, QuantizedLinear, can_int8, sums_overflow
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 KINDS = list(PACKED.values())

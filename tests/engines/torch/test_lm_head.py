@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+
 from specbranch.engines.torch.linear import Int8Linear, can_int8
 from specbranch.engines.torch.lm_head import LEARNED, LowRankOutputLayer, is_worth_narrowing
-
-torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 VOCAB, WIDTH, TRUE_WIDTH = 131072, 64, 12

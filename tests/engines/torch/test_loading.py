@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+
 from specbranch.engines.torch.linear import PACKED, Int8Linear, can_int8, sums_overflow
 from specbranch.engines.torch.loading import ROWS, fastest_dtype
-
-torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specbranch.plugins.vllm import compat
-
 torch = pytest.importorskip("torch")
+
+from specbranch.plugins.vllm import compat
 
 
 def right_expand(x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+torch = pytest.importorskip("torch", reason="the stand-in target is made with torch")
+pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
+
 from specbranch.core.round import AcceptanceHint, Signal
 from specbranch.hrad.network import Hrad, HradError, read_hrad, write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer
 from specbranch.plugins.vllm.hidden_states import FeatureError
 from specbranch.plugins.vllm.settings import ProposerSettings
 from tests.plugins.vllm.test_proposer import proposer_with, tokens
-
-torch = pytest.importorskip("torch", reason="the stand-in target is made with torch")
-pytest.importorskip("safetensors", reason="trained predictors are stored with safetensors")
 
 Module: Any = torch.nn.Module
 LAYERS, WIDTH, VOCAB = 5, 4, 50
