@@ -8,6 +8,7 @@ from enum import IntEnum
 from operator import attrgetter
 
 from specbranch.core.costs import PairModel
+from specbranch.core.distribution import Distribution
 from specbranch.core.ngram import NgramDrafter
 from specbranch.core.tree import RollbackCounts, Tree
 
@@ -27,6 +28,14 @@ class AcceptanceHint:
     """What the target's own state tells about the next window of draft tokens."""
 
     signal: Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens to verify next, and the distribution that each was sampled from; None, or nothing, for any other token."""
+
+    tokens: list[int]
+    sampled_from: Sequence[Distribution | None] = ()
 
 
 @dataclass(slots=True)
