@@ -1,4 +1,8 @@
-"""Run the matrix; `scripts/matrix` starts this."""
+"""Run the tests that matter most on every release of vLLM that we support; `scripts/matrix` starts this.
+
+All these releases need the same torch, so one environment serves them all: each vLLM lies in a directory of its own
+(`overlay`), and `PYTHONPATH` chooses. `runs` says what to run, `results` keeps what it found, `page` writes it up.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,15 @@ import time
 from pathlib import Path
 
 from specbranch.machine import provenance
-from tests.matrix import RELEASES, page, results
+from tests.matrix import page, results
 from tests.matrix.overlay import prepare
-from tests.matrix.runs import RUNS, carry_out
+from tests.matrix.runs import RELEASES, RUNS, carry_out
+
+_TITLE = "Run the tests that matter most on every release of vLLM that we support."
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/matrix", description=_TITLE)
     parser.add_argument(
         "releases", nargs="*", default=RELEASES, help=f"releases of vLLM; default: {' '.join(RELEASES)}"
     )

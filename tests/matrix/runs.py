@@ -1,4 +1,4 @@
-"""What is run on a release: tests of `tests/vllm`, each in a process of its own that finds this release first."""
+"""The supported releases, and the tests of `tests/vllm` to run on each, in a process that finds this release first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.root import ROOT
+
+RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ RUNS = (
 
 
 def carry_out(run: Run, overlay: Path, log: Path) -> dict[str, Any]:
-    """The figures of a run, whether it passed and how long it took. A test that was skipped has not passed."""
+    """Run the tests; return their figures, whether they passed and their time. A skipped test has not passed."""
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as results:
         paths = os.pathsep.join(map(str, (overlay, ROOT / "src")))
@@ -49,7 +51,7 @@ def carry_out(run: Run, overlay: Path, log: Path) -> dict[str, Any]:
 
 
 def _run_tests(run: Run, environment: dict[str, str], log: Path) -> int:
-    """The exit code of pytest; whatever it has started ends with it."""
+    """Run pytest, end whatever it started, and return its exit code, or -1 when time is up."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run.tests]
     with log.open("wb") as sink:
         process = subprocess.Popen(
