@@ -25,7 +25,7 @@ from specbranch.errors import EngineError, EngineFull
 from tests.counting import num_calls
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.results import record
 
 

@@ -31,7 +31,7 @@ from specbranch.engines.vocabulary import (
 )
 from specbranch.errors import EngineError
 from tests.counting import num_calls
-from tests.engines.models import model_path
+from tests.models import model_path
 
 NUM = 5000
 WORDS = [f"word{number}" for number in range(NUM)]

@@ -20,7 +20,7 @@ from specbranch import DraftServer, SpecBranchError
 from specbranch.draft_server import DraftKeywords
 from specbranch.exactness.statistics import compare_counts, count_pairs
 from specbranch.plugins.transformers import DraftedDecoding, ServiceCandidates
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.plugins.texts import MORTAL, NUM_TOKENS, PARALLEL, PATIENT, PROMPTS, draft_server, kill, num_warnings
 from tests.service.harness import scripted_service
 

@@ -11,7 +11,7 @@ import pytest
 
 from specbranch import DraftServer
 from specbranch.draft_server import DraftKeywords
-from tests.engines.models import model_path
+from tests.models import model_path
 
 SUBJECTS = ("water", "the moon", "a fox", "bread")
 BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")

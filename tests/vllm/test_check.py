@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from specbranch.exactness.vllm_findings import FAILED, HOLDS
+from tests.models import require_pair
 from tests.results import record
-from tests.vllm.pair import require_pair
 
 
 def run_check(*options: str) -> tuple[int, dict[str, Any]]:

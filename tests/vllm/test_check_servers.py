@@ -12,10 +12,10 @@ import pytest
 
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import PROPOSER
+from tests.models import SHORT, require_pair
 from tests.results import record
-from tests.vllm.pair import SHORT, require_pair
 from tests.vllm.programs import run_with_sampler
-from tests.vllm.served import serving
+from tests.vllm.serving import stock_serving
 
 ARGUMENTS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "8")
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -36,8 +36,8 @@ def compare(
     for place in places:
         place.mkdir()
     with (
-        serving(target, places[0], *ARGUMENTS, **ENVIRONMENT) as reference,
-        serving(target, places[1], *ARGUMENTS, *speculation, **ENVIRONMENT, **environment) as endpoint,
+        stock_serving(target, places[0], *ARGUMENTS, **ENVIRONMENT) as reference,
+        stock_serving(target, places[1], *ARGUMENTS, *speculation, **ENVIRONMENT, **environment) as endpoint,
     ):
         words = ["check", "--endpoint", endpoint.url, "--reference", reference.url, "--quick", "--json"]
         words += ["--num-prompts", "4", "--num-samples", str(num_samples), "--tie", "1e-5"]

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import PROPOSER
+from tests.models import require_pair
 from tests.results import record
-from tests.vllm.pair import require_pair
-from tests.vllm.served import Served, serving
+from tests.vllm.serving import StockServer, stock_serving
 
 DRAFTING = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4})
 ARGUMENTS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4")
@@ -47,7 +47,7 @@ def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_p
     with DraftProcess(DraftServiceOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
         section = {"address": service.address, "planner": "pearl", "deadline_ms": 60000, "is_gated": False}
         arguments = ("--speculative-config", DRAFTING, "--additional-config", json.dumps({"specbranch": section}))
-        with serving(target, tmp_path, *ARGUMENTS, *arguments, **ENVIRONMENT) as served:
+        with stock_serving(target, tmp_path, *ARGUMENTS, *arguments, **ENVIRONMENT) as served:
             before = scrape_when_on(served)
             assert value(before, "specbranch_calls_total", engine="0", model_name="target") == 0
 
@@ -61,7 +61,7 @@ def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_p
             assert_a_dead_service_is_told_and_costs_nothing(served, text)
 
 
-def scrape_when_on(served: Served, timeout_s: float = 300.0) -> str:
+def scrape_when_on(served: StockServer, timeout_s: float = 300.0) -> str:
     """The page as soon as the service has answered the process that makes it."""
     end_s = time.monotonic() + timeout_s
     while state(page := served.scrape()[0]) != "on":
@@ -70,7 +70,7 @@ def scrape_when_on(served: Served, timeout_s: float = 300.0) -> str:
     return page
 
 
-def scrape_when_settled(served: Served, timeout_s: float = 300.0) -> str:
+def scrape_when_settled(served: StockServer, timeout_s: float = 300.0) -> str:
     """The page as soon as the service has told all; it may answer late while the machine is busy."""
     end_s = time.monotonic() + timeout_s
     while True:
@@ -99,7 +99,7 @@ def assert_figures_add_up(page: str) -> None:
     assert state(page) == "on"
 
 
-def assert_top_shows_them(served: Served, page: str) -> None:
+def assert_top_shows_them(served: StockServer, page: str) -> None:
     done = CliRunner().invoke(app, ["top", served.url, "--once", "--json"])
     read = json.loads(done.stdout)
     assert (read["model"], read["now"]["states"], read["now"]["sessions"]) == ("target", ["on"], 1)
@@ -108,7 +108,7 @@ def assert_top_shows_them(served: Served, page: str) -> None:
     assert read["now"]["first_row_ms"] > 0
 
 
-def assert_a_dead_service_is_told_and_costs_nothing(served: Served, text: str) -> None:
+def assert_a_dead_service_is_told_and_costs_nothing(served: StockServer, text: str) -> None:
     durations = []
     for _ in range(5):
         page, duration_s = served.scrape()

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from specbranch.core.planners import PLANNERS
+from tests.models import SHORT, require_pair
 from tests.results import record
 from tests.root import ROOT
-from tests.vllm.pair import SHORT, require_pair
 
 
 @pytest.mark.timeout(900)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.models import SHORT, require_pair
 from tests.test_deploy import DEPLOY, queries
-from tests.vllm.pair import SHORT, require_pair
 from tests.vllm.serving import serving, wait_for
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import SHORT, require_pair
 from tests.proof import report
 from tests.proof.plan import BARE, OURS
 from tests.root import ROOT
-from tests.vllm.pair import SHORT, require_pair
 
 
 @pytest.mark.nightly

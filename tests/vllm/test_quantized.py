@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.results import record
 from tests.root import ROOT
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import model_path
+from tests.models import PAIR, model_path, require_pair
 from tests.results import record
 from tests.root import ROOT
-from tests.vllm.pair import PAIR, require_pair
 from tests.vllm.serving import Served, serving, started, wait_for
 
 pytestmark = pytest.mark.timeout(1500)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import SHORT, require_pair
 from tests.root import ROOT
-from tests.vllm.pair import SHORT, require_pair
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.root import ROOT
 
 

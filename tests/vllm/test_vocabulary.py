@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.models import model_path
+from tests.models import SHORT, model_path, require_pair
 from tests.root import ROOT
-from tests.vllm.pair import SHORT, require_pair
 
 
 @pytest.mark.timeout(1200)
