@@ -17,7 +17,7 @@ from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.service.client.filters import resample_draft
 from specbranch.service.wire.payloads import pack_probs, unpack_probs
-from tests.counting import num_calls
+from tests.measuring import num_calls
 from tests.toys import SOME
 
 BRANCHES, LENGTH = 24, 8

@@ -30,7 +30,7 @@ from specbranch.engines.vocabulary import (
     vocabulary_mismatch,
 )
 from specbranch.errors import EngineError
-from tests.counting import num_calls
+from tests.measuring import num_calls
 from tests.models import model_path
 
 NUM = 5000

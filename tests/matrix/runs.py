@@ -21,7 +21,7 @@ RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 @dataclass(frozen=True)
 class Run:
-    """Tests, and the name under which they keep their figures (see `tests.results`)."""
+    """Tests, and the name under which they keep their figures (see `tests.measuring`)."""
 
     name: str
     tests: Sequence[str]

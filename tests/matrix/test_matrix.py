@@ -95,7 +95,7 @@ def test_a_release_with_another_torch_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("body", "has_passed"), [("record('own', n=3)", True), ("", False), ("assert 0", False)])
 def test_a_run_passes_only_if_it_leaves_figures(tmp_path: Path, body: str, has_passed: bool) -> None:
     test = tmp_path / "test_own.py"
-    test.write_text(f"from tests.results import record\n\ndef test_it():\n    {body or 'pass'}\n")
+    test.write_text(f"from tests.measuring import record\n\ndef test_it():\n    {body or 'pass'}\n")
     found = runs.carry_out(runs.Run("own", [str(test), "--rootdir", str(ROOT)], 60), tmp_path, tmp_path / "log")
 
     assert found["passed"] is has_passed

@@ -14,8 +14,8 @@ import pytest
 from specbranch.exactness.vllm_findings import FAILED, HOLDS
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import PROPOSER
+from tests.measuring import record
 from tests.models import SHORT, require_pair
-from tests.results import record
 from tests.vllm.programs import run_with_sampler
 from tests.vllm.serving import stock_serving
 

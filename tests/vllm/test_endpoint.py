@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import PROPOSER
+from tests.measuring import record
 from tests.models import SHORT, require_pair
-from tests.results import record
 from tests.test_deploy import DEPLOY, queries
 from tests.vllm.serving import StockServer, serving, stock_serving, wait_for
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from specbranch.core.planners import PLANNERS
+from tests.measuring import record
 from tests.models import SHORT, model_path, require_pair
-from tests.results import record
 from tests.root import ROOT
 from tests.vllm.programs import run_program
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
+from tests.measuring import record
 from tests.models import PAIR, model_path, require_pair
-from tests.results import record
 from tests.root import ROOT
 from tests.vllm.serving import Served, serving, started, wait_for
 
