@@ -1,4 +1,8 @@
-"""The supported releases, and the tests of `tests/vllm` to run on each, in a process that finds this release first."""
+"""The supported releases, the tests of `tests/vllm` to run on each, and the file that keeps the results.
+
+Tests run in a process of their own that finds this release first. The file has one line for each release, the oldest
+first, with its provenance and what was run on it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.root import ROOT
 
+RESULTS = ROOT / "benchmarks" / "matrix.jsonl"
 RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 
@@ -65,3 +70,26 @@ def _run_tests(run: Run, environment: dict[str, str], log: Path) -> int:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def read_results(file: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Read what is known of each release, the oldest first."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {line["release"]: line for line in map(json.loads, lines)}
+
+
+def write_results(results: Mapping[str, dict[str, Any]], file: Path = RESULTS) -> None:
+    """Replace the file at once, so that a run that is interrupted loses nothing."""
+    ordered = sorted(results.values(), key=lambda line: _numbers(line["release"]))
+    draft = file.with_suffix(".new")
+    draft.write_text("".join(json.dumps(line) + "\n" for line in ordered))
+    draft.replace(file)
+
+
+def has_passed(line: Mapping[str, Any]) -> bool:
+    """Return whether everything that was run on a release passed."""
+    return all(run["passed"] for run in line["runs"].values())
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
