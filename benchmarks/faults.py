@@ -32,9 +32,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from under_load.arguments import parser_for
 from under_load.asking import ask, client_for
-from under_load.progress import Line, Progress
+from under_load.progress import Line, Progress, parser_for
 from under_load.relay import Relay
 from under_load.servers import ACCEPTED, Served, Service, free_port, own_cores, serving
 from under_load.traffic import STREAM, WHOLE, Request, read_prompts

@@ -28,12 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from under_load import traffic
-from under_load.arguments import parser_for
 from under_load.asking import Answer, ask, client_for
-from under_load.progress import Line, Progress
+from under_load.progress import Line, Progress, parser_for, percentiles, slope
 from under_load.servers import ACCEPTED, SUBMITTED, Served, memory_of, own_cores, serving
 from under_load.traffic import Request, draw, read_prompts, window
-from under_load.trend import percentiles, slope
 
 from specbranch.machine import provenance
 

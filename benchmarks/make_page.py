@@ -148,16 +148,12 @@ RUNS = (
         "A small pair, eight tasks",
         "SmolLM2-135M with its own 4-bit GGUF as draft. One or two prompts of each task: read only the mean.",
     ),
-    Run(
-        "off",
-        "The plugin installed, drafting off",
-        "Planner `none` against bare vLLM. The range includes 1.00; a cost of 1 % could not be seen here.",
-    ),
 )
 INTRO = f"""# Benchmarks
 
 Written by `benchmarks/make_page.py` from the result files that each section names; do not edit.
 [How it is measured](bench.md). To repeat a run: `specbranch bench run benchmarks/NAME.toml --data DIR --out FILE`.
+The first line of every result file has its scenario; a run that a later one replaced has no file NAME.toml any more.
 
 Everything ran on two cores of one CPU, without a GPU. The machine is shared, and its speed changes by up to a factor
 of two from hour to hour. Only ratios within one run count. All runs but one are greedy.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "specbranch"
-MAX_FILES, MAX_IN_FOLDER, MAX_LINES, MAX_TRACKED = 150, 15, 500, 680
+MAX_FILES, MAX_IN_FOLDER, MAX_LINES, MAX_TRACKED = 150, 15, 500, 600
 COMMANDS = SOURCE / "cli" / "commands"  # a command is named after what it runs
 NO_NAMES = ("__init__", "__main__")
 

@@ -67,7 +67,7 @@ def test_the_window_has_as_many_greedy_requests_as_were_asked_for(script: Any) -
 
 def test_a_straight_line_has_its_slope_and_no_error(script: Any) -> None:
     x = [0.1 * number for number in range(100)]
-    found = script("under_load.trend").slope(x, [7 + 3 * value for value in x])
+    found = script("under_load.progress").slope(x, [7 + 3 * value for value in x])
 
     assert found.value == pytest.approx(3)
     assert found.error == pytest.approx(0, abs=1e-9)
@@ -75,7 +75,7 @@ def test_a_straight_line_has_its_slope_and_no_error(script: Any) -> None:
 
 def test_the_error_of_a_slope_covers_noise_whose_neighbours_are_alike(script: Any) -> None:
     """Without a trend, about 95 % of 200 slopes lie within 2.1 errors; fewer do where each sample counts alone."""
-    trend, chance = script("under_load.trend"), random.Random(5)
+    trend, chance = script("under_load.progress"), random.Random(5)
     covered = {trend.SPANS: 0, 400: 0}
     for _ in range(200):
         level, y = 0.0, []
@@ -90,7 +90,7 @@ def test_the_error_of_a_slope_covers_noise_whose_neighbours_are_alike(script: An
 
 
 def test_a_slope_needs_three_points_that_differ(script: Any) -> None:
-    slope = script("under_load.trend").slope
+    slope = script("under_load.progress").slope
 
     assert slope([1, 2], [1, 2]) is None
     assert slope([1, 1, 1], [1, 2, 3]) is None

@@ -1,4 +1,9 @@
-"""Check the contract against wheels or directories of vLLM, or against all supported releases."""
+"""Check the contract against wheels or directories of vLLM, or against all supported releases.
+
+`scripts/contract` runs it. The contract is the names of vLLM that we rely on. It reads them from vLLM's source and runs
+nothing of it, which takes seconds. `names` lists what we rely on, `terms` are the kinds of it, `source` reads a wheel
+or a directory.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,13 @@ from pathlib import Path
 
 from tests.contract.names import missing
 from tests.contract.source import Source
-from tests.matrix import RELEASES
+from tests.matrix.runs import RELEASES
+
+_TITLE = "Check the contract against wheels or directories of vLLM, or against all supported releases."
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/contract", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/contract", description=_TITLE)
     parser.add_argument("paths", nargs="*", type=Path, help="default: the supported releases, which pip downloads")
     parser.add_argument("--wheels", type=Path, help="a directory of wheels that need not be downloaded")
     args = parser.parse_args()
@@ -30,7 +37,7 @@ def _report(path: Path) -> bool:
 
 
 def _downloaded(wheels: Path | None) -> Iterator[Path]:
-    """The wheel of each supported release in turn; it is removed before the next one comes."""
+    """Download the wheel of each supported release in turn; remove it before the next one."""
     for release in RELEASES:
         with tempfile.TemporaryDirectory() as directory:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", directory]

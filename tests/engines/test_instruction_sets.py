@@ -19,8 +19,8 @@ pytest.importorskip("torch", reason="the torch engine needs torch")
 pytest.importorskip("transformers", reason="the torch engine needs transformers")
 
 from specbranch.machine import onednn_limits, provenance
-from tests.engines.models import model_path
-from tests.results import record
+from tests.measuring import record
+from tests.models import model_path
 from tests.root import ROOT
 from tests.service.harness import START_S, Service, running
 

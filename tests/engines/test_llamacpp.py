@@ -22,11 +22,10 @@ from specbranch.engines.llamacpp import GgmlGpus, LlamaCppEngine, gguf_path, mod
 from specbranch.engines.registry import engine_for, open_engine, runs_on_gpu
 from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.errors import EngineError, EngineFull
-from tests.counting import num_calls
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution, machine_for
-from tests.engines.models import model_path
-from tests.results import record
+from tests.measuring import num_calls, record
+from tests.models import model_path
 
 
 def is_close(a: Distribution, b: Distribution) -> bool:

@@ -30,8 +30,8 @@ from specbranch.engines.vocabulary import (
     vocabulary_mismatch,
 )
 from specbranch.errors import EngineError
-from tests.counting import num_calls
-from tests.engines.models import model_path
+from tests.measuring import num_calls
+from tests.models import model_path
 
 NUM = 5000
 WORDS = [f"word{number}" for number in range(NUM)]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_simulate import new_environment
+from tests.models import SHORT, require_pair
 from tests.root import ROOT
-from tests.vllm.pair import SHORT, require_pair
 from tests.vllm.serving import started, wait_for
 
 pytestmark = pytest.mark.timeout(600)

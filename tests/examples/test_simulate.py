@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
 import re
 import subprocess
@@ -16,10 +17,22 @@ from specbranch.core.planners.predictors import CONSTANTS
 from specbranch.core.session import StopCondition
 from specbranch.simulation.presets import PAIRS, make_trace
 from tests.core.test_exactness import emitted_distribution, target_distribution
-from tests.examples.running import EXAMPLES, run
+from tests.root import ROOT
 from tests.toys import three_token_pair, two_token_pair
 
+EXAMPLES = ROOT / "examples"
 PLANNER = EXAMPLES / "planner"
+
+
+def run(*words: str, python: str = sys.executable, timeout_s: float = 280, bind: str = "auto") -> str:
+    """Run an example, or any command of Python, and return what it prints; `bind` are the cores of vLLM's threads."""
+    # No room for both models would be left otherwise, and a machine with few cores has no use for more threads.
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "200", "VLLM_CPU_OMP_THREADS_BIND": bind}
+    done = subprocess.run(
+        [python, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
 
 
 @pytest.fixture
@@ -30,7 +43,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def new_environment(directory: Path, package: Path) -> str:
-    """The Python of a new environment with a package, and below it what is installed here."""
+    """Make an environment with a package above what is installed here; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     python = str(directory / "bin" / "python")
     found = subprocess.run(
@@ -48,7 +61,7 @@ def new_environment(directory: Path, package: Path) -> str:
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of a new environment with the example's package."""
+    """Make an environment with the example's package; return its Python."""
     return new_environment(tmp_path_factory.mktemp("environment"), PLANNER)
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import run
-from tests.examples.test_simulate import python
+from tests.examples.test_simulate import python, run
+from tests.models import PAIR, SHORT, require_pair
 from tests.root import ROOT
-from tests.vllm.pair import PAIR, SHORT, require_pair
 from tests.vllm.serving import serving
 
 __all__ = ["python"]  # the fixture

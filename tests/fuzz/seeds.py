@@ -18,9 +18,10 @@ from specbranch.service.wire import messages
 from specbranch.service.wire.payloads import DIGEST_LEN, pack_probs
 from specbranch.trace import Header, Record, encode_line
 from tests.engines.test_vocabulary import BEFORE, gguf_file, token_pair
-from tests.fuzz.corpus import CORPUS, read_cases, write_cases
+from tests.fuzz.corpus import read_cases, write_cases
 from tests.fuzz.targets import SEPARATOR, TARGETS
 from tests.hrad.test_network import CARD, small_tensors
+from tests.root import ROOT
 
 _NAME = bytes(range(DIGEST_LEN))
 _SURE = Distribution((7, 8), (0.75, 0.25), 0.56)
@@ -109,7 +110,7 @@ def _planner() -> Iterator[bytes]:
 
 def _scenario() -> Iterator[bytes]:
     for name in ("small", "served-flagship"):
-        yield (CORPUS.parents[2] / "benchmarks" / f"{name}.toml").read_bytes()
+        yield (ROOT / "benchmarks" / f"{name}.toml").read_bytes()
 
 
 def _gguf() -> Iterator[bytes]:

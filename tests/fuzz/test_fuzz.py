@@ -52,4 +52,4 @@ def test_an_error_that_is_not_ours_is_noticed() -> None:
 
 
 def test_the_corpus_is_small() -> None:
-    assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < MAX_BYTES
+    assert CORPUS.stat().st_size < MAX_BYTES

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from specbranch.cli import app
 from specbranch.hrad.examples import groups_of, read_answers, read_examples
 from specbranch.trace import read_trace
-from tests.engines.models import model_path
+from tests.models import model_path
 
 _NEW = 16
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from specbranch.launch.child import PIPE, Child, Idleness
-from tests.world.clock import Clock
+from tests.world.schedule import Clock
 
 SLEEPS = "import time; time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);" + SLEEPS

@@ -1,4 +1,4 @@
-"""Which cores the target and the draft get."""
+"""Which cores the target, its workers and the draft get, without vLLM."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from functools import partial
 
 import pytest
 
+from specbranch.errors import FlagError
 from specbranch.launch.placement import (
     HOST_CPU,
     CoreSplit,
     DevicePlacement,
     beside_gpus,
+    check_core_count,
     choose_device,
+    omp_env,
     split_cores,
     without_siblings,
 )
 from specbranch.machine import Topology
+from specbranch.plugins.vllm.layout import ParallelLayout
 from tests.root import ROOT
+
+TWO = ParallelLayout(tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +138,36 @@ def test_a_draft_on_a_gpu_of_the_target_is_noticed() -> None:
     for device in ("cuda:2", "cpu", "mps"):
         assert ask(device) == DevicePlacement(device, "as asked for")
     assert ask("cuda:0", target_on_cpu=True) == DevicePlacement("cuda:0", "as asked for")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_worker_has_a_thread_for_each_core() -> None:
+    assert (
+        omp_env([2, 3, 5], ParallelLayout())
+        == omp_env([2, 3, 5], ParallelLayout(executor="uni"))
+        == {"OMP_NUM_THREADS": "3"}
+    )
+
+
+def test_workers_of_their_own_processes_share_the_cores() -> None:
+    assert omp_env([2, 3, 5], TWO) == {"VLLM_CPU_OMP_THREADS_BIND": "2|3"}
+    assert omp_env([2, 3, 5], ParallelLayout(executor="mp")) == {"VLLM_CPU_OMP_THREADS_BIND": "2,3,5"}
+
+
+def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
+
+    assert omp_env([2], ParallelLayout()) == omp_env([2], TWO) == {}
+
+
+def test_too_few_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FlagError, match="2 workers need as many cores, and the target has 2; give more"):
+        omp_env([2], TWO)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
+    check_core_count([2], 2)

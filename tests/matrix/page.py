@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import PLANNERS
-from tests.matrix import results
-from tests.matrix.runs import RUNS
+from tests.matrix.runs import RUNS, read_results
 
 PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
 
@@ -55,7 +54,7 @@ releases that have every name.
 
 
 def text(lines: dict[str, dict[str, Any]]) -> str:
-    """The page, from what is known of each release."""
+    """Make the page from what is known of each release."""
     first, *_, last = [_series(release) for release in lines]
     equality = next(iter(lines.values()))["runs"]["equality"]
     head = "| vLLM | greedy | server | `check` | H-RAD | replaced on the CPU |\n|---|---|---|---|---|---|\n"
@@ -65,8 +64,8 @@ def text(lines: dict[str, dict[str, Any]]) -> str:
 
 
 def write() -> None:
-    """Make the page from the result file."""
-    PAGE.write_text(text(results.read()))
+    """Write the page from the result file."""
+    PAGE.write_text(text(read_results()))
 
 
 def _row(release: str, runs: dict[str, Any]) -> str:
@@ -85,7 +84,7 @@ def _source(lines: dict[str, dict[str, Any]]) -> str:
 
 
 def _planners(run: dict[str, Any]) -> list[str]:
-    """Those that were run: a planner made later is not in an older result."""
+    """List the planners that were run: a planner made later is not in an older result."""
     return [name for name in PLANNERS if f"equal_{name}" in run]
 
 

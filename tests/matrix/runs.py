@@ -1,4 +1,8 @@
-"""What is run on a release: tests of `tests/vllm`, each in a process of its own that finds this release first."""
+"""The supported releases, the tests of `tests/vllm` to run on each, and the file that keeps the results.
+
+Tests run in a process of their own that finds this release first. The file has one line for each release, the oldest
+first, with its provenance and what was run on it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.root import ROOT
 
+RESULTS = ROOT / "benchmarks" / "matrix.jsonl"
+RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+
 
 @dataclass(frozen=True)
 class Run:
-    """Tests, and the name under which they keep their figures (see `tests.results`)."""
+    """Tests, and the name under which they keep their figures (see `tests.measuring`)."""
 
     name: str
     tests: Sequence[str]
@@ -28,7 +35,7 @@ class Run:
 
 # What matters most comes first; the last two are about what differs between releases.
 RUNS = (
-    Run("equality", ["tests/vllm/test_equality.py"], 1800),
+    Run("equality", ["tests/vllm/test_equality.py::test_greedy_output_equals_bare_vllm_for_every_planner"], 1800),
     Run("server", ["tests/vllm/test_serve.py", "-k", "sixteen or json or sigterm"], 1800),
     Run("check", ["tests/vllm/test_check.py::test_a_right_pair_holds"], 1800),
     Run("sampler", ["tests/vllm/test_cpu_sampler.py"], 600),
@@ -37,7 +44,7 @@ RUNS = (
 
 
 def carry_out(run: Run, overlay: Path, log: Path) -> dict[str, Any]:
-    """The figures of a run, whether it passed and how long it took. A test that was skipped has not passed."""
+    """Run the tests; return their figures, whether they passed and their time. A skipped test has not passed."""
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as results:
         paths = os.pathsep.join(map(str, (overlay, ROOT / "src")))
@@ -49,7 +56,7 @@ def carry_out(run: Run, overlay: Path, log: Path) -> dict[str, Any]:
 
 
 def _run_tests(run: Run, environment: dict[str, str], log: Path) -> int:
-    """The exit code of pytest; whatever it has started ends with it."""
+    """Run pytest, end whatever it started, and return its exit code, or -1 when time is up."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run.tests]
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -63,3 +70,26 @@ def _run_tests(run: Run, environment: dict[str, str], log: Path) -> int:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def read_results(file: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Read what is known of each release, the oldest first."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {line["release"]: line for line in map(json.loads, lines)}
+
+
+def write_results(results: Mapping[str, dict[str, Any]], file: Path = RESULTS) -> None:
+    """Replace the file at once, so that a run that is interrupted loses nothing."""
+    ordered = sorted(results.values(), key=lambda line: _numbers(line["release"]))
+    draft = file.with_suffix(".new")
+    draft.write_text("".join(json.dumps(line) + "\n" for line in ordered))
+    draft.replace(file)
+
+
+def has_passed(line: Mapping[str, Any]) -> bool:
+    """Return whether everything that was run on a release passed."""
+    return all(run["passed"] for run in line["runs"].values())
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from specbranch.plugins.vllm.compat import TESTED
-from tests.matrix import RELEASES, page, results, runs
+from tests.matrix import page, runs
 from tests.matrix.overlay import OverlayError, unmet
 from tests.root import ROOT
 
-KNOWN = results.read()
+KNOWN = runs.read_results()
 
 
 def series(release: str) -> str:
@@ -22,10 +22,10 @@ def series(release: str) -> str:
 
 
 def test_everything_was_run_on_every_release_and_passed() -> None:
-    assert tuple(KNOWN) == RELEASES
+    assert tuple(KNOWN) == runs.RELEASES
     for line in KNOWN.values():
         assert set(line["runs"]) == {run.name for run in runs.RUNS}
-        assert results.has_passed(line)
+        assert runs.has_passed(line)
 
 
 def test_a_run_was_on_the_release_that_it_is_filed_under_and_from_a_clean_commit() -> None:
@@ -59,13 +59,13 @@ def test_a_failed_and_an_absent_run_are_shown_as_such() -> None:
     text = page.text(failed)
     assert len(re.findall(r"^\| 0\.28\.0 .*\*\*failed\*\*", text, re.MULTILINE)) == 1
     assert len(re.findall(r"^\| 0\.29\.0 .*not run", text, re.MULTILINE)) == 1
-    assert not results.has_passed(failed["0.28.0"])
+    assert not runs.has_passed(failed["0.28.0"])
 
 
 def test_the_newest_release_comes_last_in_the_result_file(tmp_path: Path) -> None:
-    results.write({name: {"release": name} for name in ("0.100.0", "0.9.1", "0.28.0")}, tmp_path / "m.jsonl")
+    runs.write_results({name: {"release": name} for name in ("0.100.0", "0.9.1", "0.28.0")}, tmp_path / "m.jsonl")
 
-    assert list(results.read(tmp_path / "m.jsonl")) == ["0.9.1", "0.28.0", "0.100.0"]
+    assert list(runs.read_results(tmp_path / "m.jsonl")) == ["0.9.1", "0.28.0", "0.100.0"]
     assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
 
 
@@ -95,7 +95,7 @@ def test_a_release_with_another_torch_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("body", "has_passed"), [("record('own', n=3)", True), ("", False), ("assert 0", False)])
 def test_a_run_passes_only_if_it_leaves_figures(tmp_path: Path, body: str, has_passed: bool) -> None:
     test = tmp_path / "test_own.py"
-    test.write_text(f"from tests.results import record\n\ndef test_it():\n    {body or 'pass'}\n")
+    test.write_text(f"from tests.measuring import record\n\ndef test_it():\n    {body or 'pass'}\n")
     found = runs.carry_out(runs.Run("own", [str(test), "--rootdir", str(ROOT)], 60), tmp_path, tmp_path / "log")
 
     assert found["passed"] is has_passed

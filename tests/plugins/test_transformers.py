@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +23,37 @@ from specbranch import DraftServer, SpecBranchError
 from specbranch.draft_server import DraftKeywords
 from specbranch.exactness.statistics import compare_counts, count_pairs
 from specbranch.plugins.transformers import DraftedDecoding, ServiceCandidates
-from tests.engines.models import model_path
-from tests.plugins.texts import MORTAL, NUM_TOKENS, PARALLEL, PATIENT, PROMPTS, draft_server, kill, num_warnings
+from tests.models import model_path
 from tests.service.harness import scripted_service
 
 pytestmark = pytest.mark.timeout(600)
+SUBJECTS = ("water", "the moon", "a fox", "bread")
+BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")
+PROMPTS = [f"{start} {subject}" for subject in SUBJECTS for start in BEGINNINGS]
+NUM_TOKENS = 24
+# It waits for every draft, so that what is accepted does not depend on how busy the machine is.
+PATIENT: DraftKeywords = {"planner": "sps", "max_draft_tokens": 4, "deadline_ms": 60_000.0, "is_gated": False}
+MORTAL: DraftKeywords = {**PATIENT, "deadline_ms": 2_000.0}  # for a service that dies after it was asked
+PARALLEL: DraftKeywords = {**PATIENT, "planner": "budget"}
 GREEDY = {"do_sample": False, "max_new_tokens": NUM_TOKENS}
+
+
+@contextmanager
+def draft_server() -> Iterator[DraftServer]:
+    """Serve the packed model as the draft of its dense self; it errs at times, as llama.cpp rounds activations."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        pytest.skip("llama-cpp-python is not installed")
+    with DraftServer(model_path("smollm2-short"), threads=1) as server:
+        yield server
+
+
+def kill(server: DraftServer) -> None:
+    """End the service at once; it is not started again."""
+    server._supervisor.kill()
+
+
+def num_warnings(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
 
 
 @pytest.fixture(scope="module", autouse=True)

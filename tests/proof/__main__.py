@@ -1,4 +1,8 @@
-"""Run the proof; `scripts/gpu-proof` starts this."""
+"""Prove in ten minutes what only a GPU can prove, and write one report; `scripts/gpu-proof` starts this.
+
+`tests/vllm` runs a reduced form on a CPU. `plan` lists the stages, `stages` runs one in its time, `decode` is the
+program of those that need vLLM, and `report` makes one file of what they found.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ def main() -> int:
 
 
 def run(proof: Proof, out: Path) -> tuple[list[Outcome], dict[str, Any]]:
-    """All stages, one after the other. The report is written after each, so that an interruption loses little."""
+    """Run all stages in order and write the report after each, so that an interruption loses little."""
     about = {"provenance": provenance(), "proof": asdict(proof), "gpus": gpus(), "packages": packages()}
     end_s = time.monotonic() + 60 * proof.minutes
     stages, outcomes = proof.stages(), list[Outcome]()
@@ -79,7 +83,7 @@ def run(proof: Proof, out: Path) -> tuple[list[Outcome], dict[str, Any]]:
 
 
 def gpus() -> list[str]:
-    """The GPUs, by Nvidia's own tool; empty where there is none."""
+    """List the GPUs by Nvidia's own tool; return an empty list where there is none."""
     command = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
@@ -88,7 +92,7 @@ def gpus() -> list[str]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what is installed and matters here."""
+    """Return the versions of the installed packages that matter here."""
     found = {}
     for name in _PACKAGES:
         try:

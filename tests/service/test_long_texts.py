@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client", reason="prometheus_client is not instal
 
 from specbranch.core.distribution import Distribution
 from specbranch.simulation.scripted import TextScript
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.service.harness import PATIENCE_S, Service, Walk, free_port
 from tests.service.test_faults import client_for
 

@@ -17,7 +17,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.engines.base import EngineOptions, Row
 from specbranch.engines.llamacpp import LlamaCppEngine
 from specbranch.simulation.scripted import TextScript
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.service.harness import PATIENCE_S, Service, Walk, running
 from tests.service.test_faults import client_for
 

@@ -27,7 +27,7 @@ from specbranch.service.wire.messages import (
     decode_request,
     encode,
 )
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, scripted_service, wait_for
 
 RIGHT, WRONG = (bytes([byte]) * HASH_LEN * 50 for byte in (1, 2))

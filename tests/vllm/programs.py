@@ -1,4 +1,4 @@
-"""Runs a program of this directory that needs real vLLM and real weights, in a process of its own."""
+"""Runs the programs of this directory, which need real vLLM and real weights, in processes of their own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.models import PAIR, require_pair
 from tests.root import ROOT
-from tests.vllm.levels import FALSE_ALARM, MAX_TESTS
-from tests.vllm.pair import PAIR, require_pair
 
+# How sure the statistical tests of sampled runs are.
+FALSE_ALARM = 1e-3  # of all tests of a run together
+MAX_TESTS = 20  # of a run: the smallest p-value that can be found must lie below the level of each
 # The beginning of a snippet that calls vLLM's sampler on the CPU.
 WITH_SAMPLER = """
 from vllm.platforms import current_platform
@@ -29,7 +31,10 @@ from vllm.v1.sample import rejection_sampler
 
 
 def run_with_sampler(snippet: str) -> Any:
-    """What a snippet behind `WITH_SAMPLER` prints: a JSON list, whose first entry says if this is a CPU."""
+    """Run a snippet after `WITH_SAMPLER` and return the JSON list that it prints, without its first entry.
+
+    That entry says whether this is a CPU; elsewhere the test is skipped.
+    """
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     command = [sys.executable, "-c", WITH_SAMPLER + snippet]
@@ -42,7 +47,7 @@ def run_with_sampler(snippet: str) -> Any:
 
 
 def run_program(name: str, pair: str = PAIR) -> Any:
-    """The JSON document that it prints."""
+    """Run a program on a pair of models and return the JSON document that it prints."""
     target, draft = require_pair(name=pair)
     command = [sys.executable, "-m", f"tests.vllm.run_{name}", "--target", str(target), "--draft", str(draft)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
@@ -51,7 +56,7 @@ def run_program(name: str, pair: str = PAIR) -> Any:
 
 
 def judge_sampled(result: Any, least_kept: float) -> None:
-    """Drawn tokens left every distribution alone, at least this share of them was kept, and a wrong one was noticed."""
+    """Assert that drawn tokens left every distribution alone, enough were kept, and a wrong one was noticed."""
     tests = [p_value for one in result["found"].values() for p_value in one["p_values"]]
     assert len(tests) <= MAX_TESTS
     for name, one in result["found"].items():

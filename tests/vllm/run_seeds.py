@@ -21,7 +21,7 @@ from typing import Any
 from specbranch.launch import vllm_engine
 from specbranch.plugins.vllm.settings import proposer_arguments, read_settings
 from specbranch.service.client import interface
-from tests.vllm.coin_model import NUM_COINS, write_coins
+from tests.vllm.made_models import NUM_COINS, write_coins
 from tests.vllm.runs import draft_service
 
 NUM_TOKENS = 5  # the memory looks at three before it guesses; in long answers it would find others than the first three

@@ -26,8 +26,8 @@ from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, Request
 from specbranch.plugins.vllm import runner_v2, runner_v2_device
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
-from tests.vllm.levels import FALSE_ALARM, MAX_TESTS
-from tests.vllm.random_model import VOCAB_LEN, write_pair
+from tests.vllm.made_models import VOCAB_LEN, write_pair
+from tests.vllm.programs import FALSE_ALARM, MAX_TESTS
 from tests.vllm.runs import CORES, num_equal, proposer_of, squared
 
 assert tests.vllm.interpreter

@@ -11,7 +11,7 @@ import pytest
 
 from specbranch.bench.results import read_results, summarize
 from specbranch.trace import read_trace
-from tests.vllm.pair import PAIR, require_pair
+from tests.models import PAIR, require_pair
 
 DRAFT, TARGET = PAIR, f"{PAIR}-dense"
 

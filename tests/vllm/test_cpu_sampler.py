@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.results import record
+from tests.measuring import record
 from tests.vllm.programs import run_with_sampler
 
 PROGRAM = """

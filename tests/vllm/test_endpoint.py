@@ -1,12 +1,20 @@
-"""Our metrics on the endpoint of a stock `vllm serve`, beside vLLM's own; also when the draft service is dead."""
+"""Our metrics beside vLLM's own: on a stock `vllm serve`, also with a dead draft service, and in a real Prometheus."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+import socket
+import subprocess
 import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,9 +22,10 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.plugins.vllm.settings import PROPOSER
-from tests.results import record
-from tests.vllm.pair import require_pair
-from tests.vllm.served import Served, serving
+from tests.measuring import record
+from tests.models import SHORT, require_pair
+from tests.test_deploy import DEPLOY, queries
+from tests.vllm.serving import StockServer, serving, stock_serving, wait_for
 
 DRAFTING = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4})
 ARGUMENTS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4")
@@ -47,7 +56,7 @@ def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_p
     with DraftProcess(DraftServiceOptions(str(draft), threads=1), tmp_path / "draft.log") as service:
         section = {"address": service.address, "planner": "pearl", "deadline_ms": 60000, "is_gated": False}
         arguments = ("--speculative-config", DRAFTING, "--additional-config", json.dumps({"specbranch": section}))
-        with serving(target, tmp_path, *ARGUMENTS, *arguments, **ENVIRONMENT) as served:
+        with stock_serving(target, tmp_path, *ARGUMENTS, *arguments, **ENVIRONMENT) as served:
             before = scrape_when_on(served)
             assert value(before, "specbranch_calls_total", engine="0", model_name="target") == 0
 
@@ -61,7 +70,7 @@ def test_vllms_endpoint_shows_our_metrics_and_does_not_mind_a_dead_service(tmp_p
             assert_a_dead_service_is_told_and_costs_nothing(served, text)
 
 
-def scrape_when_on(served: Served, timeout_s: float = 300.0) -> str:
+def scrape_when_on(served: StockServer, timeout_s: float = 300.0) -> str:
     """The page as soon as the service has answered the process that makes it."""
     end_s = time.monotonic() + timeout_s
     while state(page := served.scrape()[0]) != "on":
@@ -70,7 +79,7 @@ def scrape_when_on(served: Served, timeout_s: float = 300.0) -> str:
     return page
 
 
-def scrape_when_settled(served: Served, timeout_s: float = 300.0) -> str:
+def scrape_when_settled(served: StockServer, timeout_s: float = 300.0) -> str:
     """The page as soon as the service has told all; it may answer late while the machine is busy."""
     end_s = time.monotonic() + timeout_s
     while True:
@@ -99,7 +108,7 @@ def assert_figures_add_up(page: str) -> None:
     assert state(page) == "on"
 
 
-def assert_top_shows_them(served: Served, page: str) -> None:
+def assert_top_shows_them(served: StockServer, page: str) -> None:
     done = CliRunner().invoke(app, ["top", served.url, "--once", "--json"])
     read = json.loads(done.stdout)
     assert (read["model"], read["now"]["states"], read["now"]["sessions"]) == ("target", ["on"], 1)
@@ -108,7 +117,7 @@ def assert_top_shows_them(served: Served, page: str) -> None:
     assert read["now"]["first_row_ms"] > 0
 
 
-def assert_a_dead_service_is_told_and_costs_nothing(served: Served, text: str) -> None:
+def assert_a_dead_service_is_told_and_costs_nothing(served: StockServer, text: str) -> None:
     durations = []
     for _ in range(5):
         page, duration_s = served.scrape()
@@ -122,3 +131,63 @@ def assert_a_dead_service_is_told_and_costs_nothing(served: Served, text: str) -
     assert value(page, "specbranch_timeouts_total") <= num_timeouts + 1, "it was waited for more than once"
     assert value(page, "specbranch_misses_total") == known
     record("endpoint", scrape_s=round(median(durations), 4))
+
+
+@contextlib.contextmanager
+def prometheus(directory: Path, target: int) -> Iterator[str]:
+    """Prometheus with the rules of `deploy/`, looking at that port every second; its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(DEPLOY / "monitoring" / "alerts.yml")],
+        "scrape_configs": [{"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}],
+    }
+    (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    words = ["prometheus", f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"]
+    with (directory / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen([*words, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def ask(url: str, path: str, **words: str) -> Any:
+    with urllib.request.urlopen(f"{url}/api/v1/{path}?{urllib.parse.urlencode(words)}", timeout=30) as answer:
+        return json.load(answer)["data"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_prometheus_reads_a_server_and_answers_the_dashboard(tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed")
+    target, draft = require_pair("openai", name=SHORT)
+    words = ["--draft", str(draft), "--planner", "pearl", "--no-gate", "--dtype", "float32"]
+    words += ["--max-model-len", "512", "--enforce-eager", "--served-model-name", "m"]
+    with serving(tmp_path, str(target), *words) as served, prometheus(tmp_path, served.port) as url:
+        wait_for(lambda: is_up(url), 60)
+        for _ in range(6):
+            complete(served.url)
+            time.sleep(1.5)
+        missing = [query for query in queries() if not ask(url, "query", query=query.replace("5m", "30s"))["result"]]
+        alerts = ask(url, "rules")["groups"]
+
+    assert missing == [], "queries without an answer"
+    assert all(rule["health"] == "ok" for group in alerts for rule in group["rules"])
+
+
+def is_up(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(one["value"][1] == "1" for one in ask(url, "query", query="up")["result"])
+    return False
+
+
+def complete(url: str) -> None:
+    body = {"model": "m", "prompt": "Count to ten: 1, 2,", "max_tokens": 32, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    urllib.request.urlopen(request, timeout=400).close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.results import record
+from tests.measuring import record
 from tests.vllm.programs import run_program
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.pair import require_pair
+from tests.models import require_pair
 
 QUESTION = ["--prompt", "Name three colours and say where they are found.", "--max-tokens", "40"]
 WAITING = [

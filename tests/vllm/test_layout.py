@@ -15,7 +15,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from specbranch.launch.placement import usable_cores
 from specbranch.launch.vllm_log import FailureParser
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
-from tests.engines.models import model_path
+from tests.models import model_path
 
 
 @pytest.mark.nightly

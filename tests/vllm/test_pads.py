@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.pair import SHORT
+from tests.models import SHORT
 from tests.vllm.programs import run_program, run_with_sampler
 
 SAMPLER = """

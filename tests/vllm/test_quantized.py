@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import model_path
-from tests.results import record
+from tests.measuring import record
+from tests.models import model_path
 from tests.root import ROOT
 
 TEXTS = [

@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 
 from specbranch.bench.results import read_results, summarize
 from specbranch.exactness.vllm_findings import FAILED
-from tests.vllm.even_heads import write_even
-from tests.vllm.pair import SHORT, require_pair
+from tests.models import SHORT, require_pair
+from tests.vllm.made_models import write_even
 
 TWO = ["--tensor-parallel-size", "2"]
 DRAFT = ["--draft-dtype", "float32", "--draft-cores", "1"]

@@ -1,9 +1,14 @@
-"""Which faults a world has, and how often: drawn from its seed, so that some worlds have many and some only one."""
+"""Which faults a world has and how often, and how much its service may remember: drawn from its seed.
+
+Some worlds have many faults and some only one.
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
+
+MAX_TEXT = 140  # tokens of a target
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class Faults:
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Faults:
-        """Each kind is there in half of all worlds."""
+        """Draw the chances; each kind of fault occurs in half of all worlds."""
         most = {"delayed": 0.3, "engine_error": 0.05, "engine_full": 0.05}
         return cls(
             **{
@@ -41,3 +46,23 @@ class Faults:
     def __str__(self) -> str:
         there = {field.name: getattr(self, field.name) for field in fields(self)}
         return ", ".join(f"{name} {chance:.3f}" for name, chance in there.items() if chance) or "no faults"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a service may remember: little in most worlds, but always one text of each target."""
+
+    max_sessions: int
+    max_session_tokens: int
+    max_handles: int
+    max_tokens: int  # in the engine's cache
+
+    @classmethod
+    def drawn(cls, rng: random.Random, num_targets: int) -> Limits:
+        room = 2 * num_targets * MAX_TEXT
+        return cls(
+            max_sessions=rng.choice([num_targets + 1, 3 * num_targets, 64]),
+            max_session_tokens=rng.choice([room, 4 * room, 1 << 20]),
+            max_handles=rng.choice([4 * num_targets, 64, 1 << 20]),
+            max_tokens=rng.choice([room, 2 * room, 1 << 20]),
+        )

@@ -11,7 +11,28 @@ import random
 import threading
 from collections.abc import Callable
 
-from tests.world.clock import Clock
+
+class Clock:
+    """A monotonic clock, which may leap forward, and a wall clock, which may be set to anything."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.leapt_s = 0.0  # of all leaps so far
+        self._wall_offset_s = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wall_ns(self) -> int:
+        return int(1e9 * (self.now_s + self._wall_offset_s))
+
+    def leap(self, seconds: float) -> None:
+        """Let everything stand still for these seconds, and notice afterwards."""
+        self.now_s += seconds
+        self.leapt_s += seconds
+
+    def set_wall(self, change_s: float) -> None:
+        self._wall_offset_s += change_s
 
 
 class Schedule:
@@ -64,7 +85,7 @@ class Actor:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Called by its own code: until it is woken, or the time is up."""
+        """Wait, from the actor's own code, until something wakes it or the time is up."""
         self._wait += 1
         if timeout_s is not None:
             self.wake(timeout_s)
@@ -79,7 +100,7 @@ class Actor:
         self._schedule.after(delay_s, lambda: self._resume(wait))
 
     def end(self) -> None:
-        """It waits no more and does nothing more."""
+        """Make it stop waiting and do nothing more."""
         self._is_ended = True
         self._resume(self._wait)
         self._thread.join()

@@ -1,7 +1,9 @@
-"""The draft service of a simulated world: the real one, its two threads driven by the schedule."""
+"""The draft service of a simulated world: the real one, whose two threads the schedule drives, and its disk."""
 
 from __future__ import annotations
 
+import errno
+import io
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +14,10 @@ from specbranch.service.server.handler import Answer
 from specbranch.service.server.recorder import EventSink, TraceRecorder
 from specbranch.service.server.server import Server, ServiceOptions
 from specbranch.service.server.timeline_recorder import TimelineRecorder
-from tests.world.clock import Clock
-from tests.world.disk import Disk
 from tests.world.engine import WorldEngine
-from tests.world.limits import Limits
+from tests.world.faults import Limits
 from tests.world.network import Network, WorldRouter
-from tests.world.schedule import Actor, Schedule
+from tests.world.schedule import Actor, Clock, Schedule
 
 _POLL_S = 0.5
 _LATENCY_S = 0.0003  # of a thread that is woken
@@ -71,7 +71,7 @@ class Service:
         self._network.open(router)
 
     def tell_of_served(self, hear: Callable[[bytes, bytes], None]) -> None:
-        """Let somebody hear each message when it is served; it may have waited for its turn."""
+        """Call `hear` with each message when the service handles it, which may be after it waited for its turn."""
         handle = self.server.handler.handle
 
         def tell(client: bytes, frames: Sequence[bytes], user: bytes = b"") -> Iterator[Answer]:
@@ -81,7 +81,7 @@ class Service:
         self.server.handler.handle = tell  # type: ignore[method-assign]
 
     def end(self, is_orderly: bool) -> None:
-        """Stopped, or killed without a word; nobody remembers anything."""
+        """Stop or kill the service; it forgets everything."""
         self.is_up = False
         self._runner.end()
         if is_orderly:
@@ -99,7 +99,7 @@ class Service:
             self._schedule.after(delay_s, self._turn)
 
     def settle(self) -> None:
-        """Without any client left: forget all, and give everything back."""
+        """Forget all sessions and give everything back, once no client is left."""
         store = self.server.store
         for session in store.snapshot():
             store.drop(session)
@@ -128,7 +128,7 @@ class Service:
         self.look(0.0 if self.router.inbox else left_s)
 
     def _draft(self) -> None:
-        """What the draft thread does."""
+        """Draft until the world ends, as the draft thread does."""
         while True:
             self.is_touched = True
             if self.server.runner.run_once():
@@ -138,8 +138,40 @@ class Service:
                 self._runner.wait(None)
 
     def _run_step(self, step_s: float) -> None:
-        """The engine computes; others go on meanwhile."""
+        """Let the engine compute for this time, while others go on."""
         self._runner.wait(step_s)
         if self._stall_s:
             self._runner.wait(self._stall_s)
         self.is_touched = True
+
+
+class Disk:
+    """A disk with one trace file, which outlives the service, and no room while the world wants it so."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.is_full = False
+
+    def open(self) -> io.BufferedWriter:
+        """Open the file to append to it."""
+        return io.BufferedWriter(_File(self))
+
+
+class _File(io.RawIOBase):
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        taken = bytes(data)
+        if self._disk.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._disk.content += taken
+        return len(taken)
+
+    def truncate(self, size: int | None = None) -> int:
+        assert size is not None
+        del self._disk.content[size:]
+        return size

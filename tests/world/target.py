@@ -9,12 +9,11 @@ from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.client.stats import StatsClient
 from specbranch.simulation import scripted
-from tests.world.clock import Clock
 from tests.world.engine import VOCAB, target_token
+from tests.world.faults import MAX_TEXT
 from tests.world.invariants import Invariants
-from tests.world.limits import MAX_TEXT
 from tests.world.network import Network, WorldLink
-from tests.world.schedule import Actor, Schedule
+from tests.world.schedule import Actor, Clock, Schedule
 
 _PLANNERS = ("budget", "budget", "pearl", "specbranch", "sps", "ssd", "adaedl")
 _CALM_STEP_S = 0.02

@@ -11,15 +11,12 @@ import logging
 import random
 from collections.abc import Callable
 
-from tests.world.clock import Clock
-from tests.world.disk import Disk
-from tests.world.faults import Faults
+from tests.world.faults import Faults, Limits
 from tests.world.invariants import Invariants, Violation
 from tests.world.ledger import Ledger
-from tests.world.limits import Limits
 from tests.world.network import Network, WorldRouter
-from tests.world.schedule import Schedule
-from tests.world.service import Service
+from tests.world.schedule import Clock, Schedule
+from tests.world.service import Disk, Service
 from tests.world.target import Target
 
 STEPS = 1200

@@ -15,7 +15,7 @@ from specbranch.cli import app
 from specbranch.engines.base import EngineOptions
 from specbranch.errors import EngineError
 from specbranch.simulation.scripted import ScriptedEngine
-from tests.engines.models import model_path
+from tests.models import model_path
 from tests.toys import random_script
 
 runner = CliRunner()

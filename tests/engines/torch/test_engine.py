@@ -25,11 +25,10 @@ from specbranch.engines.torch import TorchEngine
 from specbranch.engines.torch.loading import DtypeChoice
 from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.errors import EngineError, EngineFull
-from tests.counting import num_calls
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import STATEFUL, Close, EngineConformance, fresh_distribution, machine_for
-from tests.engines.models import model_path
-from tests.results import record
+from tests.measuring import num_calls, record
+from tests.models import model_path
 
 TINY = {
     "vocab_size": 64,

@@ -30,7 +30,7 @@ from specbranch.service.wire.messages import (
 )
 from tests.service.harness import PATIENCE_S, START_S, VOCAB, Walk, WatchedClient, scripted_service
 from tests.service.rogue import FOREIGN, rogue
-from tests.world.clock import Clock
+from tests.world.schedule import Clock
 
 DEADLINE_S = 0.1
 TARGET_VOCAB = 40  # less than the draft's

@@ -17,7 +17,7 @@ from specbranch.service.wire.messages import StatsReply, StatsRequest
 from tests.service.harness import PATIENCE_S, START_S, Walk, WatchedLink, scripted_service, wait_for
 from tests.service.rogue import rogue
 from tests.service.server.test_lookup import Bench
-from tests.world.clock import Clock
+from tests.world.schedule import Clock
 
 TIMEOUT_S = 0.03
 

@@ -12,7 +12,7 @@ from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.server.tenants import Tenants
 from specbranch.service.wire.messages import MAX_STEP_US, StepRequest, StepRow, decode_request
-from tests.world.clock import Clock
+from tests.world.schedule import Clock
 
 NAME = bytes(16)
 

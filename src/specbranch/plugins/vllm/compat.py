@@ -97,7 +97,7 @@ class StepInfo:
     """What is new in a step that vLLM has scheduled.
 
     The prompts that it begins to prefill and the draft may read too, how many of its draft tokens are pads, what new
-    requests ask of their drafts (`limits.py`), and the requests that have ended.
+    requests ask of their drafts (`settings.py`), and the requests that have ended.
     """
 
     prompts: Sequence[Sequence[int]] = ()

@@ -1,1 +1,0 @@
-"""What the long runs have in common: requests, servers, a relay, their progress, and trends."""
