@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
-from specbranch.launch.draft_process import DraftServiceOptions, DraftSupervisor, StartError
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, StartError
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from specbranch.service.client.interface import DraftSettings
 from specbranch.service.wire.addresses import check_address, normalize_addresses
@@ -126,8 +126,8 @@ class DraftServer(DraftAddress):
             timeline=timeline,
             record=record,
         )
-        self._supervisor = DraftSupervisor(options, on_event=log.warning)
-        super().__init__(self._supervisor.address)
+        self._process = DraftProcess(options, on_event=log.warning)
+        super().__init__(self._process.address)
         self._is_started = False
 
     @staticmethod
@@ -140,15 +140,11 @@ class DraftServer(DraftAddress):
         if self._is_started:
             raise StartError("this DraftServer was started before; make a new one")
         self._is_started = True
-        try:
-            self._supervisor.start()
-        except BaseException:
-            self._supervisor.stop()
-            raise
+        self._process.__enter__()
 
     def stop(self) -> None:
         """Stop the service."""
-        self._supervisor.stop()
+        self._process.stop()
 
     def __enter__(self) -> DraftServer:
         self.start()

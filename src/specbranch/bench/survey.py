@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.launch.draft_process import DraftServiceOptions, OnProgress
 from specbranch.launch.vllm_engine import LocalEngineOptions
 from specbranch.launch.vllm_worker import DecodedOutput as Decoded
 from specbranch.launch.vllm_worker import DecodeJob, PromptRequest, TargetProcess, step_gaps_s
@@ -51,7 +52,6 @@ _PIECE_LEN = 256
 _AT_ONCE = 8
 _CONTEXT_LEN = 192
 
-OnProgress = Callable[[str], None]
 _Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's answer
 _DRAFT_ROWS = (1, 2, 4, 8)
 _TARGET_BATCHES = (1, 2, 4, 8, 16)
@@ -213,15 +213,11 @@ class PairOptions:
     """
 
     target: str
-    draft: str
+    draft: DraftServiceOptions
     messages: Sequence[str]
     max_tokens: int
     dtype: str = "auto"
-    draft_engine: str | None = None
-    draft_device: str = "cpu"
-    draft_dtype: str = "auto"
     target_cores: Sequence[int] | None = None
-    draft_cores: Sequence[int] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     times_hook: bool = field(default_factory=lambda: not installed.runs_on_cpu())
 
@@ -237,19 +233,19 @@ class PairOptions:
         settings = ProposerSettings(planner="none", is_gated=False) if has_hook else None
         return LocalEngineOptions(self.target, settings, draft_length_limit(DEFAULT_PLANNER), arguments)
 
-    def open_draft(self, on_progress: Callable[[str], None]) -> DraftEngine:
-        """Load the draft in this process, with a thread for each of its cores; call `on_progress` with every stage."""
+    def open_draft(self, on_progress: OnProgress) -> DraftEngine:
+        """Load the draft's engine with a thread for each of its cores; call `on_progress` with every stage."""
         options = EngineOptions(
-            model=self.draft,
-            device=self.draft_device,
-            threads=None if self.draft_cores is None else len(self.draft_cores),
-            dtype=self.draft_dtype,
+            model=self.draft.model,
+            device=self.draft.device,
+            threads=None if self.draft.cores is None else len(self.draft.cores),
+            dtype=self.draft.dtype,
             on_progress=lambda stage: on_progress(f"draft: {stage}"),
         )
-        return open_engine(self.draft_engine or engine_for(self.draft), options)
+        return open_engine(self.draft.engine or engine_for(self.draft.model), options)
 
 
-def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, Survey]:
+def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: OnProgress) -> dict[str, Survey]:
     """Survey a pair with its target in each data type, one after the other; `on_progress` hears the stages.
 
     Answers and the draft's distributions are taken in the first type only: rounding hardly changes them.
@@ -261,7 +257,7 @@ def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: Calla
     return surveys
 
 
-def _with_steps_of(survey: Survey, options: PairOptions, on_progress: Callable[[str], None]) -> Survey:
+def _with_steps_of(survey: Survey, options: PairOptions, on_progress: OnProgress) -> Survey:
     """Time the steps of these options' target; everything else is as in the survey."""
     with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
         on_progress(f"loading the target in {options.dtype}")
@@ -274,7 +270,7 @@ def _with_steps_of(survey: Survey, options: PairOptions, on_progress: Callable[[
     return replace(survey, **steps._asdict())
 
 
-def survey_pair(options: PairOptions, on_progress: Callable[[str], None]) -> Survey:
+def survey_pair(options: PairOptions, on_progress: OnProgress) -> Survey:
     """Load both models, measure them, and unload them; `on_progress` hears the stages."""
     with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
         on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
@@ -294,13 +290,16 @@ def survey_pair(options: PairOptions, on_progress: Callable[[str], None]) -> Sur
 
 
 @contextmanager
-def _draft_of(options: PairOptions, on_progress: Callable[[str], None]) -> Iterator[DraftEngine]:
-    """Load the draft in this process, on its cores, which are the process's for as long."""
+def _draft_of(options: PairOptions, on_progress: OnProgress) -> Iterator[DraftEngine]:
+    """Load the draft's engine, pin this process to its cores, and undo both at the end.
+
+    No draft service is started here: it answers with tokens, and a survey needs single steps and their distributions.
+    """
     before = os.sched_getaffinity(0)
     on_progress("loading the draft")
     try:
-        if options.draft_cores is not None:
-            os.sched_setaffinity(0, options.draft_cores)
+        if options.draft.cores is not None:
+            os.sched_setaffinity(0, options.draft.cores)
         engine = options.open_draft(on_progress)
         try:
             yield engine

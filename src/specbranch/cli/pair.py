@@ -20,7 +20,6 @@ from specbranch.cli.terminal import StreamedAnswer, TextRun
 from specbranch.errors import SpecBranchError
 from specbranch.launch import vllm_worker
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft
-from specbranch.launch.placement import CoreSplit, divide_cores
 from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, StepOutput
 from specbranch.launch.vllm_log import FailureParser
 from specbranch.launch.vllm_worker import TargetProcess
@@ -36,22 +35,18 @@ class ModelLoadError(SpecBranchError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPairOptions:
-    """What to load. `section` holds the proposer's settings without the address. No draft of either kind: bare vLLM.
+    """The target to load, with a draft to start, a draft that runs already, or none.
 
-    `remote` runs already. `arguments` are passed to `vllm.LLM`, `draft_arguments` to `specbranch draft`.
+    `section` holds the proposer's settings without the address, `arguments` are passed to `vllm.LLM`. Without
+    `target_cores` the target is not pinned.
     """
 
     target: str
-    draft: str | None
+    draft: DraftServiceOptions | None
     section: Mapping[str, Any] = field(default_factory=dict)
     gamma: int = 8
-    draft_engine: str | None = None
-    draft_device: str = "cpu"
-    draft_dtype: str = "auto"
-    draft_arguments: Sequence[str] = ()
     remote: RemoteDraft | None = None
-    target_cores: str | None = None
-    draft_cores: str | None = None
+    target_cores: Sequence[int] | None = None
     timeline: Path | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,10 +57,10 @@ class LocalPairOptions:
             self.settings({}).client_options(self.gamma)
         Preflight(
             target=self.target,
-            draft=self.draft_options(None),
+            draft=self.draft,
             remote=self.remote,
             arguments=self.vllm_arguments(),
-            target_cores=self.cores().target,
+            target_cores=self.target_cores,
         ).run()
 
     @property
@@ -76,26 +71,6 @@ class LocalPairOptions:
     def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
         """The proposer's settings, with what is only known later."""
         return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
-
-    def cores(self) -> CoreSplit:
-        """The cores of both; a target alone is not pinned, unless somebody asks for it."""
-        if self.draft is None and self.target_cores is None:
-            return CoreSplit(None, None)
-        return divide_cores(self.draft_device, self.target_cores, self.draft_cores)
-
-    def draft_options(self, cores: Sequence[int] | None) -> DraftServiceOptions | None:
-        """How the draft is started; None without one."""
-        if self.draft is None:
-            return None
-        return DraftServiceOptions(
-            model=self.draft,
-            engine=self.draft_engine,
-            device=self.draft_device,
-            dtype=self.draft_dtype,
-            cores=cores,
-            timeline=self.timeline,
-            extra=self.draft_arguments,
-        )
 
     def vllm_arguments(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
@@ -143,16 +118,14 @@ class LocalPair:
 
     def _load(self, log_file: Path) -> None:
         options = self._options
-        cores = options.cores()
-        if cores.target:
-            os.sched_setaffinity(0, cores.target)
-        loading = f"loading {options.target}" + (f" and {options.draft}" if options.draft else "")
+        if options.target_cores:
+            os.sched_setaffinity(0, options.target_cores)
+        loading = f"loading {options.target}" + (f" and {options.draft.model}" if options.draft else "")
         with redirect_output(log_file, loading) as on_progress:
-            how_draft = options.draft_options(cores.draft)
-            draft = None if how_draft is None else DraftProcess(how_draft, log_file, on_progress)
+            draft = DraftProcess(options.draft, log_file, on_progress) if options.draft else None
             if draft is not None:
                 self._exit.callback(draft.stop)
-                draft.start()
+                draft.launch()  # it loads while this process loads the target
                 self._address = draft.address
             settings = self._settings() if options.is_drafting else None
             how = LocalEngineOptions(options.target, settings, options.gamma, options.vllm_arguments())
@@ -175,10 +148,10 @@ class LocalPair:
 
 def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
     """Return the cores that target and draft divide among themselves; None if the draft takes none of the target's."""
-    cores = options.cores()
-    if not installed.runs_on_cpu() or not cores.target or not cores.draft:
+    draft_cores = options.draft.cores if options.draft else None
+    if not installed.runs_on_cpu() or not options.target_cores or not draft_cores:
         return None
-    return tuple(sorted({*cores.target, *cores.draft}))
+    return tuple(sorted({*options.target_cores, *draft_cores}))
 
 
 def answer_alone(

@@ -179,10 +179,8 @@ def pin_process(text: str) -> None:
         raise _no_such_cores("--cores", cores, before)
 
 
-def place_draft(asked: str, model: str | None, engine: str | None, layout: ParallelLayout) -> DevicePlacement:
-    """The device of a draft beside a target with this layout. Without a model there is no draft, and no device."""
-    if model is None:
-        return DevicePlacement("none", "there is no draft")
+def place_draft(asked: str, model: str, engine: str | None, layout: ParallelLayout) -> DevicePlacement:
+    """Choose the device of a draft that runs beside a target with this layout on this machine."""
     on_cpu = target_on_cpu()
     is_open = asked == "auto" and not on_cpu  # only then does it matter what else is here
     return choose_device(

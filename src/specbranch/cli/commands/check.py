@@ -50,8 +50,7 @@ from specbranch.exactness.server_check import CompareOptions, Comparison, compar
 from specbranch.exactness.vllm_check import FULL, QUICK, CheckOptions, CheckSize, Report
 from specbranch.exactness.vllm_check import check as run_check
 from specbranch.exactness.vllm_findings import FAILED, HOLDS, SKIPPED, Finding
-from specbranch.launch.draft_process import DraftServiceOptions
-from specbranch.launch.placement import divide_cores, place_draft
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.version import __version__
 
@@ -184,18 +183,13 @@ def check(
         if target is None or draft is None:
             raise UsageError("name TARGET and --draft; or two servers, by --endpoint and --reference")
         arguments = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, draft, draft_engine, ParallelLayout.of_arguments(arguments))
-        cores = divide_cores(device.device, target_cores, draft_cores)
+        extra = ["--log-level", "warning", *draft_arguments(draft_arg)]
+        how = DraftServiceOptions(draft, engine=draft_engine, device=draft_device, dtype=draft_dtype, extra=extra)
+        place = place_pair(how, ParallelLayout.of_arguments(arguments), target_cores, draft_cores)
+        assert place.draft is not None, "a draft was given"
         options = CheckOptions(
             target=target,
-            draft=DraftServiceOptions(
-                model=draft,
-                engine=draft_engine,
-                device=device.device,
-                dtype=draft_dtype,
-                cores=cores.draft,
-                extra=["--log-level", "warning", *draft_arguments(draft_arg)],
-            ),
+            draft=place.draft,
             planners=_planners(planner, all_planners),
             dtype=dtype,
             num_speculative_tokens=gamma,
@@ -203,14 +197,14 @@ def check(
             alpha=alpha,
             seed=seed,
             size=size,
-            target_cores=cores.target,
+            target_cores=place.target_cores,
             arguments=arguments,
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
         options.settings("ipc://unused")  # refuses what both sides set
         preflight(options).run()
-        warn(device.warning)
+        warn(place.warning)
         found = _run(options)
         _report(found, _page(found), quick, report, as_json)
 

@@ -21,7 +21,7 @@ from specbranch.cli.preflight import Preflight, PreflightFinding, State
 from specbranch.engines.kv_cache import cache_size
 from specbranch.engines.registry import ENGINES, check_engine, runs_on_gpu
 from specbranch.errors import EngineError, SpecBranchError
-from specbranch.launch.draft_process import DraftServiceOptions
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.launch.placement import DevicePlacement, choose_device, divide_cores, place_draft, usable_cores
 from specbranch.launch.vllm_install import slow_type_here, target_on_cpu, vllm_note
 from specbranch.machine import cpu_name, instruction_sets, num_gpus, read_topology
@@ -127,9 +127,8 @@ def choices(draft: str | None, engine: str | None, device: str) -> Section:
 def _findings(target: str | None, draft: str | None, engine: str | None, device: str) -> list[PreflightFinding]:
     if target is None:
         return []
-    place = place_draft(device, draft, engine, ParallelLayout())
-    options = DraftServiceOptions(draft, engine=engine, device=place.device) if draft else None
-    return Preflight(target=target, draft=options, is_server=True).findings()
+    options = DraftServiceOptions(draft, engine=engine, device=device) if draft else None
+    return Preflight(target=target, draft=place_pair(options, ParallelLayout()).draft, is_server=True).findings()
 
 
 def _place_any(device: str) -> DevicePlacement:

@@ -55,7 +55,7 @@ from specbranch.cli.pair import (
 from specbranch.cli.terminal import COMMANDS, Chat, DraftHighlighter, Message, StreamedAnswer, TerminalView
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.placement import place_draft
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.launch.vllm_engine import Request
 from specbranch.launch.vllm_install import slow_type_here
 from specbranch.plugins.vllm.layout import ParallelLayout
@@ -120,19 +120,25 @@ def generate(
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
         section = {"planner": planner, "settings": parse_key_values("--set", settings), "predictor": predictor}
         given = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, None if bare else draft, draft_engine, ParallelLayout.of_arguments(given))
+        how = None
+        if draft is not None and not bare:
+            how = DraftServiceOptions(
+                draft,
+                engine=draft_engine,
+                device=draft_device,
+                dtype=draft_dtype,
+                timeline=timeline,
+                extra=draft_arguments(draft_arg),
+            )
+        place = place_pair(how, ParallelLayout.of_arguments(given), target_cores, draft_cores)
         options = LocalPairOptions(
             target=target,
-            draft=None if bare else draft,
+            draft=place.draft,
             section={**section, "deadline_ms": deadline_ms, "is_gated": False},
             gamma=gamma or draft_length_limit(planner),
-            draft_engine=draft_engine,
-            draft_device=device.device,
-            draft_dtype=draft_dtype,
-            draft_arguments=draft_arguments(draft_arg),
             remote=None if bare else remote_draft(draft_address, draft_keys),
-            target_cores=target_cores,
-            draft_cores=draft_cores,
+            # A target that shares this machine with no draft keeps all cores, unless the user names some.
+            target_cores=place.target_cores if how or target_cores is not None else None,
             timeline=timeline,
             arguments={"max_model_len": max_model_len, "dtype": dtype, **given},
         )
@@ -140,7 +146,7 @@ def generate(
         if is_chat and (as_json or compare or raw or prompt is not None):
             raise UsageError("a chat takes none of --prompt, --raw, --json and --compare")
         _check(options, compare)
-        warn(device.warning)
+        warn(place.warning)
         if options.is_drafting:
             warn(slow_type_here(target, options.arguments["dtype"]))
         messages = [] if is_chat else _messages(system, sys.stdin.read() if prompt is None else prompt)
@@ -163,7 +169,14 @@ def generate(
             document |= {"plain": plain.as_json(), "plain_cores": cores, **compare_answers(answer, plain)}
             _tell(comparison_line(answer, plain, cores, is_greedy=not temperature))
         if as_json:
-            print_json({"target": target, "draft": options.draft, "planner": None if bare else planner, **document})
+            print_json(
+                {
+                    "target": target,
+                    "draft": options.draft.model if options.draft else None,
+                    "planner": None if bare else planner,
+                    **document,
+                }
+            )
         if timeline and not as_json:
             _print_timeline(timeline)
 

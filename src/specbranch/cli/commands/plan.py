@@ -45,8 +45,8 @@ from specbranch.core.planners import planner_names
 from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.errors import EngineError, SpecBranchError, UsageError
-from specbranch.launch.draft_process import DraftServiceOptions
-from specbranch.launch.placement import divide_cores, parse_ints, pin_process, place_draft
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
+from specbranch.launch.placement import parse_ints, pin_process
 from specbranch.launch.vllm_flags import flags_of
 from specbranch.launch.vllm_install import slow_type_here, types_here
 from specbranch.machine import provenance
@@ -104,27 +104,21 @@ def plan(
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
         given = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, draft, draft_engine, ParallelLayout.of_arguments(given))
-        cores = divide_cores(device.device, target_cores, draft_cores)
+        how = DraftServiceOptions(draft, engine=draft_engine, device=draft_device, dtype=draft_dtype)
+        place = place_pair(how, ParallelLayout.of_arguments(given), target_cores, draft_cores)
+        assert place.draft is not None, "a draft was given"
         options = PairOptions(
             target=target,
-            draft=draft,
+            draft=place.draft,
             messages=MESSAGES if prompts is None else read_prompts("own", prompts, num_prompts, field),
             max_tokens=max_tokens,
             dtype=dtype,
-            draft_engine=draft_engine,
-            draft_device=device.device,
-            draft_dtype=draft_dtype,
-            target_cores=cores.target,
-            draft_cores=cores.draft,
+            target_cores=place.target_cores,
             arguments={"enforce_eager": installed.runs_on_cpu(), **given},
         )
-        how = DraftServiceOptions(
-            draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft
-        )
         arguments = options.target_options().arguments
-        Preflight(target=target, draft=how, arguments=arguments, target_cores=cores.target).run()
-        warn(device.warning)
+        Preflight(target=target, draft=place.draft, arguments=arguments, target_cores=place.target_cores).run()
+        warn(place.warning)
         warn(slow_type_here(target, arguments["dtype"]))
         with ProgressBar() as progress:
             surveys = survey_types(options, types_here(target, draft, dtype), progress.show)
@@ -157,8 +151,8 @@ def _chosen_flags(
     """Flags of `specbranch serve` for what was chosen here and is not the default."""
     values = {
         "--draft-device": None if device == "auto" else device,
-        "--draft-engine": options.draft_engine,
-        "--draft-dtype": None if options.draft_dtype == "auto" else options.draft_dtype,
+        "--draft-engine": options.draft.engine,
+        "--draft-dtype": None if options.draft.dtype == "auto" else options.draft.dtype,
         "--target-cores": target_cores,
         "--draft-cores": draft_cores,
         "--dtype": None if options.dtype == "auto" else options.dtype,

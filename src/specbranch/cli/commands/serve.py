@@ -43,8 +43,7 @@ from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.engines.models import resolve_model
 from specbranch.engines.registry import engine_for
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.draft_process import DraftServiceOptions, DraftSupervisor, RemoteDraft
-from specbranch.launch.placement import CoreSplit, divide_cores, place_draft
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft, place_pair
 from specbranch.launch.vllm_flags import Flags, layout_of
 from specbranch.launch.vllm_install import slow_type_here
 from specbranch.launch.vllm_server import HttpEndpoint, VllmServeCommand, VllmServer
@@ -63,12 +62,10 @@ class _Plan:
     target: str
     draft: DraftServiceOptions | None
     remote: RemoteDraft | None
-    engine: str
-    cores: CoreSplit
+    target_cores: Sequence[int] | None
     gamma: int
     section: dict[str, Any]
     flags: Flags
-    on_cpu: bool
 
     def options(self, address: str | None) -> VllmServeCommand:
         """Options of vLLM; `address` is where the draft service listens that we start, if we do."""
@@ -79,7 +76,7 @@ class _Plan:
             settings=self._merged(where) if self.is_drafting else None,
             num_speculative_tokens=self.gamma,
             flags=self.flags,
-            cores=self.cores.target,
+            cores=self.target_cores,
         )
 
     def check(self) -> None:
@@ -151,36 +148,31 @@ def serve(
         if no_gate:
             section["is_gated"] = False
         flags = Flags(context.args)
-        device = place_draft(draft_device, draft, draft_engine, layout_of(flags))
-        cores = divide_cores(device.device, target_cores, draft_cores)
-        engine, options = "", None
+        options = None
         if draft is not None:
-            engine = draft_engine or engine_for(draft)
             check_directory("--timeline", timeline)
             check_directory("--record", record)
             options = DraftServiceOptions(
                 model=draft,
-                engine=engine,
-                device=device.device,
+                engine=draft_engine or engine_for(draft),
+                device=draft_device,
                 dtype=draft_dtype,
-                cores=cores.draft,
                 timeline=timeline,
                 record=record,
                 extra=draft_arguments(draft_arg),
             )
+        place = place_pair(options, layout_of(flags), target_cores, draft_cores)
         plan = _Plan(
             target=target,
-            draft=options,
+            draft=place.draft,
             remote=remote_draft(draft_address, draft_keys),
-            engine=engine,
-            cores=cores,
+            target_cores=place.target_cores,
             gamma=gamma or draft_length_limit(planner),
             section=section,
             flags=flags,
-            on_cpu=installed.runs_on_cpu(),
         )
         plan.check()
-        warn(device.warning)
+        warn(place.warning)
         if plan.is_drafting:
             warn(slow_type_here(target, flags.value("--dtype")))
         code = _run(plan, console_for(False))
@@ -192,26 +184,24 @@ def _run(plan: _Plan, console: Console) -> int:
     settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
     voice = _StatusLine(console)
     with contextlib.ExitStack() as stack:
-        supervisor = (
-            DraftSupervisor(plan.draft, on_event=voice.event, on_progress=voice.progress) if plan.draft else None
-        )
-        if supervisor:
-            stack.callback(supervisor.stop)
-        server = VllmServer(plan.options(supervisor.address if supervisor else None), show=voice.log_line)
+        draft = DraftProcess(plan.draft, on_progress=voice.progress, on_event=voice.event) if plan.draft else None
+        if draft:
+            stack.callback(draft.stop)
+        server = VllmServer(plan.options(draft.address if draft else None), show=voice.log_line)
         stack.callback(server.kill)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            console.print(_summary(plan, settings, supervisor.address if supervisor else None, endpoint))
+            console.print(_summary(plan, settings, draft.address if draft else None, endpoint))
             with voice.starting():
-                if supervisor:
-                    supervisor.start()
+                if draft:
+                    draft.start()  # before the target, which measures how much memory the draft has left
                 with _uninterrupted():
                     server.start()
                 code = _await_ready(server, endpoint, voice)
             return _watch(server, voice) if code is None else _failed(server, code, voice)
         except KeyboardInterrupt:
             voice.event("stopping; press Ctrl-C again to kill")
-            return _stop(server, supervisor)
+            return _stop(server, draft)
 
 
 class _StatusLine:
@@ -271,17 +261,17 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _stop(server: VllmServer, supervisor: DraftSupervisor | None) -> int:
+def _stop(server: VllmServer, draft: DraftProcess | None) -> int:
     try:
         server.stop()
-        if supervisor:
-            supervisor.stop()
+        if draft:
+            draft.stop()
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         server.kill()
-        if supervisor:
-            supervisor.kill()
+        if draft:
+            draft.kill()
         return _KILLED
     return 0
 
@@ -319,8 +309,8 @@ def _exit_code(code: int) -> int:
 
 def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: HttpEndpoint) -> Table:
     table = Table.grid(padding=(0, 2))
-    device = "CPU" if plan.on_cpu else "GPU"
-    rows = {"target": f"{plan.target} on {device}, {_core_words(plan.cores.target)}"}
+    device = "CPU" if installed.runs_on_cpu() else "GPU"
+    rows = {"target": f"{plan.target} on {device}, {_core_words(plan.target_cores)}"}
     if settings:
         planned = settings.client_options(plan.gamma).settings
         rows |= {
@@ -339,7 +329,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
 
 def _draft_words(plan: _Plan) -> str:
     if plan.draft:
-        return f"{plan.draft.model} in {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}"
+        return f"{plan.draft.model} in {plan.draft.engine} on {plan.draft.device}, {_core_words(plan.draft.cores)}"
     assert plan.remote is not None, "there is a draft of one kind"
     models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
     return f"{', '.join(models)}, runs already" if models else "not running now; without it vLLM goes on alone"
