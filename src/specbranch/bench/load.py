@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from specbranch.bench.results import Record, header, write_line
-from specbranch.bench.scenario import BenchMethod, Scenario, Served, read_prompts
+from specbranch.bench.scenario import BenchMethod, Scenario, Served, read_prompt_sets
 from specbranch.engines.models import resolve_model
 from specbranch.errors import SpecBranchError
-from specbranch.launch.child import Child
+from specbranch.launch.child import Child, join_cores
 from specbranch.launch.vllm_flags import flags_of
 from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.machine import provenance
@@ -102,7 +102,7 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
     assert scenario.served is not None
     words = [scenario.target]
     if scenario.target_cores:
-        words += ["--target-cores", _joined(method.cores or scenario.target_cores), "--enforce-eager"]
+        words += ["--target-cores", join_cores(method.cores or scenario.target_cores), "--enforce-eager"]
     if method.planner is None:
         words.append("--bare")
         if method.speculative_config is not None:
@@ -110,7 +110,7 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
     else:
         words += ["--draft", scenario.draft]
         if scenario.draft_cores:
-            words += ["--draft-cores", _joined(scenario.draft_cores)]
+            words += ["--draft-cores", join_cores(scenario.draft_cores)]
         words += ["--planner", method.planner, "--gamma", str(scenario.gamma)]
         words += ["--deadline-ms", str(scenario.deadline_ms)]
         for key, value in method.settings.items():
@@ -151,7 +151,7 @@ def _load(
     words += ["--custom-output-len", str(scenario.max_tokens), "--temperature", str(scenario.temperature)]
     words += ["--top-p", str(scenario.top_p)] if scenario.top_p < 1 else []
     words += ["--num-prompts", str(num_requests), "--request-rate", str(rate), "--seed", str(scenario.seed)]
-    words += ["--percentile-metrics", ",".join(_TIMES), "--metric-percentiles", _joined(_PERCENTILES)]
+    words += ["--percentile-metrics", ",".join(_TIMES), "--metric-percentiles", ",".join(map(str, _PERCENTILES))]
     words += ["--save-result", "--result-dir", str(directory), "--result-filename", out.name, "--disable-tqdm"]
     done = subprocess.run([sys.executable, "-m", _VLLM, *words], capture_output=True, text=True, check=False)
     if done.returncode or not out.exists():
@@ -180,15 +180,8 @@ def _stats(measured: dict[str, Any]) -> Record:
 
 def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Path) -> Path:
     """The prompts as `vllm bench serve` reads them, all tasks in turns, as many as a load needs."""
-    tasks = [
-        read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field, chosen.skip)
-        for chosen in scenario.prompts
-    ]
+    tasks = [messages for _, messages in read_prompt_sets(scenario, data)]
     mixed = [messages[index % len(messages)] for index in range(served.requests) for messages in tasks]
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in mixed))
     return path
-
-
-def _joined(numbers: Sequence[int]) -> str:
-    return ",".join(str(number) for number in numbers)

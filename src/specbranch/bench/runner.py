@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, TextIO
 
 from specbranch.bench.results import Record, header, write_line
-from specbranch.bench.scenario import BenchMethod, Scenario, read_prompts
+from specbranch.bench.scenario import BenchMethod, Scenario, read_prompt_sets
 from specbranch.launch.draft_process import DraftProcess
 from specbranch.launch.vllm_engine import LocalEngineOptions
 from specbranch.launch.vllm_worker import (
@@ -52,10 +52,7 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
     """All measurements in the order in which they are taken: methods side by side, shuffled anew each time."""
     order = random.Random(scenario.seed)
     trials: list[Trial] = []
-    texts = {
-        chosen.task: read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field, chosen.skip)
-        for chosen in scenario.prompts
-    }
+    texts = dict(read_prompt_sets(scenario, data))
     for repeat in range(scenario.repeats):
         groups = [
             (task, size, start, tuple(messages[start : start + size]))

@@ -21,6 +21,7 @@ from specbranch.core.planners import SettingError, planner_names, suggest
 from specbranch.engines.models import check_model_exists, resolve_model, weight_bytes
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
+from specbranch.launch.child import join_cores
 from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.vllm_flags import known_speculation
 from specbranch.plugins.vllm import installed
@@ -279,6 +280,13 @@ def read_prompts(task: str, path: Path, count: int, field: str | None = None, sk
     return found
 
 
+def read_prompt_sets(scenario: Scenario, data: Path) -> list[tuple[str, list[str]]]:
+    """Read every prompt set of a scenario from the files in `data`; return each task with its messages."""
+    return [
+        (one.task, read_prompts(one.task, data / one.file, one.count, one.field, one.skip)) for one in scenario.prompts
+    ]
+
+
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
     """So many rows, with even distances between them."""
     return rows[:: max(1, len(rows) // count)][:count] if count > 0 else []
@@ -317,7 +325,7 @@ def engines_that_fit(sizes: Iterable[int], free: int) -> int:
 def _check_cores(name: str, cores: Collection[int], allowed: Collection[int]) -> None:
     lacking = sorted(set(cores) - set(allowed))
     if lacking:
-        have = ",".join(str(core) for core in sorted(allowed))
+        have = join_cores(sorted(allowed))
         raise ScenarioError(f"{name} has core {lacking[0]}, and this process may use {have}; name cores that it has")
 
 

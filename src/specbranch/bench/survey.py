@@ -6,7 +6,6 @@ alone and while the draft works, and the draft only while the target works.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from specbranch.core.distribution import Distribution
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.launch.child import pinned
 from specbranch.launch.draft_process import DraftServiceOptions, OnProgress
 from specbranch.launch.vllm_engine import LocalEngineOptions
 from specbranch.launch.vllm_worker import DecodedOutput as Decoded
@@ -259,51 +259,44 @@ def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: OnPro
 
 def _with_steps_of(survey: Survey, options: PairOptions, on_progress: OnProgress) -> Survey:
     """Time the steps of these options' target; everything else is as in the survey."""
-    with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
-        on_progress(f"loading the target in {options.dtype}")
-        log = Path(directory) / "target.log"
-        with (
-            TargetProcess(options.target_options(), log, options.target_cores) as process,
-            _draft_of(options, on_progress) as engine,
-        ):
-            steps = take_step_times(process, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, on_progress)
+    with _loaded(options, on_progress) as (target, engine):
+        steps = take_step_times(target, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, on_progress)
     return replace(survey, **steps._asdict())
 
 
 def survey_pair(options: PairOptions, on_progress: OnProgress) -> Survey:
-    """Load both models, measure them, and unload them; `on_progress` hears the stages."""
-    with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
-        on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
-        log = Path(directory) / "target.log"
-        with (
-            TargetProcess(options.target_options(), log, options.target_cores) as process,
-            _draft_of(options, on_progress) as engine,
-        ):
-            survey = take_survey(
-                process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, on_progress
-            )
-        if not options.times_hook:
-            return survey
-        on_progress("loading the target with the hook")
-        with TargetProcess(options.target_options(has_hook=True), log, options.target_cores) as process:
-            return replace(survey, hooked_s=time_steps(process, options.messages, _TARGET_BATCHES, on_progress))
+    """Load both models, measure them, and unload them; call `on_progress` with every stage."""
+    with _loaded(options, on_progress) as (target, engine):
+        survey = take_survey(
+            target, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, on_progress
+        )
+    if not options.times_hook:
+        return survey
+    on_progress("loading the target with the hook")
+    with _target_of(options, has_hook=True) as target:
+        return replace(survey, hooked_s=time_steps(target, options.messages, _TARGET_BATCHES, on_progress))
 
 
 @contextmanager
-def _draft_of(options: PairOptions, on_progress: OnProgress) -> Iterator[DraftEngine]:
-    """Load the draft's engine, pin this process to its cores, and undo both at the end.
+def _loaded(options: PairOptions, on_progress: OnProgress) -> Iterator[tuple[TargetProcess, DraftEngine]]:
+    """Load the target in its process, and the draft's engine in this one, which is pinned to the draft's cores.
 
     No draft service is started here: it answers with tokens, and a survey needs single steps and their distributions.
     """
-    before = os.sched_getaffinity(0)
-    on_progress("loading the draft")
-    try:
-        if options.draft.cores is not None:
-            os.sched_setaffinity(0, options.draft.cores)
+    on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
+    with _target_of(options) as target, pinned(options.draft.cores):
+        on_progress("loading the draft")
         engine = options.open_draft(on_progress)
         try:
-            yield engine
+            yield target, engine
         finally:
             engine.shutdown()
-    finally:
-        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _target_of(options: PairOptions, has_hook: bool = False) -> Iterator[TargetProcess]:
+    with (
+        tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory,
+        TargetProcess(options.target_options(has_hook), Path(directory) / "target.log", options.target_cores) as target,
+    ):
+        yield target

@@ -299,23 +299,15 @@ def replay_document(timeline: Timeline, title: str, spell: Callable[[int], str])
 
 
 def _target(lane: TimelineTarget) -> dict[str, Any]:
-    verdicts = sorted(lane.verdicts, key=_when)[:MAX_VERDICTS]
+    verdicts = sorted(lane.verdicts, key=lambda verdict: verdict.at_s)[:MAX_VERDICTS]
     return {
         "name": lane.label,
         "steps": _spans(lane.rounds, "accepted", "submitted"),
         "waits": _spans(lane.waits),
-        "verdicts": [{**asdict(one), "at_s": _rounded(one.at_s)} for one in verdicts],
+        "verdicts": [{**asdict(one), "at_s": round(one.at_s, 5)} for one in verdicts],
     }
 
 
 def _spans(spans: Iterable[TimeSpan], *names: str) -> list[list[float]]:
     """Start, end and some numbers of each."""
-    return [[_rounded(span.start_s), _rounded(span.end_s), *(span.args[name] for name in names)] for span in spans]
-
-
-def _rounded(time_s: float) -> float:
-    return round(time_s, 5)
-
-
-def _when(verdict: TimelineVerdict) -> float:
-    return verdict.at_s
+    return [[round(span.start_s, 5), round(span.end_s, 5), *(span.args[name] for name in names)] for span in spans]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from specbranch.cli.preflight import Preflight
 from specbranch.cli.terminal import StreamedAnswer, TextRun
 from specbranch.errors import SpecBranchError
 from specbranch.launch import vllm_worker
+from specbranch.launch.child import name_cores, pinned
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft
 from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, StepOutput
 from specbranch.launch.vllm_log import FailureParser
@@ -101,12 +101,10 @@ class LocalPair:
 
     def __enter__(self) -> LocalPair:
         directory = Path(tempfile.mkdtemp(prefix="specbranch-log-"))
-        cores = os.sched_getaffinity(0)
         try:
             self._load(directory / "load.log")
         except BaseException:
             self._exit.close()
-            os.sched_setaffinity(0, cores)
             raise
         self._exit.callback(shutil.rmtree, directory, ignore_errors=True)
         return self
@@ -118,8 +116,7 @@ class LocalPair:
 
     def _load(self, log_file: Path) -> None:
         options = self._options
-        if options.target_cores:
-            os.sched_setaffinity(0, options.target_cores)
+        self._exit.enter_context(pinned(options.target_cores))
         loading = f"loading {options.target}" + (f" and {options.draft.model}" if options.draft else "")
         with redirect_output(log_file, loading) as on_progress:
             draft = DraftProcess(options.draft, log_file, on_progress) if options.draft else None
@@ -162,17 +159,12 @@ def answer_alone(
     warm_up = vllm_worker.PromptRequest("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
     how = LocalEngineOptions(options.target, None, arguments=options.vllm_arguments())
     with tempfile.TemporaryDirectory(prefix="specbranch-log-") as directory, ProgressBar() as progress:
-        progress.show(f"loading {options.target} without a draft, on {describe(cores)}")
+        progress.show(f"loading {options.target} without a draft, on {name_cores(cores)}")
         with TargetProcess(how, Path(directory) / "load.log", cores) as target:
-            progress.show(f"answering without drafts, on {describe(cores)}")
+            progress.show(f"answering without drafts, on {name_cores(cores)}")
             target.run(vllm_worker.DecodeJob([warm_up]))
             (said,) = target.run(vllm_worker.DecodeJob([ask])).answers
     return _as_answer(said)
-
-
-def describe(cores: Sequence[int]) -> str:
-    """Name a set of cores."""
-    return f"core {cores[0]}" if len(cores) == 1 else f"cores {','.join(str(core) for core in cores)}"
 
 
 def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, Any]:
@@ -188,7 +180,7 @@ def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, 
 def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequence[int] | None, is_greedy: bool) -> str:
     """Say in one line what the comparison found, and on which cores the answer without drafts was made."""
     found = compare_answers(answer, plain)
-    place = f" on the same {describe(cores)}" if cores else ""
+    place = f" on the same {name_cores(cores)}" if cores else ""
     line = f"without drafts{place} {plain.tokens_per_s:.1f} tokens/s, with drafts {answer.tokens_per_s:.1f}"
     if found["speedup"] is not None:
         line += f": {found['speedup']:.2f}x"

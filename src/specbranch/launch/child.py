@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -47,7 +47,7 @@ class Child:
         self._is_swept = False
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(log_file.open("ab")) if log_file else None
-            stack.enter_context(_pinned(cores))
+            stack.enter_context(pinned(cores))
             self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -189,8 +189,8 @@ class Idleness:
 
 
 @contextlib.contextmanager
-def _pinned(cores: Collection[int] | None) -> Iterator[None]:
-    """Keep this thread to these cores for a moment: a child inherits the cores of the thread that starts it."""
+def pinned(cores: Collection[int] | None) -> Iterator[None]:
+    """Pin this thread to `cores` for a while; a child inherits the cores of the thread that starts it."""
     if cores is None:
         yield
         return
@@ -198,9 +198,23 @@ def _pinned(cores: Collection[int] | None) -> Iterator[None]:
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
-        asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
-        raise OSError(f"cannot start a process on cores {asked}; this process may use {have}") from error
+        raise OSError(
+            f"cannot start a process on cores {join_cores(sorted(cores))}; "
+            f"this process may use {join_cores(sorted(before))}"
+        ) from error
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def join_cores(cores: Iterable[int]) -> str:
+    """Write a set of cores as `--cores` takes it."""
+    return ",".join(str(core) for core in cores)
+
+
+def name_cores(cores: Collection[int] | None) -> str:
+    """Name a set of cores, such as "core 0" or "cores 0,1"; None is "not pinned"."""
+    if cores is None:
+        return "not pinned"
+    return f"{'core' if len(cores) == 1 else 'cores'} {join_cores(sorted(cores))}"

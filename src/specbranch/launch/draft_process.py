@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.child import PIPE, Child, Idleness
+from specbranch.launch.child import PIPE, Child, Idleness, join_cores
 from specbranch.launch.placement import divide_cores, place_draft
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.service.client.client import DraftClient
@@ -72,7 +72,7 @@ class DraftServiceOptions:
             "--engine": self.engine,
             "--dtype": None if self.dtype == "auto" else self.dtype,
             "--threads": self.threads,
-            "--cores": ",".join(str(core) for core in self.cores) if self.cores else None,
+            "--cores": join_cores(self.cores) if self.cores else None,
             "--timeline": Path(self.timeline).absolute() if self.timeline is not None else None,
             "--record": Path(self.record).absolute() if self.record is not None else None,
         }

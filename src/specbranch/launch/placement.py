@@ -10,6 +10,7 @@ from pathlib import Path
 from specbranch.engines.models import weight_bytes
 from specbranch.engines.registry import engine_for, runs_on_gpu
 from specbranch.errors import EngineError, FlagError, UsageError
+from specbranch.launch.child import join_cores
 from specbranch.launch.vllm_install import target_on_cpu
 from specbranch.machine import Topology, num_gpus, read_topology
 from specbranch.plugins.vllm.layout import ParallelLayout
@@ -224,8 +225,8 @@ def _asked(option: str, text: str | None) -> list[int] | None:
 
 
 def _no_such_cores(option: str, cores: Iterable[int], before: Iterable[int]) -> UsageError:
-    asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
-    return UsageError(f"{option} is {asked}; this process may use {have}")
+    asked, allowed = (join_cores(sorted(some)) for some in (cores, before))
+    return UsageError(f"{option} is {asked}; this process may use {allowed}, so name some of these")
 
 
 def is_bound_by_user() -> bool:
@@ -238,7 +239,7 @@ def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
     check_core_count(cores, num_workers)
     each = len(cores) // num_workers
     shares = (cores[index * each : (index + 1) * each] for index in range(num_workers))
-    return {} if is_bound_by_user() else {_BIND: "|".join(",".join(str(core) for core in share) for share in shares)}
+    return {} if is_bound_by_user() else {_BIND: "|".join(join_cores(share) for share in shares)}
 
 
 def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
@@ -251,9 +252,9 @@ def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
 def check_core_count(cores: Sequence[int], num_workers: int) -> None:
     """Raise if there is not a core for each worker, unless the user has bound them himself."""
     if len(cores) < num_workers and not is_bound_by_user():
-        have = ",".join(str(core) for core in cores)
         raise FlagError(
-            f"{num_workers} workers need as many cores, and the target has {have}; give more by --target-cores"
+            f"{num_workers} workers need as many cores, and the target has {join_cores(cores)}; give more by "
+            "--target-cores"
         )
 
 

@@ -43,6 +43,7 @@ from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.engines.models import resolve_model
 from specbranch.engines.registry import engine_for
 from specbranch.errors import SpecBranchError, UsageError
+from specbranch.launch.child import name_cores
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft, place_pair
 from specbranch.launch.vllm_flags import Flags, layout_of
 from specbranch.launch.vllm_install import slow_type_here
@@ -310,7 +311,7 @@ def _exit_code(code: int) -> int:
 def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: HttpEndpoint) -> Table:
     table = Table.grid(padding=(0, 2))
     device = "CPU" if installed.runs_on_cpu() else "GPU"
-    rows = {"target": f"{plan.target} on {device}, {_core_words(plan.target_cores)}"}
+    rows = {"target": f"{plan.target} on {device}, {name_cores(plan.target_cores)}"}
     if settings:
         planned = settings.client_options(plan.gamma).settings
         rows |= {
@@ -329,13 +330,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
 
 def _draft_words(plan: _Plan) -> str:
     if plan.draft:
-        return f"{plan.draft.model} in {plan.draft.engine} on {plan.draft.device}, {_core_words(plan.draft.cores)}"
+        return f"{plan.draft.model} in {plan.draft.engine} on {plan.draft.device}, {name_cores(plan.draft.cores)}"
     assert plan.remote is not None, "there is a draft of one kind"
     models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
     return f"{', '.join(models)}, runs already" if models else "not running now; without it vLLM goes on alone"
-
-
-def _core_words(cores: Sequence[int] | None) -> str:
-    if cores is None:
-        return "not pinned"
-    return f"{'core' if len(cores) == 1 else 'cores'} {','.join(str(core) for core in cores)}"
