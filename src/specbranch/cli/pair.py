@@ -1,4 +1,4 @@
-"""A draft service and a target in this process; and the same answer without drafts, to compare."""
+"""A draft service with a target in this process, and the same answer without drafts for comparison."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LocalPairOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise now what would otherwise be raised after both models are loaded."""
+        """Raise now for what would otherwise fail after both models are loaded."""
         check_directory("--timeline", self.timeline)
         if self.is_drafting:
             self.settings({}).client_options(self.gamma)
@@ -69,16 +69,16 @@ class LocalPairOptions:
         return self.draft is not None or self.remote is not None
 
     def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
-        """The proposer's settings, with what is only known later."""
+        """Return the proposer's settings, with `more` that is only known later."""
         return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
 
     def vllm_arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
+        """Return the arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
         return {"enforce_eager": installed.runs_on_cpu(), **self.arguments}
 
 
 class LocalPair:
-    """A context manager that loads both models; what they print while loading goes to a log file."""
+    """A context manager that loads both models, and writes their output to a log file meanwhile."""
 
     target: LocalEngine
 
@@ -88,15 +88,15 @@ class LocalPair:
         self._address: str | None = None
 
     def use_planner(self, planner: str) -> None:
-        """Use another planner from the next request on; `none` is plain decoding."""
+        """Switch to another planner from the next request on; `none` decodes without drafts."""
         self.target.configure(self._settings(planner=planner, settings={}))
 
     def use_own_planner(self) -> None:
-        """Go back to the planner and settings of the options."""
+        """Return to the planner and settings of the options."""
         self.target.configure(self._settings())
 
     def wait_s(self) -> float:
-        """How long the target has waited for drafts so far."""
+        """Return how long the target has waited for drafts so far, in seconds."""
         return self.target.proposer_counts().get("wait_s", 0.0) if self._options.is_drafting else 0.0
 
     def __enter__(self) -> LocalPair:
@@ -129,9 +129,9 @@ class LocalPair:
             try:
                 self.target = LocalEngine(how)
             except Exception as error:
-                # Workers in processes of their own tell the cause to the log only.
-                told = f"{log_file.read_text(errors='replace')}\n{type(error).__name__}: {error}"
-                cause = FailureParser(told.splitlines()).cause(None)
+                # A worker in a process of its own writes the cause to the log only.
+                log = f"{log_file.read_text(errors='replace')}\n{type(error).__name__}: {error}"
+                cause = FailureParser(log.splitlines()).cause(None)
                 raise ModelLoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
             self._exit.callback(self.target.close)
             if draft is not None:
@@ -144,7 +144,7 @@ class LocalPair:
 
 
 def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
-    """Return the cores that target and draft divide among themselves; None if the draft takes none of the target's."""
+    """Return all cores of target and draft; None if the draft uses no core that a lone target would use."""
     draft_cores = options.draft.cores if options.draft else None
     if not installed.runs_on_cpu() or not options.target_cores or not draft_cores:
         return None
@@ -154,8 +154,8 @@ def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
 def answer_alone(
     options: LocalPairOptions, cores: Sequence[int], prompt: Sequence[int], sampling: Mapping[str, Any]
 ) -> StreamedAnswer:
-    """Load vLLM without a draft in a process of its own, on `cores`, let it answer, and stop it."""
-    ask = vllm_worker.PromptRequest("", dict(sampling), tokens=list(prompt))
+    """Load vLLM without a draft in a process of its own on `cores`, and return its answer."""
+    request = vllm_worker.PromptRequest("", dict(sampling), tokens=list(prompt))
     warm_up = vllm_worker.PromptRequest("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
     how = LocalEngineOptions(options.target, None, arguments=options.vllm_arguments())
     with tempfile.TemporaryDirectory(prefix="specbranch-log-") as directory, ProgressBar() as progress:
@@ -163,12 +163,12 @@ def answer_alone(
         with TargetProcess(how, Path(directory) / "load.log", cores) as target:
             progress.show(f"answering without drafts, on {name_cores(cores)}")
             target.run(vllm_worker.DecodeJob([warm_up]))
-            (said,) = target.run(vllm_worker.DecodeJob([ask])).answers
+            (said,) = target.run(vllm_worker.DecodeJob([request])).answers
     return _as_answer(said)
 
 
 def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, Any]:
-    """Compare two answers: speed, and how many tokens are equal."""
+    """Compare two answers; return the speedup and the number of equal tokens."""
     tokens = zip(answer.tokens, plain.tokens, strict=False)
     return {
         "speedup": answer.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None,
@@ -178,7 +178,7 @@ def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, 
 
 
 def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequence[int] | None, is_greedy: bool) -> str:
-    """Say in one line what the comparison found, and on which cores the answer without drafts was made."""
+    """Describe the comparison in one line, with the cores of the answer without drafts."""
     found = compare_answers(answer, plain)
     place = f" on the same {name_cores(cores)}" if cores else ""
     line = f"without drafts{place} {plain.tokens_per_s:.1f} tokens/s, with drafts {answer.tokens_per_s:.1f}"
@@ -193,7 +193,7 @@ def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequen
 
 
 def _as_answer(said: vllm_worker.DecodedOutput) -> StreamedAnswer:
-    """Turn what a target's process reports of an answer into one that was followed step by step."""
+    """Convert the output of a target's process into an answer that was streamed step by step."""
     answer, begin = StreamedAnswer(asked_s=0.0), 0
     for (at_s, num_tokens), text in zip(said.steps, said.texts, strict=True):
         tokens = said.tokens[begin : begin + num_tokens]
