@@ -1,6 +1,6 @@
 """Measure a pair on this machine: step costs, alone and together, and the draft's distributions on answers.
 
-Two devices are seldom quite apart: on one CPU they share memory, and each slows the other. So the target is timed both
+Two devices are seldom independent: on one CPU they share memory, and each slows the other. So the target is timed both
 alone and while the draft works, and the draft only while the target works.
 """
 
@@ -55,7 +55,7 @@ _CONTEXT_LEN = 192
 _Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's answer
 _DRAFT_ROWS = (1, 2, 4, 8)
 _TARGET_BATCHES = (1, 2, 4, 8, 16)
-_TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: a line needs no more
+_TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: enough for a line
 
 
 class StepTimes(NamedTuple):
@@ -68,9 +68,9 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was measured. Step times in seconds: of the target by tokens in its batch, of the draft by rows.
+    """The measured step times in seconds: of the target by tokens in its batch, of the draft by rows.
 
-    The target is bare vLLM. vLLM with our proposer may be slower, also without drafts; `hooked_s` is empty if not.
+    The target is bare vLLM. If vLLM with our proposer and without drafts was timed too, `hooked_s` has its times.
     """
 
     target_alone_s: Mapping[int, float]
@@ -80,7 +80,7 @@ class Survey:
     hooked_s: Mapping[int, float] = field(default_factory=dict)  # of the target with our proposer, without drafts
 
     def as_json(self) -> dict[str, Any]:
-        """The figures without the trace itself."""
+        """Return the figures without the trace itself."""
         return {
             "target_alone_ms": {str(tokens): 1e3 * step_s for tokens, step_s in self.target_alone_s.items()},
             "target_beside_ms": 1e3 * self.target_beside_s,
@@ -107,7 +107,7 @@ def take_survey(
     for start in range(0, len(messages), max(sizes)):
         on_progress(f"answers, {start} of {len(messages)}")
         group = messages[start : start + max(sizes)]
-        decoded = _ask(target, group, answer_len, goes_on=False)
+        decoded = _decode(target, group, answer_len, goes_on=False)
         pairs += [(one.prompt, one.tokens) for one in decoded]
     return Survey(*steps, record_distributions(engine, pairs, on_progress))
 
@@ -122,7 +122,7 @@ def take_step_times(
 ) -> StepTimes:
     """Time the steps of both, alone and together; no answer is kept."""
     alone_s: dict[int, list[float]] = {size: [] for size in sizes}
-    _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
+    _decode(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     # The times alone are taken on both sides of the time together: a machine that drifts hits both.
     for size in sizes[::-1]:
         on_progress(f"target, {size} at once")
@@ -138,8 +138,8 @@ def take_step_times(
 def time_steps(
     target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], on_progress: OnProgress
 ) -> dict[int, float]:
-    """Step times of a target with so many requests at once."""
-    _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
+    """Time the steps of a target with each number of requests at once."""
+    _decode(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     times_s = {}
     for size in sizes:
         on_progress(f"target with the hook, {size} at once")
@@ -150,7 +150,7 @@ def time_steps(
 def record_distributions(
     engine: DraftEngine, pairs: Sequence[_Pair], on_progress: OnProgress = lambda stage: None
 ) -> Trace:
-    """The draft's distribution before every token of the answers, each on the true sequence."""
+    """Record the draft's distribution before every token of the answers, each after the true sequence."""
     answers = []
     for start in range(0, len(pairs), _AT_ONCE):
         on_progress(f"the draft's distributions, {start} of {len(pairs)} answers")
@@ -172,7 +172,7 @@ def record_distributions(
 
 
 def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distribution:
-    """Feed a whole prompt; the distribution behind it."""
+    """Feed a whole prompt, and return the distribution after it."""
     for start in range(0, len(prompt), _PIECE_LEN):
         (distribution,) = engine.run([Row(handle, tuple(prompt[start : start + _PIECE_LEN]))])
     return distribution
@@ -181,35 +181,35 @@ def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distributi
 def _together(
     target: TargetProcess, engine: DraftEngine, message: str, num_tokens: int, rows: Sequence[int]
 ) -> tuple[float, dict[int, float]]:
-    """Step times of both while both work."""
+    """Return the step times of both while both work."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_ask, target, [message], num_tokens, goes_on=True)
-        timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=asked.done)
-        return median(_gaps_s(asked.result())), {count: spread.median_s for count, spread in timings.by_rows.items()}
+        answers = pool.submit(_decode, target, [message], num_tokens, goes_on=True)
+        timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=answers.done)
+        return median(_gaps_s(answers.result())), {count: spread.median_s for count, spread in timings.by_rows.items()}
 
 
-def _ask(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
-    """Answers; with `goes_on` past their natural end, so that the batch keeps its size."""
+def _decode(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
+    """Decode answers; with `goes_on` past their natural end, so that the batch keeps its size."""
     sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": goes_on}
     return target.run(DecodeJob([PromptRequest(message, sampling, is_chat=True) for message in messages])).answers
 
 
 def _steps_s(target: TargetProcess, messages: Sequence[str], size: int) -> list[float]:
-    """Times of steps with that many requests."""
+    """Time steps with `size` requests at once."""
     asked = [messages[index % len(messages)] for index in range(size)]
-    return _gaps_s(_ask(target, asked, _STEP_TOKENS, goes_on=True))
+    return _gaps_s(_decode(target, asked, _STEP_TOKENS, goes_on=True))
 
 
 def _gaps_s(decoded: Sequence[Decoded]) -> list[float]:
-    """Times between steps; the first ones include prefill and are left out."""
+    """Return the times between steps, without the first ones, which include prefill."""
     return step_gaps_s(decoded, skip=len(decoded))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What to measure and where. `arguments` are passed to `vllm.LLM`; cores None means not pinned.
+    """What to measure and where. `arguments` are passed to `vllm.LLM`; without cores a model is not pinned.
 
-    `times_hook`: vLLM is also timed with our proposer and without drafts. On a CPU it computes just as bare vLLM does.
+    `times_hook`: also time vLLM with our proposer and without drafts. On a CPU it computes exactly as bare vLLM does.
     """
 
     target: str
@@ -222,7 +222,7 @@ class PairOptions:
     times_hook: bool = field(default_factory=lambda: not installed.runs_on_cpu())
 
     def target_options(self, has_hook: bool = False) -> LocalEngineOptions:
-        """The target: bare vLLM, or with our proposer, which drafts nothing."""
+        """Return the options of the target: bare vLLM, or with our proposer that drafts nothing."""
         arguments = {
             "dtype": self.dtype,
             "max_model_len": 2048,
@@ -246,9 +246,9 @@ class PairOptions:
 
 
 def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: OnProgress) -> dict[str, Survey]:
-    """Survey a pair with its target in each data type, one after the other; `on_progress` hears the stages.
+    """Survey a pair with its target in each data type, one after the other; call `on_progress` with every stage.
 
-    Answers and the draft's distributions are taken in the first type only: rounding hardly changes them.
+    Answers and the draft's distributions are recorded in the first type only, because rounding hardly changes them.
     """
     first, *others = dtypes
     surveys = {first: survey_pair(replace(options, dtype=first), on_progress)}
