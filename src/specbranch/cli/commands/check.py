@@ -202,7 +202,7 @@ def check(
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
-        options.settings("ipc://unused")  # refuses what both sides set
+        options.settings("ipc://unused")  # raises for keys that both the command and the user set
         preflight(options).run()
         warn(place.warning)
         found = _run(options)
@@ -210,7 +210,7 @@ def check(
 
 
 def preflight(options: CheckOptions) -> Preflight:
-    """What can be checked before a model loads."""
+    """Return the checks to make before a model loads."""
     return Preflight(
         target=options.target,
         draft=options.draft,
@@ -260,7 +260,7 @@ def _page(report: Report) -> CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class ServerPair:
-    """Two servers, as they were named."""
+    """Two servers, as the options name them."""
 
     endpoint: str | None
     reference: str | None
@@ -270,7 +270,7 @@ class ServerPair:
     api_key_env: str | None = None
 
     def opened(self) -> tuple[OpenAIServer, OpenAIServer]:
-        """Both servers, once they have answered."""
+        """Connect to both servers, and return them once they have answered."""
         if self.endpoint is None or self.reference is None:
             raise UsageError("give both: --endpoint, the server to check, and --reference, the one without drafts")
         key = self._key()
@@ -290,7 +290,7 @@ class ServerPair:
 
 
 def is_server_mode(context: typer.Context) -> bool:
-    """Whether the command was given servers, and not a pair of models; raises if it was given both."""
+    """Return whether the options name servers, and not a pair of models; raise if they name both."""
     given = [name for name in context.params if _is_given(context, name)]
     own = [name for name in given if name in _OWN]
     if "endpoint" not in given and "reference" not in given:
@@ -306,14 +306,14 @@ def is_server_mode(context: typer.Context) -> bool:
 
 
 def compare_servers(pair: ServerPair, options: CompareOptions) -> Comparison:
-    """Ask both servers and judge their answers, with progress."""
+    """Compare both servers, and show the progress."""
     with ProgressBar() as progress:
         progress.show("connecting")
         return compare(*pair.opened(), options, progress.show)
 
 
 def servers_page(found: Comparison) -> CheckReport:
-    """The findings for people."""
+    """Return the report on the findings as a page."""
     names = " and ".join(dict.fromkeys((found.endpoint["model"], found.reference["model"])))
     return CheckReport(
         title=f"{found.endpoint['url']} against {found.reference['url']}",
@@ -335,7 +335,7 @@ def _shown(context: typer.Context, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The findings, what was compared, and how much of it."""
+    """The report as a page: what was compared, and the findings."""
 
     title: str
     facts: str
@@ -345,14 +345,14 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """All findings in a few words."""
+        """A sentence that sums up all findings."""
         results = [finding.result for finding in self.findings]
         failed, skipped = results.count(FAILED), results.count(SKIPPED)
         says = f"{failed} of {len(results)} checks FAILED" if failed else "all checks hold"
         return f"{says}, {skipped} skipped" if skipped else says
 
     def show(self, console: Console, quick: bool, file: Path | None) -> None:
-        """Print it, and write it to the file if there is one."""
+        """Print the page, and write it to the file if there is one."""
         console.print(self._table())
         for line in (*self._details(), *self._notes()):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -364,7 +364,7 @@ class CheckReport:
             console.print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)
 
     def markdown(self) -> str:
-        """The same for a file."""
+        """Return the page as Markdown."""
         details = [f"- {line}" for line in self._details()]
         return "\n".join(
             [

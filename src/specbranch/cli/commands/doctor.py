@@ -73,7 +73,7 @@ def doctor(
 
 
 def machine() -> Section:
-    """The processor and its instruction sets, cores, memory and GPUs."""
+    """Describe the processor with its instruction sets, the cores, memory and GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     named = instruction_sets(text)
@@ -92,7 +92,7 @@ def machine() -> Section:
 
 
 def software() -> Section:
-    """Versions, and what is missing for what."""
+    """Describe the installed versions, and what to install for what is missing."""
     versions = {name: _version(name) for name in _PACKAGES}
     return {
         "python": platform.python_version(),
@@ -108,7 +108,7 @@ def software() -> Section:
 
 
 def choices(draft: str | None, engine: str | None, device: str) -> Section:
-    """What would be chosen for a draft on this machine, and why."""
+    """Describe what specbranch would choose for a draft on this machine, and why."""
     place = place_draft(device, draft, engine, ParallelLayout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
     free = specbranch_machine.free_host_memory()
@@ -132,7 +132,7 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Where a draft of the torch engine would run beside a target on one device."""
+    """Choose the device of a draft of the torch engine next to a target on one device."""
     return choose_device(
         device,
         num_gpus=num_gpus(),
@@ -155,7 +155,7 @@ def _engine_state(name: str) -> str:
 
 
 def _missing() -> list[str]:
-    """What to install for what does not work yet."""
+    """Return the extras to install for what does not work yet."""
     extras = {"vllm" if num_gpus() else "cpu": "vllm", "llamacpp": "llama_cpp", "torch": "transformers"}
     extras |= {"metrics": "prometheus_client", "bench": "matplotlib"}
     return [f"specbranch[{extra}]" for extra, module in extras.items() if importlib.util.find_spec(module) is None]

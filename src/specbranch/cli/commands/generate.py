@@ -1,4 +1,4 @@
-"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that runs beside the target."""
+"""`specbranch generate`: one answer or a chat in the terminal, with a draft model next to the target."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def generate(
             section={**section, "deadline_ms": deadline_ms, "is_gated": False},
             gamma=gamma or draft_length_limit(planner),
             remote=None if bare else remote_draft(draft_address, draft_keys),
-            # A target that shares this machine with no draft keeps all cores, unless the user names some.
+            # Without a draft on this machine the target is not pinned, unless the user names its cores.
             target_cores=place.target_cores if how or target_cores is not None else None,
             timeline=timeline,
             arguments={"max_model_len": max_model_len, "dtype": dtype, **given},
@@ -164,7 +164,7 @@ def generate(
                 _end_answer(talk, answer)
                 document = answer.as_json()
         if compare:
-            # Only now: the pair has left the cores and the memory.
+            # Only now, when the pair has released the cores and the memory.
             plain = plain or answer_alone(options, cores or (), encoded, sampling)
             document |= {"plain": plain.as_json(), "plain_cores": cores, **compare_answers(answer, plain)}
             _tell(comparison_line(answer, plain, cores, is_greedy=not temperature))
@@ -183,7 +183,7 @@ def generate(
 
 @dataclass(slots=True)
 class _Talk:
-    """The loaded pair, how to sample, and where to show the answer (None: nowhere)."""
+    """The loaded pair, the sampling parameters, and the screen for the answer (None: no screen)."""
 
     pair: LocalPair
     sampling: dict[str, Any]
@@ -192,7 +192,7 @@ class _Talk:
     screen: TerminalView | None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt; one that leaves no room for an answer raises."""
+        """Return the tokens of the prompt; raise if it leaves no room for an answer."""
         target = self.pair.target
         if self.is_raw:
             prompt = target.encode(messages[-1]["content"])
@@ -209,15 +209,15 @@ class _Talk:
         return prompt
 
     def answer(self, prompt: Sequence[int], **sampling: Any) -> StreamedAnswer:
-        """Let the target answer, and stream the answer. Ctrl-C stops it after the current step."""
+        """Decode and show an answer, and return it; Ctrl-C stops it after the current step."""
         tokenizer = self.pair.target.llm.get_tokenizer()
-        painter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
+        highlighter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         waited_s = self.pair.wait_s()
         answer = StreamedAnswer(time.monotonic())
         stream = self.pair.target.stream([Request(prompt, {**self.sampling, **sampling})])
         with self.screen or contextlib.nullcontext(), CtrlCGuard() as interrupt, contextlib.closing(stream):
             for piece in stream:
-                runs = painter.split(piece.tokens, piece.text)
+                runs = highlighter.split(piece.tokens, piece.text)
                 answer.take(piece, runs)
                 if self.screen:
                     self.screen.write(runs)
@@ -225,7 +225,7 @@ class _Talk:
                 if interrupt.is_asked:
                     answer.is_stopped = True
                     break
-        answer.wait_s = self.pair.wait_s() - waited_s  # not in every step: it is a call into all workers
+        answer.wait_s = self.pair.wait_s() - waited_s  # once, because it calls all workers
         return answer
 
 
@@ -238,7 +238,7 @@ def _check(options: LocalPairOptions, compare: bool) -> None:
 
 
 def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
-    """Let the loaded target answer without drafts: nothing that the draft uses could be of use to it."""
+    """Return an answer of the loaded target without drafts, for a draft that uses none of the target's cores."""
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
     quiet.answer(prompt, max_tokens=_WARM_TOKENS)
@@ -281,7 +281,7 @@ def _end_answer(talk: _Talk, answer: StreamedAnswer) -> None:
 
 
 def _tell(line: str) -> None:
-    """Print a line about the answer to stderr; stdout holds nothing but the answer."""
+    """Print a line about the answer to stderr, because stdout holds only the answer."""
     Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -58,7 +58,7 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All that was asked for, before anything is started. Without a draft of either kind, vLLM is bare."""
+    """The parsed command line. Without `draft` and `remote`, vLLM is bare."""
 
     target: str
     draft: DraftServiceOptions | None
@@ -69,7 +69,7 @@ class _Plan:
     flags: Flags
 
     def options(self, address: str | None) -> VllmServeCommand:
-        """Options of vLLM; `address` is where the draft service listens that we start, if we do."""
+        """Return the options of vLLM; `address` is that of the draft service that this command starts, if any."""
         where = self.remote.section if self.remote else {"address": address}
         return VllmServeCommand(
             model=resolve_model(self.target),
@@ -81,10 +81,10 @@ class _Plan:
         )
 
     def check(self) -> None:
-        """Raise now what would otherwise come to light after models are loaded."""
+        """Raise now for what would otherwise fail after models are loaded."""
         if self.is_drafting:
             self.settings()
-        self.options("ipc://unused" if self.draft else None)  # refuses flags that it sets itself
+        self.options("ipc://unused" if self.draft else None)  # raises for flags that it sets itself
         Preflight(target=self.target, draft=self.draft, remote=self.remote, flags=self.flags, is_server=True).run()
 
     @property
@@ -93,7 +93,7 @@ class _Plan:
         return self.draft is not None or self.remote is not None
 
     def settings(self) -> ProposerSettings:
-        """The proposer's settings; raises now what vLLM's worker would raise minutes later."""
+        """Return the proposer's settings; raise now for settings that vLLM's worker would refuse minutes later."""
         settings = self._merged(self.remote.section if self.remote else {})
         settings.client_options(self.gamma)
         return settings
@@ -181,32 +181,32 @@ def serve(
 
 
 def _run(plan: _Plan, console: Console) -> int:
-    """Start draft and target, watch them, stop them; returns the exit code."""
+    """Start draft and target, watch them, stop them, and return the exit code."""
     settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
-    voice = _StatusLine(console)
+    status = _StatusLine(console)
     with contextlib.ExitStack() as stack:
-        draft = DraftProcess(plan.draft, on_progress=voice.progress, on_event=voice.event) if plan.draft else None
+        draft = DraftProcess(plan.draft, on_progress=status.progress, on_event=status.event) if plan.draft else None
         if draft:
             stack.callback(draft.stop)
-        server = VllmServer(plan.options(draft.address if draft else None), show=voice.log_line)
+        server = VllmServer(plan.options(draft.address if draft else None), show=status.log_line)
         stack.callback(server.kill)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             console.print(_summary(plan, settings, draft.address if draft else None, endpoint))
-            with voice.starting():
+            with status.starting():
                 if draft:
-                    draft.start()  # before the target, which measures how much memory the draft has left
+                    draft.start()  # before the target, whose memory is limited to what the draft leaves free
                 with _uninterrupted():
                     server.start()
-                code = _await_ready(server, endpoint, voice)
-            return _watch(server, voice) if code is None else _failed(server, code, voice)
+                code = _await_ready(server, endpoint, status)
+            return _watch(server, status) if code is None else _failed(server, code, status)
         except KeyboardInterrupt:
-            voice.event("stopping; press Ctrl-C again to kill")
+            status.event("stopping; press Ctrl-C again to kill")
             return _stop(server, draft)
 
 
 class _StatusLine:
-    """What is said on the screen, and how long the start takes. Lines of vLLM's log pass through it."""
+    """The output of the command: our own lines, the stages of the start, and the lines of vLLM's log."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -215,7 +215,7 @@ class _StatusLine:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """A line that shows the stages of the start."""
+        """Show the stages of the start in one line until the block ends."""
         with ProgressBar() as progress:
             self._progress = progress
             try:
@@ -224,20 +224,20 @@ class _StatusLine:
                 self._progress = None
 
     def elapsed_s(self) -> float:
-        """Time since the command began."""
+        """Return the time since the command began."""
         return time.monotonic() - self._begin_s
 
     def event(self, line: str) -> None:
-        """One line of our own."""
+        """Print one line of our own."""
         self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def progress(self, stage: str) -> None:
-        """What the start is busy with."""
+        """Show the current stage of the start."""
         if self._progress is not None:
             self._progress.show(stage)
 
     def log_line(self, line: str) -> None:
-        """One line of vLLM's log."""
+        """Print one line of vLLM's log."""
         progress = self._progress  # another thread sets it
         if progress is not None:
             progress.print(line)
@@ -247,7 +247,7 @@ class _StatusLine:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM: a process that is being started would be left behind."""
+    """Delay Ctrl-C and SIGTERM: they would leave a process that is just being started without a parent."""
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -277,34 +277,34 @@ def _stop(server: VllmServer, draft: DraftProcess | None) -> int:
     return 0
 
 
-def _await_ready(server: VllmServer, endpoint: HttpEndpoint, voice: _StatusLine) -> int | None:
-    """Wait until vLLM answers; its exit code if it ends before."""
+def _await_ready(server: VllmServer, endpoint: HttpEndpoint, status: _StatusLine) -> int | None:
+    """Wait until vLLM answers; return its exit code if it ends first."""
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:
             server.unpin_frontend()
             server.clear_failures()
             return None
-        voice.progress(server.stage)
+        status.progress(server.stage)
         time.sleep(_POLL_S)
     return code
 
 
-def _failed(server: VllmServer, code: int, voice: _StatusLine) -> int:
-    voice.event(f"vLLM did not start: {server.cause()}")
+def _failed(server: VllmServer, code: int, status: _StatusLine) -> int:
+    status.event(f"vLLM did not start: {server.cause()}")
     return _exit_code(code)
 
 
-def _watch(server: VllmServer, voice: _StatusLine) -> int:
-    """Wait until vLLM ends."""
-    voice.event(f"ready in {voice.elapsed_s():.0f} s")
+def _watch(server: VllmServer, status: _StatusLine) -> int:
+    """Wait until vLLM ends, and return the exit code of the command."""
+    status.event(f"ready in {status.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)
-    voice.event(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
+    status.event(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
     return _exit_code(code)
 
 
 def _exit_code(code: int) -> int:
-    """As a shell has it: signals count from 128."""
+    """Convert an exit code to that of a shell, which adds 128 to the number of a signal."""
     return code if code >= 0 else 128 - code
 
 
@@ -315,7 +315,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
     if settings:
         planned = settings.client_options(plan.gamma).settings
         rows |= {
-            "draft": _draft_words(plan),
+            "draft": _describe_draft(plan),
             "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
             "deadline": f"{settings.deadline_ms:g} ms",
             "socket": address or ", ".join(normalize_addresses(settings.address)),
@@ -328,7 +328,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
     return table
 
 
-def _draft_words(plan: _Plan) -> str:
+def _describe_draft(plan: _Plan) -> str:
     if plan.draft:
         return f"{plan.draft.model} in {plan.draft.engine} on {plan.draft.device}, {name_cores(plan.draft.cores)}"
     assert plan.remote is not None, "there is a draft of one kind"
