@@ -71,11 +71,7 @@ def _drawers(results: Results) -> dict[str, _Drawer | None]:
     if results.scenario.served is not None:
         return {"rates": _rate_drawer(results)}
     lines = summarize(results)
-    return {
-        "speed": _speed_drawer(results, lines),
-        "load": _load_drawer(results),
-        "hits": _hits_drawer(results, lines),
-    }
+    return {"speed": _speed_drawer(results, lines), "load": _load_drawer(results), "hits": _hits_drawer(results, lines)}
 
 
 def _speed_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:

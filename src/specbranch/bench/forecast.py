@@ -202,13 +202,11 @@ def _best(trace: Trace, planner: str, terms: MeasuredCosts, batch: int, sharing:
     pair = ModelPair("surveyed", layout.c, _MAX_GAMMA, acceptance, "", row_cost=layout.row_cost)
     method = method_for(planner, pair, as_in_paper=False, has_text=trace.has_prompts)
     if planner == _NONE:
-        return Forecast(batch, method, 1.0)
-    answers = _repeated(trace, batch)
+        return forecast_speeds(trace, method, terms, batch, sharing)
     if "cost_aware" in setting_names(planner):  # it chooses the length itself
         longest = replace(method, settings={**method.settings, "gamma": draft_length_limit(planner)})
-        outcome = simulate(answers, longest, layout)
-    else:
-        outcome = best_gamma(answers, method, layout, longest=_MAX_GAMMA)
+        return forecast_speeds(trace, longest, terms, batch, sharing)
+    outcome = best_gamma(_repeated(trace, batch), method, layout, longest=_MAX_GAMMA)
     return Forecast(batch, outcome.method, outcome.speedup / terms.slowdown / terms.overhead(batch))
 
 

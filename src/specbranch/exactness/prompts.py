@@ -88,9 +88,7 @@ class Feature:
         common = {"temperature": temperature, "max_tokens": self.num_tokens, **self.sampling}
         return [
             PromptRequest(
-                self.prompt,
-                {**common, "seed": sample * _SEEDS + index} if self.is_seeded else common,
-                self.schema,
+                self.prompt, {**common, "seed": sample * _SEEDS + index} if self.is_seeded else common, self.schema
             )
             for index in range(num_samples)
         ]
