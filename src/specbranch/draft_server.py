@@ -3,7 +3,7 @@
     with DraftServer("Qwen/Qwen2.5-Coder-0.5B-Instruct", device="cuda:1") as draft:
         llm = LLM("Qwen/Qwen2.5-Coder-7B-Instruct", **draft.vllm_args(planner="budget"))
 
-The engine itself stays as it is; this only gives it arguments.
+The engine itself stays as it is; it only receives arguments.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
-from specbranch.launch.draft_process import DraftServiceOptions, DraftSupervisor, StartError
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, StartError
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
 from specbranch.service.client.interface import DraftSettings
 from specbranch.service.wire.addresses import check_address, normalize_addresses
 
 log = logging.getLogger(__name__)
 
-# At exit Python runs what was registered last first. vLLM stops its engine by a finalizer, and `multiprocessing` joins
-# what is left of it. So `multiprocessing` must be registered before the first finalizer, which may be one of ours.
+# At exit Python runs the handler that was registered last first. vLLM stops its engine in a finalizer, and then
+# `multiprocessing` joins the processes that are left. So `multiprocessing` must be imported, which registers it, before
+# the first finalizer, which may be one of ours.
 assert multiprocessing.util
 
 
 class DraftKeywords(TypedDict, total=False):
-    """How to draft for an engine that decodes one text at a time; `DraftAddress.vllm_args` says what each means."""
+    """How to draft for an engine that decodes one sequence at a time; `DraftAddress.vllm_args` explains each key."""
 
     planner: str
     max_draft_tokens: int | None
@@ -40,7 +41,7 @@ class DraftKeywords(TypedDict, total=False):
 
 
 class DraftAddress:
-    """Where a draft service listens, or several do; `keys` is the directory of their CURVE keys, needed for TCP."""
+    """The address of a draft service, or of several; `keys` is the directory of their CURVE keys, which TCP needs."""
 
     def __init__(self, address: str | Sequence[str], keys: str | None = None) -> None:
         self.address = address if isinstance(address, str) else list(address)
@@ -57,11 +58,11 @@ class DraftAddress:
         namespace: str | None = None,
         is_gated: bool = True,
     ) -> dict[str, Any]:
-        """Arguments for `vllm.LLM(model, **args)`: `speculative_config` and `additional_config`.
+        """Return arguments for `vllm.LLM(model, **args)`: `speculative_config` and `additional_config`.
 
-        `planner` decides what is drafted, `settings` are the planner's own. vLLM verifies at most `max_draft_tokens`
-        per sequence and step (None: what suits the planner), and a step waits at most `deadline_ms` for them. Targets
-        with one `namespace` share drafts for equal prompts. `is_gated`: drafts are left out at loads where they were
+        `planner` decides what to draft, and `settings` are the planner's own. vLLM verifies at most `max_draft_tokens`
+        per sequence and step (None: the planner's default), and a step waits at most `deadline_ms` for them. Targets
+        in the same `namespace` share drafts for equal prompts. `is_gated`: do not draft at loads where drafts were
         measured not to pay.
         """
         chosen = ProposerSettings(
@@ -74,34 +75,34 @@ class DraftAddress:
             keys=self.keys,
             is_gated=is_gated,
         )
-        longest = max_draft_tokens or draft_length_limit(planner)
-        _refuse_wrong(chosen, longest)
-        return proposer_arguments(chosen, longest)
+        num_tokens = max_draft_tokens or draft_length_limit(planner)
+        _check(chosen, num_tokens)
+        return proposer_arguments(chosen, num_tokens)
 
     def transformers_args(self, **how: Unpack[DraftKeywords]) -> dict[str, Any]:
-        """Arguments for `model.generate(**inputs, **args)` of Transformers; keep them for all texts.
+        """Return arguments for `model.generate(**inputs, **args)` of Transformers; use the same ones for all sequences.
 
-        A streamer is then given as `text_streamer`: `generate` hands its own `streamer` to no loop but its own.
+        Give a streamer as `text_streamer`, because `generate` passes its own `streamer` to its own loops only.
         """
         from specbranch.plugins.transformers import DraftedDecoding
 
         return {"custom_generate": DraftedDecoding(*self._settings(how))}
 
     def _settings(self, how: DraftKeywords) -> tuple[DraftSettings, int]:
-        """The settings, and the most draft tokens to verify at once; what would be refused later raises now."""
+        """Return the checked settings, and the maximum of draft tokens to verify at once."""
         given: dict[str, Any] = dict(how)
-        longest = given.pop("max_draft_tokens", None) or draft_length_limit(how.get("planner", DEFAULT_PLANNER))
+        num_tokens = given.pop("max_draft_tokens", None) or draft_length_limit(how.get("planner", DEFAULT_PLANNER))
         settings = DraftSettings(address=self.address, keys=self.keys, **given)
-        _refuse_wrong(settings, longest)
-        return settings, longest
+        _check(settings, num_tokens)
+        return settings, num_tokens
 
 
 class DraftServer(DraftAddress):
     """A draft service in a process of its own, with a private socket. Use it with `with`.
 
-    `model` is a path, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face hub. `engine` None is
-    chosen by the model's format. On a CPU, `cores` keeps the draft apart from the target. The service is started again
-    if it dies; meanwhile the target goes on without drafts. `timeline` and `record` are files to write.
+    `model` is a path, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face hub. Without `engine`
+    the model's format decides. On a CPU, `cores` keeps the draft off the target's cores. A service that dies is
+    restarted, and meanwhile the target goes on without drafts. `timeline` and `record` are files to write.
     """
 
     def __init__(
@@ -126,29 +127,25 @@ class DraftServer(DraftAddress):
             timeline=timeline,
             record=record,
         )
-        self._supervisor = DraftSupervisor(options, on_event=log.warning)
-        super().__init__(self._supervisor.address)
+        self._process = DraftProcess(options, on_event=log.warning)
+        super().__init__(self._process.address)
         self._is_started = False
 
     @staticmethod
     def at(address: str | Sequence[str], keys: str | Path | None = None) -> DraftAddress:
-        """A draft service that runs already, such as `specbranch draft` on another machine; or a list of them."""
+        """Return the address of a draft service that runs already, such as on another machine, or of several."""
         return DraftAddress(address, None if keys is None else str(keys))
 
     def start(self) -> None:
-        """Start the service and wait until it answers. A server can be started once."""
+        """Start the service and wait until it answers; a server can be started only once."""
         if self._is_started:
             raise StartError("this DraftServer was started before; make a new one")
         self._is_started = True
-        try:
-            self._supervisor.start()
-        except BaseException:
-            self._supervisor.stop()
-            raise
+        self._process.__enter__()
 
     def stop(self) -> None:
         """Stop the service."""
-        self._supervisor.stop()
+        self._process.stop()
 
     def __enter__(self) -> DraftServer:
         self.start()
@@ -160,8 +157,8 @@ class DraftServer(DraftAddress):
         self.stop()
 
 
-def _refuse_wrong(settings: DraftSettings, longest: int) -> None:
-    """Raise now what the engine's own client would refuse much later."""
-    options = settings.client_options(longest)
+def _check(settings: DraftSettings, max_draft_tokens: int) -> None:
+    """Raise now for settings that the client in the engine would refuse much later."""
+    options = settings.client_options(max_draft_tokens)
     for address in normalize_addresses(options.address):
         check_address(address, options.keys)

@@ -8,7 +8,7 @@ from specbranch.cli import pair
 from specbranch.cli.pair import LocalPairOptions, comparison_line, shared_cores
 from specbranch.cli.terminal import StreamedAnswer, TextRun
 from specbranch.launch import vllm_worker
-from specbranch.launch.placement import CoreSplit
+from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.vllm_engine import StepOutput
 from specbranch.plugins.vllm import installed
 
@@ -21,34 +21,34 @@ def answered(tokens: list[int], seconds: float) -> StreamedAnswer:
     return answer
 
 
-@pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch) -> LocalPairOptions:
-    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
-    return LocalPairOptions(target="t", draft="d")
+def pair_on(target: tuple[int, ...] | None, draft: tuple[int, ...] | None) -> LocalPairOptions:
+    return LocalPairOptions(target="t", draft=DraftServiceOptions("d", cores=draft), target_cores=target)
 
 
 @pytest.mark.parametrize(
-    ("cores", "shared"),
+    ("target", "draft", "shared"),
     [
-        (CoreSplit((0,), (1,)), (0, 1)),
-        (CoreSplit((2, 3), (1,)), (1, 2, 3)),
-        (CoreSplit(None, (1,)), None),
-        (CoreSplit((0,), None), None),
+        ((0,), (1,), (0, 1)),
+        ((2, 3), (1,), (1, 2, 3)),
+        (None, (1,), None),
+        ((0,), None, None),
     ],
 )
 def test_the_answer_without_drafts_gets_the_cores_of_both(
-    cores: CoreSplit, shared: tuple[int, ...] | None, options: LocalPairOptions, monkeypatch: pytest.MonkeyPatch
+    target: tuple[int, ...] | None,
+    draft: tuple[int, ...] | None,
+    shared: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LocalPairOptions, "cores", lambda options: cores)
+    monkeypatch.setattr(installed, "runs_on_cpu", lambda: True)
 
-    assert shared_cores(options) == shared
+    assert shared_cores(pair_on(target, draft)) == shared
 
 
 def test_a_draft_beside_a_gpu_takes_nothing_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "runs_on_cpu", lambda: False)
-    monkeypatch.setattr(LocalPairOptions, "cores", lambda options: CoreSplit((0,), (1,)))
 
-    assert shared_cores(LocalPairOptions(target="t", draft="d")) is None
+    assert shared_cores(pair_on((0,), (1,))) is None
 
 
 def test_the_line_names_the_cores_of_the_answer_without_drafts() -> None:

@@ -193,7 +193,7 @@ def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str, i
     found = Preflight(target="big", draft=DraftServiceOptions("small")).findings()[0]
 
     assert found.state == ("fail" if is_old else "ok" if version else "skip")
-    assert not is_old or f"too old to draft for, which takes 0.28 or later: {CPU_COMMAND}" in str(found.cause)
+    assert not is_old or f"too old: drafting needs 0.28 or later: {CPU_COMMAND}" in str(found.cause)
     assert Preflight(target="big").findings()[0].state == "ok"  # bare vLLM may have any age
 
 
@@ -247,7 +247,7 @@ def test_a_socket_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     done = CliRunner().invoke(app, ["serve", "big", "--draft", "small", "--uds", str(tmp_path)])
 
     assert done.exit_code == 2
-    assert "which exists; stop the server behind it" in done.stderr
+    assert "which exists; stop the server that uses it" in done.stderr
 
 
 def test_all_findings_are_listed_and_none_hides_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_what_was_not_compared_is_skipped_and_stops_nothing(monkeypatch: pytest.
     ) | {"vLLM": "ok"}
     assert found["target"].cause == "TARGET: 'owner/target' was not looked for on the Hugging Face hub: it sleeps"
     assert "were not compared: the tokens of owner/target and owner/draft" in str(found["vocabulary"].cause)
-    assert "how large owner/target and owner/draft will be is not known" in str(found["memory"].cause)
+    assert "the size of owner/target and owner/draft is not known" in str(found["memory"].cause)
     assert found["memory"].as_json()["holds"] is None
     pair.run()
 
@@ -288,7 +288,8 @@ def test_vocabularies_that_were_compared_by_size_alone_are_not_called_equal(tmp_
 
 
 @pytest.mark.parametrize(
-    ("free", "on_cpu", "cause"), [(None, True, "this system does not tell"), (10**9, False, "that of GPUs vLLM checks")]
+    ("free", "on_cpu", "cause"),
+    [(None, True, "this system does not report"), (10**9, False, "vLLM checks the memory of GPUs")],
 )
 def test_memory_of_unknown_size_is_not_called_enough(
     monkeypatch: pytest.MonkeyPatch, free: int | None, on_cpu: bool, cause: str

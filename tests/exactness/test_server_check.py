@@ -75,10 +75,10 @@ def test_every_check_can_fail(wrong: Toy, failed: str) -> None:
 def test_a_feature_that_a_server_refuses_is_skipped() -> None:
     class Refusing(InProcess):
         def ask_all(
-            self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]
+            self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]
         ) -> list[list[Reply]]:
             try:
-                return super().ask_all(asks, at_once, heard)
+                return super().ask_all(asks, at_once, on_done)
             except ValueError as error:
                 raise RequestRefused(str(error)) from error
 
@@ -141,7 +141,7 @@ def test_rounding_noise_is_told_from_an_error() -> None:
 def test_nothing_in_common_but_the_path_is_an_error() -> None:
     class Refusing(InProcess):
         def ask_all(
-            self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]
+            self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]
         ) -> list[list[Reply]]:
             raise RequestRefused("not today")
 

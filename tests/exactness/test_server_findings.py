@@ -211,7 +211,7 @@ def test_a_property_of_every_answer() -> None:
 @pytest.mark.parametrize(
     ("reference", "endpoint", "result", "says"),
     [
-        (None, None, NOTE, "the server does not tell; make sure that speculative decoding is on"),
+        (None, None, NOTE, "the server does not report draft tokens; make sure that speculative decoding is on"),
         (None, DraftCounts(10, 4), HOLDS, "4 of 10 draft tokens accepted"),
         (DraftCounts(), DraftCounts(10, 0), FAILED, "nothing was checked: 0 of 10 draft tokens accepted"),
         (

@@ -12,7 +12,7 @@ import pytest
 from specbranch.exactness.statistics import (
     Outcomes,
     chi_square,
-    combined,
+    combine_p_values,
     compare_all,
     compare_counts,
     compare_means,
@@ -176,15 +176,15 @@ def test_a_distribution_moved_as_far_as_it_goes_is_still_a_distribution() -> Non
 
 def test_p_values_combined_by_hand() -> None:
     """Two uniform numbers: P(product <= t) = t - t ln t, the area under the curve."""
-    assert combined([0.5, 0.2]) == pytest.approx(0.1 - 0.1 * math.log(0.1))
-    assert combined([0.03]) == pytest.approx(0.03)
-    assert combined([1.0, 1.0, 1.0]) == 1.0
+    assert combine_p_values([0.5, 0.2]) == pytest.approx(0.1 - 0.1 * math.log(0.1))
+    assert combine_p_values([0.03]) == pytest.approx(0.03)
+    assert combine_p_values([1.0, 1.0, 1.0]) == 1.0
 
 
 def test_combined_p_values_of_one_distribution_are_uniform() -> None:
     """10,000 combinations of five uniform p-values: 0.01 and 0.2 are met within five standard deviations."""
     rng = np.random.default_rng(0)
-    found = np.array([combined(row) for row in rng.uniform(size=(10_000, 5)).tolist()])
+    found = np.array([combine_p_values(row) for row in rng.uniform(size=(10_000, 5)).tolist()])
 
     for level in (0.01, 0.2):
         assert abs((found <= level).mean() - level) < 5 * math.sqrt(level * (1 - level) / 10_000)
@@ -197,5 +197,5 @@ def test_the_test_of_all_together_counts_among_the_tests() -> None:
 
     assert (len(alone), len(with_all)) == (2, 3)
     assert [one.p_value for one in alone] == pytest.approx([2 * alone[0].test.p_value] * 2)
-    assert with_all[2].test.p_value == pytest.approx(combined([one.test.p_value for one in alone]))
+    assert with_all[2].test.p_value == pytest.approx(combine_p_values([one.test.p_value for one in alone]))
     assert with_all[2].p_value == pytest.approx(3 * with_all[2].test.p_value)

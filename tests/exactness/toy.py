@@ -172,7 +172,7 @@ class InProcess:
     model: str = "toy"
     takes: Sequence[str] = (COMPLETIONS, CHAT)
 
-    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
+    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]) -> list[list[Reply]]:
         return [read_replies(self.toy.answer(body_of(ask, self.model), ask.is_chat)) for ask in asks]
 
     def drafts(self) -> DraftCounts | None:

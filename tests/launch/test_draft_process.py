@@ -1,9 +1,14 @@
-"""A draft service that runs already: it is asked who it is, and keys that do not fit are refused at once."""
+"""A draft service that this process starts and restarts, or one that runs already and refuses keys that do not fit."""
 
 from __future__ import annotations
 
+import os
+import queue
 import shutil
+import signal
 import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +20,12 @@ from specbranch.cli.preflight import Preflight
 from specbranch.draft_server import DraftServer
 from specbranch.engines.vocabulary import VocabularyError
 from specbranch.errors import UsageError
-from specbranch.launch.draft_process import RemoteDraft, _ask
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft, StartError, _fetch_welcome
 from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.service.client.client import DraftClient
 from specbranch.service.wire.addresses import AddressError, ServiceKeys, make_keys
+from tests.root import ROOT
 from tests.service.harness import PATIENCE_S, be_patient, free_port, scripted_service, tcp_service
 
 
@@ -34,7 +40,7 @@ def test_a_service_that_runs_says_what_it_serves(tmp_path: Path, monkeypatch: py
         (welcome,) = RemoteDraft((service.address,)).check()
 
     assert welcome.model
-    _ask.cache_clear()
+    _fetch_welcome.cache_clear()
     assert RemoteDraft((service.address,)).check() == []  # it has ended: no reason not to start the target
 
 
@@ -90,7 +96,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, wrong: str, monkeypatc
     with tcp_service(keys_in(tmp_path / "ours")) as address:
         shutil.copytree(tmp_path / "ours", tmp_path / "mixed")
         shutil.copy(tmp_path / "theirs" / wrong, tmp_path / "mixed" / wrong)
-        with pytest.raises(UsageError, match=r"does not answer us.*or it does not know these keys"):
+        with pytest.raises(UsageError, match=r"does not answer this client.*or it does not know these keys"):
             RemoteDraft((address,), tmp_path / "mixed").check()
 
 
@@ -134,3 +140,47 @@ def test_a_running_draft_with_another_vocabulary_is_refused(tmp_path: Path, monk
             preflight.run()
         (tmp_path / "big" / "config.json").write_text('{"vocab_size": 50}')
         preflight.run()
+
+
+@pytest.fixture
+def scripted_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DraftServiceOptions:
+    """Let `specbranch draft` start a service with a scripted engine."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m tests.service.scripted_service --listen "$8"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("specbranch.launch.draft_process.sys.executable", str(program))
+    monkeypatch.setattr("specbranch.launch.draft_process._FIRST_PAUSE_S", 0.01)
+    return DraftServiceOptions("d")
+
+
+def test_a_supervised_service_is_restarted_at_its_address_until_it_is_stopped(
+    scripted_draft: DraftServiceOptions,
+) -> None:
+    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with DraftProcess(scripted_draft, on_event=events.put) as draft:
+        first, address = draft.pid, draft.address
+        os.kill(first, signal.SIGKILL)
+        assert events.get(timeout=PATIENCE_S) == "the draft service was ended by SIGKILL; restarting it in 0.01 s"
+        assert events.get(timeout=PATIENCE_S) == "the draft service is back"
+        assert draft.pid != first and draft.address == address and draft.is_running
+
+    assert events.empty()
+    assert not Path(address.removeprefix("ipc://")).parent.exists()
+
+
+def test_a_service_that_is_not_supervised_stays_ended(scripted_draft: DraftServiceOptions) -> None:
+    with DraftProcess(scripted_draft) as draft:
+        assert draft.welcome is not None
+        os.kill(draft.pid, signal.SIGKILL)
+        time.sleep(0.5)  # a supervisor looks every 0.2 s
+
+        assert not draft.is_running
+
+
+def test_a_service_that_ends_while_it_starts_is_named_with_its_last_error(
+    scripted_draft: DraftServiceOptions, tmp_path: Path
+) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'error: the model is missing' >&2\nexit 3\n")
+
+    with pytest.raises(StartError, match="the draft service for d ended with code 3: the model is missing"):
+        DraftProcess(scripted_draft, tmp_path / "draft.log").__enter__()

@@ -57,14 +57,14 @@ def test_counters_are_those_of_the_worker_that_drafts(drafters: list[Drafter]) -
 
 def test_all_workers_get_the_same_settings(drafters: list[Drafter]) -> None:
     settings = ProposerSettings(planner="sps", settings={"gamma": 3})
-    vllm_engine.use(Llm(drafters), settings)
+    vllm_engine.configure_proposers(Llm(drafters), settings)
 
     assert [drafter.settings for drafter in drafters] == [settings, settings]
 
 
 def test_a_worker_that_refuses_settings_does_not_keep_the_others_from_answering(drafters: list[Drafter]) -> None:
     with pytest.raises(WorkerError, match="not this one"):
-        vllm_engine.use(Llm(drafters), ProposerSettings(planner="pearl"))
+        vllm_engine.configure_proposers(Llm(drafters), ProposerSettings(planner="pearl"))
 
     assert drafters[1].settings is not None
 

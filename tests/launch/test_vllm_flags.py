@@ -88,7 +88,7 @@ class LLM:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(vllm_flags, "_FEW", 3)
+    monkeypatch.setattr(vllm_flags, "_MIN_FIELDS", 3)
     for name, text in {
         "engine/arg_utils.py": ENGINE,
         "entrypoints/launchers/cli_args.py": FRONTEND,

@@ -37,10 +37,10 @@ def test_the_cause_is_the_root_not_its_echo_and_the_way_out_follows() -> None:
         (
             "RuntimeError: Engine core initialization failed. See root cause above.",
             1,
-            "its engine ended without a word",
+            "its engine ended without an error message",
         ),
         ("ValueError: a request of long ago", -9, "killed by SIGKILL"),
-        ("INFO all is well", 3, "it ended with code 3 and named no cause"),
+        ("INFO all is well", 3, "it ended with code 3 and logged no cause"),
         ("INFO request failed with HTTPError: none", 0, "HTTPError: none"),
     ],
 )
@@ -68,7 +68,7 @@ def test_endless_words_are_cut() -> None:
 
 def test_stages_follow_the_log_and_never_go_back() -> None:
     stages = StartupProgress()
-    seen = [stages.now]
+    seen = [stages.stage]
     for line in (
         "INFO Initializing a V1 LLM engine (v0.32.0) with config",
         "INFO Starting to load model /m...",
@@ -77,7 +77,7 @@ def test_stages_follow_the_log_and_never_go_back() -> None:
         "INFO Starting vLLM server on http://0.0.0.0:8000",
     ):
         stages.feed(line)
-        seen.append(stages.now)
+        seen.append(stages.stage)
 
     words = ["starting (", "setting up", "loading weights", "compiling takes minutes", "compiling", "HTTP server"]
     assert [word in stage for word, stage in zip(words, seen, strict=True)] == [True] * 6

@@ -49,7 +49,7 @@ def draft_server() -> Iterator[DraftServer]:
 
 def kill(server: DraftServer) -> None:
     """End the service at once; it is not started again."""
-    server._supervisor.kill()
+    server._process.kill()
 
 
 def num_warnings(caplog: pytest.LogCaptureFixture, words: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.core.planners import PLANNERS
-from specbranch.launch.vllm_engine import describe
+from specbranch.launch.vllm_engine import describe_engine
 from specbranch.plugins.vllm.settings import read_settings
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
@@ -80,7 +80,7 @@ def main() -> None:
     wrong = {"equal": num_equal(texts["bare"][:FEW], few), "foreign": proposer.counts()["unknown_token"]}
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
     result = {"prompts": len(prompts), "equal": equal, "counts": counts, "accepted": accepted, "wrong": wrong}
-    print(json.dumps({**result, "versions": describe(llm).versions}))
+    print(json.dumps({**result, "versions": describe_engine(llm).versions}))
 
 
 def _accepted(llm: Any) -> float:

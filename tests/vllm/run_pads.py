@@ -49,7 +49,7 @@ def main() -> None:
         lengths, drafts = {}, {}
         for planner in ("pearl", "none"):
             section = drafting(address, pad="on", planner=planner)["additional_config"]["specbranch"]
-            vllm_engine.use(llm, read_settings(section))
+            vllm_engine.configure_proposers(llm, read_settings(section))
             lengths[planner] = _watch(llm)
             before = vllm_engine.draft_tokens(llm)
             texts[planner] = _decode(llm, args.tokens)
@@ -69,7 +69,7 @@ def _decode(llm: Any, num_tokens: int) -> list[list[int]]:
     special: list[dict[str, Any]] = [
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
         {"logprobs": 2, "bad_words": [" the"]},
-        {"structured_outputs": vllm_engine.json_shape(SCHEMA)},
+        {"structured_outputs": vllm_engine.structured_outputs(SCHEMA)},
         {"min_tokens": num_tokens},
     ]
     plain = llm.generate(list(PROMPTS), SamplingParams(**greedy), use_tqdm=False)

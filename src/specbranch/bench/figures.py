@@ -1,4 +1,4 @@
-"""Figures of reports and timelines. Needs matplotlib."""
+"""Figures of reports and timelines, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LABEL_SHARE = 0.022  # a bar at least this wide, as a share of the figure, has 
 
 
 def draw_figures(results: Results, directory: Path, stem: str) -> list[tuple[str, Path]]:
-    """Write all figures that these results give as SVG and PNG; each with its caption and the path of the SVG."""
+    """Draw all figures of these results as SVG and PNG; return the caption and the path of each SVG."""
     pyplot = load_pyplot()
     drawn = []
     for name, draw in _drawers(results).items():
@@ -58,7 +58,7 @@ def draw_figures(results: Results, directory: Path, stem: str) -> list[tuple[str
         draw(axis)
         axis.spines[["top", "right"]].set_visible(False)
         path = directory / f"{stem}-{name}.svg"
-        # No date and no random names: the same results give the same file.
+        # No date and no random names, so that the same results give the same file.
         with pyplot.rc_context({"svg.hashsalt": stem}):
             figure.savefig(path, metadata={"Date": None})
         figure.savefig(path.with_suffix(".png"), dpi=110)
@@ -71,15 +71,11 @@ def _drawers(results: Results) -> dict[str, _Drawer | None]:
     if results.scenario.served is not None:
         return {"rates": _rate_drawer(results)}
     lines = summarize(results)
-    return {
-        "speed": _speed_drawer(results, lines),
-        "load": _load_drawer(results),
-        "hits": _hits_drawer(results, lines),
-    }
+    return {"speed": _speed_drawer(results, lines), "load": _load_drawer(results), "hits": _hits_drawer(results, lines)}
 
 
 def _speed_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
-    """Bars in groups: one group a task, and the mean of all tasks where there are several."""
+    """Return a function that draws bars: one group for each task, and one for the mean of several tasks."""
     alone = min(results.scenario.concurrency)
     shown = [line for line in lines if line.concurrency == alone]
     groups = list(dict.fromkeys(line.task for line in shown))
@@ -140,7 +136,7 @@ def _load_drawer(results: Results) -> _Drawer | None:
 
 
 def _rate_drawer(results: Results) -> _Drawer:
-    """The middle of the time per token, each run a point."""
+    """Return a function that draws the median time per token against the request rate, with one point for each run."""
 
     def draw(axis: Any) -> None:
         for method in results.scenario.methods:
@@ -161,7 +157,7 @@ def _rate_drawer(results: Results) -> _Drawer:
 
 
 def _hits_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
-    # A method that takes turns prepares nothing, and its hits mean nothing.
+    # A method that does not draft ahead has no meaningful hits.
     points = [line for line in lines if (line.hit_rate or 0) > _MIN_HITS and line.rows_per_round]
     if not points:
         return None
@@ -191,7 +187,7 @@ def _color(results: Results, name: str) -> str:
 
 
 def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
-    """A color of its own for every method; the first method with a planner has that planner's usual color."""
+    """Choose a different color for every method; the first method with a planner gets that planner's color."""
     colors = {BARE: _BARE_COLOR}
     for method in methods:
         usual = _OURS.get(method.planner or "")
@@ -205,7 +201,7 @@ def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
 
 
 def _ends(ratios: Sequence[Ratio]) -> Any:
-    """The low and the high ends of ranges; NaN, for which nothing is drawn, where there is no range."""
+    """Return the low and the high ends of ranges; NaN, which matplotlib does not draw, without a range."""
     return np.array([[ratio.low for ratio in ratios], [ratio.high for ratio in ratios]], dtype=float)
 
 
@@ -229,16 +225,16 @@ def plot_timeline(path: Path, timeline: Timeline, stretches: list[tuple[float, f
 
 
 def choose_stretches(timeline: Timeline, num_rounds: int) -> list[tuple[float, float]]:
-    """For every target a time range of equal length, from its middle; the slowest has about `num_rounds` steps in it.
+    """Choose equal time ranges from the middle of every target, with about `num_rounds` steps of the slowest.
 
-    A target with fewer steps shows all that it has.
+    A target with fewer steps shows all of them.
     """
     length_s = max(_typical_s(lane) for lane in timeline.targets) * num_rounds
     return [_middle(lane, length_s) for lane in timeline.targets]
 
 
 def _typical_s(lane: TimelineTarget) -> float:
-    """The mean time of a round, its wait included."""
+    """Return the mean time of a round, with its wait."""
     rounds = lane.rounds
     time_s = sum(span.end_s - span.start_s for span in rounds + lane.waits)
     return time_s / len(rounds) if rounds else time_s

@@ -1,4 +1,4 @@
-"""A forecast from a survey: the simulator with the measured costs and the recorded distributions, for every planner."""
+"""A forecast from a survey: simulate every planner with the measured costs and the recorded distributions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from specbranch.simulation.simulate import Layout, Method, best_gamma, method_fo
 from specbranch.trace import Trace
 
 _NONE = "none"
-_LONGEST = 8  # window that is tried
+_MAX_GAMMA = 8  # the longest window to try
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """What the two devices cost, in seconds, and by how much the draft's work slows the target."""
+    """The step costs of both devices in seconds, and by how much the draft's work slows the target."""
 
     target: StepCost  # by tokens in the batch, while the draft works
     draft: StepCost  # by rows
-    slowdown: float  # the target's step beside the draft over its step alone
+    slowdown: float  # the target's step while the draft works over its step alone
     overheads: Mapping[int, float] = field(default_factory=dict)  # a step with our proposer over one of bare vLLM
-    entry_s: float = 0.0  # a step of several tokens beyond what its tokens cost: it may run by another kernel
+    entry_s: float = 0.0  # the fixed cost of a step with several tokens, which may use another kernel
 
     def overhead(self, batch: int) -> float:
-        """By how much our proposer alone makes a step longer: as measured with the most similar batch."""
+        """Return by how much our proposer alone slows a step, as measured at the nearest batch size."""
         return self.overheads[min(self.overheads, key=lambda size: abs(size - batch))] if self.overheads else 1.0
 
     @property
@@ -41,9 +41,9 @@ class MeasuredCosts:
         return self.target.base_s / self.draft.base_s
 
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
-        """The same in draft steps of one row."""
+        """Return the costs in units of a draft step of one row."""
         unit_s = self.draft.base_s
-        is_alone = batch == 1  # several sequences have that kind of step with and without drafts
+        is_alone = batch == 1  # several sequences pay the entry cost with and without drafts
         return Layout(
             self.c if is_alone else self.c + self.entry_s / unit_s,
             self.draft.per_row_s / unit_s,
@@ -56,14 +56,14 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The speed of a method over the target alone, while sequences are decoded; reading prompts is not in it."""
+    """The speed of a method over the target alone while sequences are decoded, without prefill."""
 
     concurrency: int
     method: Method
     speed: float
 
     def as_json(self) -> dict[str, Any]:
-        """The forecast as a plain document."""
+        """Return the forecast as a plain document."""
         settings = dict(self.method.settings)
         return {
             "concurrency": self.concurrency,
@@ -75,31 +75,31 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a survey says to its owner."""
+    """The forecasts from a survey."""
 
     terms: MeasuredCosts
-    forecasts: Sequence[Forecast]  # of every planner at every concurrency
-    with_two_drafts: float  # speed of the best one at the least concurrency, with two draft devices
+    forecasts: Sequence[Forecast]  # for every planner at every concurrency
+    with_two_drafts: float  # speed of the best one at the lowest concurrency, with two draft devices
     with_shared_draft: float  # and with one draft device for two such targets
 
     @property
     def concurrencies(self) -> list[int]:
-        """All that were asked for, in order."""
+        """All concurrencies of the forecasts, in order."""
         return sorted({forecast.concurrency for forecast in self.forecasts})
 
     def best_at(self, concurrency: int) -> Forecast:
-        """The fastest planner at a concurrency; `none` if nothing pays."""
+        """Return the forecast of the fastest planner at a concurrency; `none` if no planner pays."""
         return max((one for one in self.forecasts if one.concurrency == concurrency), key=lambda one: one.speed)
 
-    def stops_at(self, least_gain: float) -> int | None:
-        """The first concurrency at which nothing is faster than bare vLLM by so much; None if it always pays."""
+    def stops_at(self, min_gain: float) -> int | None:
+        """Return the first concurrency at which no planner gains `min_gain` over bare vLLM; None if one always does."""
         for concurrency in self.concurrencies:
-            if self.best_at(concurrency).speed < 1 + least_gain:
+            if self.best_at(concurrency).speed < 1 + min_gain:
                 return concurrency
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures as a plain document."""
         terms = self.terms
         return {
             "c": terms.c,
@@ -115,7 +115,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class TypeForecast:
-    """What one data type of the target gives: its survey, the advice from it, and speeds that types share."""
+    """The survey of one data type of the target, the advice from it, and speeds to compare with other types."""
 
     dtype: str
     survey: Survey
@@ -123,25 +123,25 @@ class TypeForecast:
 
     @property
     def best(self) -> Forecast:
-        """The fastest planner that drafts, at the least concurrency."""
+        """The forecast of the fastest planner that drafts, at the lowest concurrency."""
         few = self.advice.concurrencies[0]
         drafting = [one for one in self.advice.forecasts if one.method.planner != _NONE and one.concurrency == few]
         return max(drafting, key=lambda one: one.speed, default=self.advice.best_at(few))
 
     @property
     def bare_per_s(self) -> float:
-        """Tokens that bare vLLM decodes in a second for one request, at the least concurrency."""
+        """Tokens per second of bare vLLM for one request, at the lowest concurrency."""
         alone_s = self.survey.target_alone_s
         sizes = sorted(alone_s)
         return 1 / float(np.interp(self.advice.concurrencies[0], sizes, [alone_s[size] for size in sizes]))
 
     @property
     def best_per_s(self) -> float:
-        """The same with the fastest planner."""
+        """Tokens per second of the fastest planner for one request, at the lowest concurrency."""
         return self.bare_per_s * self.best.speed
 
     def as_json(self) -> dict[str, Any]:
-        """The speeds, and what was measured for them."""
+        """Return the speeds and the survey as a plain document."""
         return {
             "dtype": self.dtype,
             "bare_tokens_per_s": self.bare_per_s,
@@ -152,17 +152,17 @@ class TypeForecast:
 
 
 def fastest(types: Sequence[TypeForecast]) -> TypeForecast:
-    """The data type that is forecast to be fastest with drafts, in tokens per second."""
+    """Return the data type with the highest forecast of tokens per second with drafts."""
     return max(types, key=lambda one: one.best_per_s)
 
 
 def fastest_bare(types: Sequence[TypeForecast]) -> TypeForecast:
-    """The data type that was fastest without drafts."""
+    """Return the data type that was fastest without drafts."""
     return max(types, key=lambda one: one.bare_per_s)
 
 
 def measured_costs(survey: Survey) -> MeasuredCosts:
-    """Straight lines through what was measured; neither falls. The target's is through its steps of several tokens."""
+    """Fit straight lines that do not fall to the measured steps; the target's line fits its steps of several tokens."""
     alone_s = survey.target_alone_s
     several_s = {size: step_s for size, step_s in alone_s.items() if size > 1}
     several, draft = fit_line(several_s if len(several_s) > 1 else alone_s).cost, fit_line(survey.draft_s).cost
@@ -177,15 +177,15 @@ def measured_costs(survey: Survey) -> MeasuredCosts:
 def forecast_speeds(
     trace: Trace, method: Method, terms: MeasuredCosts, batch: int = 1, sharing: float = 1.0
 ) -> Forecast:
-    """The forecast for one method as it is."""
+    """Forecast the speed of one method with its own settings."""
     if method.planner == _NONE:
         return Forecast(batch, method, 1.0)
-    outcome = simulate(_at_least(trace, batch), method, terms.layout(batch, sharing))
+    outcome = simulate(_repeated(trace, batch), method, terms.layout(batch, sharing))
     return Forecast(batch, method, outcome.speedup / terms.slowdown / terms.overhead(batch))
 
 
 def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]) -> Advice:
-    """Forecasts for planners, each at the window that suits it, and what other numbers of devices would change."""
+    """Forecast every planner at its best window, and the effect of a second or a shared draft device."""
     terms = measured_costs(survey)
     forecasts = [
         _best(survey.trace, planner, terms, concurrency) for concurrency in concurrencies for planner in planners
@@ -198,21 +198,19 @@ def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]
 
 def _best(trace: Trace, planner: str, terms: MeasuredCosts, batch: int, sharing: float = 1.0) -> Forecast:
     layout = terms.layout(batch, sharing)
-    acceptance = min(max(trace.match_share(), 0.01), 0.99)  # a short survey may show none or all
-    pair = ModelPair("surveyed", layout.c, _LONGEST, acceptance, "", row_cost=layout.row_cost)
+    acceptance = min(max(trace.match_share(), 0.01), 0.99)  # a short survey may measure 0 or 1
+    pair = ModelPair("surveyed", layout.c, _MAX_GAMMA, acceptance, "", row_cost=layout.row_cost)
     method = method_for(planner, pair, as_in_paper=False, has_text=trace.has_prompts)
     if planner == _NONE:
-        return Forecast(batch, method, 1.0)
-    answers = _at_least(trace, batch)
-    if "cost_aware" in setting_names(planner):  # it finds the right length itself
+        return forecast_speeds(trace, method, terms, batch, sharing)
+    if "cost_aware" in setting_names(planner):  # it chooses the length itself
         longest = replace(method, settings={**method.settings, "gamma": draft_length_limit(planner)})
-        outcome = simulate(answers, longest, layout)
-    else:
-        outcome = best_gamma(answers, method, layout, longest=_LONGEST)
+        return forecast_speeds(trace, longest, terms, batch, sharing)
+    outcome = best_gamma(_repeated(trace, batch), method, layout, longest=_MAX_GAMMA)
     return Forecast(batch, outcome.method, outcome.speedup / terms.slowdown / terms.overhead(batch))
 
 
-def _at_least(trace: Trace, count: int) -> Trace:
-    """The trace with its answers repeated until there are enough for a batch."""
+def _repeated(trace: Trace, count: int) -> Trace:
+    """Repeat the answers of a trace until there are enough for a batch."""
     copies = -(-count // len(trace.answers))
     return replace(trace, answers=trace.answers * copies)

@@ -1,7 +1,7 @@
-"""Servers under load: `specbranch serve`, bare or with a draft, and requests that come at random moments.
+"""Servers under load: `specbranch serve`, bare or with a draft, and requests that arrive at random times.
 
-The load is vLLM's own `vllm bench serve`, with its usual metrics: time to first token, time between tokens, throughput.
-One server runs at a time; the methods take turns in an order that is shuffled anew for every repeat.
+vLLM's own `vllm bench serve` makes the load and measures the usual metrics: time to first token, time between tokens,
+throughput. One server runs at a time; the order of the methods is shuffled anew for every repeat.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from specbranch.bench.results import Record, header, write_line
-from specbranch.bench.scenario import BenchMethod, Scenario, Served, read_prompts
+from specbranch.bench.scenario import BenchMethod, Scenario, Served, read_prompt_sets
 from specbranch.engines.models import resolve_model
 from specbranch.errors import SpecBranchError
-from specbranch.launch.child import Child
+from specbranch.launch.child import Child, join_cores
 from specbranch.launch.vllm_flags import flags_of
 from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.machine import provenance
@@ -35,7 +35,7 @@ _PERCENTILES = (50, 99)
 
 
 class LoadTestError(SpecBranchError, RuntimeError):
-    """A server that did not start, or a load that could not be run."""
+    """A server did not start, or the load could not be run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LoadTrial:
 
 
 def plan_load(scenario: Scenario, served: Served) -> list[LoadTrial]:
-    """All measurements in their order: one method after the other, shuffled anew for every repeat."""
+    """Return all measurements in their order: one method after the other, shuffled anew for every repeat."""
     order = random.Random(scenario.seed)
     trials: list[LoadTrial] = []
     for repeat in range(scenario.repeats):
@@ -69,9 +69,9 @@ def run_load(
     num_done: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> None:
-    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
+    """Measure all trials but the first `num_done`, and write one JSON line for each.
 
-    Call `progress` with the number of trials done, and `on_stage` with what is started next.
+    Call `progress` with the number of trials done, and `on_stage` with the server that is started next.
     """
     assert scenario.served is not None
     trials = plan_load(scenario, scenario.served)
@@ -98,11 +98,11 @@ def run_load(
 
 
 def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
-    """The arguments of `specbranch serve` for a method."""
+    """Return the arguments of `specbranch serve` for a method."""
     assert scenario.served is not None
     words = [scenario.target]
     if scenario.target_cores:
-        words += ["--target-cores", _joined(method.cores or scenario.target_cores), "--enforce-eager"]
+        words += ["--target-cores", join_cores(method.cores or scenario.target_cores), "--enforce-eager"]
     if method.planner is None:
         words.append("--bare")
         if method.speculative_config is not None:
@@ -110,7 +110,7 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
     else:
         words += ["--draft", scenario.draft]
         if scenario.draft_cores:
-            words += ["--draft-cores", _joined(scenario.draft_cores)]
+            words += ["--draft-cores", join_cores(scenario.draft_cores)]
         words += ["--planner", method.planner, "--gamma", str(scenario.gamma)]
         words += ["--deadline-ms", str(scenario.deadline_ms)]
         for key, value in method.settings.items():
@@ -124,7 +124,7 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
 
 @contextlib.contextmanager
 def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
-    """A running `specbranch serve` with these arguments on a free port; its URL. Stopped at the end."""
+    """Run `specbranch serve` with these arguments on a free port, yield its URL, and stop it at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -142,7 +142,7 @@ def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
 def _load(
     scenario: Scenario, url: str, prompts: Path, rate: float, num_requests: int, directory: Path
 ) -> dict[str, Any]:
-    """Run a load on the server; the results of `vllm bench serve`."""
+    """Run a load on the server, and return the results of `vllm bench serve`."""
     out = directory / "load.json"
     out.unlink(missing_ok=True)
     words = ["bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url]
@@ -151,7 +151,7 @@ def _load(
     words += ["--custom-output-len", str(scenario.max_tokens), "--temperature", str(scenario.temperature)]
     words += ["--top-p", str(scenario.top_p)] if scenario.top_p < 1 else []
     words += ["--num-prompts", str(num_requests), "--request-rate", str(rate), "--seed", str(scenario.seed)]
-    words += ["--percentile-metrics", ",".join(_TIMES), "--metric-percentiles", _joined(_PERCENTILES)]
+    words += ["--percentile-metrics", ",".join(_TIMES), "--metric-percentiles", ",".join(map(str, _PERCENTILES))]
     words += ["--save-result", "--result-dir", str(directory), "--result-filename", out.name, "--disable-tqdm"]
     done = subprocess.run([sys.executable, "-m", _VLLM, *words], capture_output=True, text=True, check=False)
     if done.returncode or not out.exists():
@@ -163,7 +163,7 @@ def _load(
 
 
 def _stats(measured: dict[str, Any]) -> Record:
-    """What is kept of a load: counts, throughput, and percentiles of each time."""
+    """Return the record of a load: counts, throughput, and percentiles of each time."""
     times = {
         name: {f"p{percentile}": measured[f"p{percentile}_{name}_ms"] for percentile in _PERCENTILES}
         | {"mean": measured[f"mean_{name}_ms"]}
@@ -179,16 +179,9 @@ def _stats(measured: dict[str, Any]) -> Record:
 
 
 def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Path) -> Path:
-    """The prompts as `vllm bench serve` reads them, all tasks in turns, as many as a load needs."""
-    tasks = [
-        read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field, chosen.skip)
-        for chosen in scenario.prompts
-    ]
+    """Write the prompts for `vllm bench serve`, the tasks in turns, as many as a load needs; return the file."""
+    tasks = [messages for _, messages in read_prompt_sets(scenario, data)]
     mixed = [messages[index % len(messages)] for index in range(served.requests) for messages in tasks]
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in mixed))
     return path
-
-
-def _joined(numbers: Sequence[int]) -> str:
-    return ",".join(str(number) for number in numbers)

@@ -1,6 +1,6 @@
-"""What a draft engine's step costs: step time against rows, a fitted line, and the bound that memory sets.
+"""The cost of a draft engine's step: step time against rows, a fitted line, and the bound of memory bandwidth.
 
-`measure` times an engine with a clock that is handed in; the fit and the verdict are pure functions of its figures.
+`measure` times an engine with a given clock; the fit and the verdict are pure functions of its figures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 MEMORY_REACH = 1.5  # a step this close to its bound is limited by memory
 FREE_ROWS = 1.3  # rows are nearly free while a step with many costs less than this many one-row steps
 MANY_ROWS = 8
-LOUD = 2.0  # p90 over p10 from which on a verdict is worth little
+LOUD = 2.0  # p90 over p10 above which a verdict is not reliable
 _CACHE_REACH = 0.9  # a step this far below its bound has not read all weights from memory
 _BLOCK_BYTES = 512 << 20
 _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
@@ -34,7 +34,7 @@ _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Middle and edges of repeated measurements."""
+    """Median and percentiles of repeated measurements."""
 
     median_s: float
     p10_s: float
@@ -43,7 +43,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What was measured of one engine at one context length."""
+    """The measured times of one engine at one context length."""
 
     context_len: int
     by_rows: dict[int, Spread]
@@ -54,7 +54,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class StepCostFit:
-    """A straight line through the medians, and how far the worst of them lies from it, as a share of that median."""
+    """A straight line through the medians, and the largest deviation from it, as a share of that median."""
 
     cost: StepCost
     worst_deviation: float
@@ -71,16 +71,16 @@ def measure(
     on_round: Callable[[], object] = lambda: None,
     is_enough: Callable[[], bool] = lambda: True,
 ) -> Timings:
-    """Time steps of each row count behind the same context; one warm-up round is not counted.
+    """Time steps of each row count after the same context; one warm-up round is not counted.
 
-    Every round takes one step of each row count, in a new order, so that noise of the machine and the step before
-    hit all row counts alike. After `num_steps` it goes on until it `is_enough`.
+    Every round runs one step of each row count, in a new order, so that noise of the machine and the step before affect
+    all row counts alike. After `num_steps` rounds it continues until `is_enough` returns True.
     """
     bench = _Bench(engine, context_len, random.Random(seed), clock)
     try:
         num_rounds = 0
         while num_rounds <= num_steps or not is_enough():
-            bench.take_round(rows)
+            bench.run_round(rows)
             on_round()
             num_rounds += 1
         return bench.timings(rows)
@@ -89,7 +89,7 @@ def measure(
 
 
 class _Bench:
-    """One prefilled handle that is forked for every step, so that each step sees the same context."""
+    """A prefilled handle that every step forks, so that each step has the same context."""
 
     def __init__(self, engine: DraftEngine, context_len: int, rng: random.Random, clock: Clock) -> None:
         self._engine = engine
@@ -103,7 +103,7 @@ class _Bench:
         self._trunk = engine.open()
         self._prefill_s = self._run([Row(self._trunk, self._tokens(context_len))])
 
-    def take_round(self, rows: Sequence[int]) -> None:
+    def run_round(self, rows: Sequence[int]) -> None:
         self._forks_s.append([])
         for num_rows in self._rng.sample(rows, len(rows)):
             handles = self._fork(num_rows)
@@ -113,7 +113,7 @@ class _Bench:
                 self._engine.close(handle)
 
     def timings(self, rows: Sequence[int]) -> Timings:
-        """All rounds but the first, which warmed up."""
+        """Return the times of all rounds except the first, which is a warm-up."""
         forks_s = [fork_s for round_s in self._forks_s[1:] for fork_s in round_s]
         return Timings(
             self._context_len,
@@ -152,15 +152,15 @@ class _Bench:
 
 
 def spread_of(times_s: Sequence[float]) -> Spread:
-    """Median, tenth and ninetieth percentile."""
+    """Return the median and the tenth and ninetieth percentile."""
     p10_s, median_s, p90_s = np.percentile(times_s, (10, 50, 90)).tolist()
     return Spread(median_s, p10_s, p90_s)
 
 
 def fit_line(medians_s: Mapping[int, float]) -> StepCostFit:
-    """The least-squares line through step times by row count; at least two row counts are needed.
+    """Fit a least-squares line to step times by row count, of which there must be at least two.
 
-    A slope below zero is left as it is: it says that the noise is larger than the cost of a row.
+    A slope below zero is kept: it shows that the noise is larger than the cost of a row.
     """
     count = len(medians_s)
     x = sum(rows - 1 for rows in medians_s)
@@ -174,7 +174,7 @@ def fit_line(medians_s: Mapping[int, float]) -> StepCostFit:
 
 
 def step_limit(one_row_s: float, bound_s: float | None) -> str:
-    """What limits a step of one row, given the time in which memory could deliver all weights."""
+    """Say what limits a step of one row, given the time in which memory could deliver all weights."""
     if bound_s is None:
         return "no bound is known for a step of one row"
     if one_row_s < _CACHE_REACH * bound_s:
@@ -185,7 +185,7 @@ def step_limit(one_row_s: float, bound_s: float | None) -> str:
 
 
 def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
-    """What more rows cost, judged at 8 rows or, where 8 were not measured, at the most that were."""
+    """Say what more rows cost, judged at 8 rows, or at the largest measured row count."""
     many = MANY_ROWS if MANY_ROWS in medians_s else max(medians_s)
     if medians_s[many] < FREE_ROWS * medians_s[1]:
         return "rows are nearly free"
@@ -194,17 +194,17 @@ def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Measured figures of an engine, and what follows from them."""
+    """The measured figures of an engine, and values derived from them."""
 
     engine: str
     info: EngineInfo
     threads: int
     timings: Timings
-    bandwidth: float | None  # bytes per second; None: nothing here can measure that device
+    bandwidth: float | None  # bytes per second; None if it cannot be measured
 
     @property
     def weight_bytes(self) -> int | None:
-        """Bytes of the model's weights; None if the engine does not tell."""
+        """Bytes of the model's weights; None if the engine does not report them."""
         return self.info.weight_bytes
 
     @property
@@ -219,7 +219,7 @@ class Profile:
 
     @property
     def bound_s(self) -> float | None:
-        """The time in which memory delivers all weights once. Reading the context's keys and values comes on top."""
+        """The time in which memory delivers all weights once, without the keys and values of the context."""
         if self.weight_bytes is None or self.bandwidth is None:
             return None
         return self.weight_bytes / self.bandwidth
@@ -231,19 +231,19 @@ class Profile:
 
     @property
     def noise(self) -> float:
-        """p90 over p10 of the row count where it is worst."""
+        """The largest p90 over p10 of any row count."""
         return max(spread.p90_s / spread.p10_s for spread in self.timings.by_rows.values())
 
     @property
     def limit(self) -> str:
-        """One sentence on what limits steps and rows, with a warning where noise drowns it."""
+        """One sentence on what limits steps and rows, with a warning if the noise is large."""
         parts = [step_limit(self.medians_s[1], self.bound_s), rows_limit(self.medians_s, self.fit.cost)]
         if self.noise > LOUD:
             parts.append(f"but p90 is up to {self.noise:.1f} times p10, too noisy to trust: measure on idle cores")
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, in plain types."""
+        """Return all figures as a plain document."""
         timings, fit = self.timings, self.fit
         return {
             "model": self.info.model,
@@ -278,9 +278,9 @@ def _spread_json(spread: Spread) -> dict[str, float]:
 def read_bandwidth(
     engine: str, device: str, threads: int, num_bytes: int | None = None, num_reads: int = 5
 ) -> float | None:
-    """Bytes per second that this process reads from the device's memory; None for a device out of reach.
+    """Measure the bytes per second that this process reads from the device's memory; None for an unsupported device.
 
-    The block is at least twice as large as the last cache, and the best of several reads counts.
+    The block is at least twice as large as the last-level cache, and the best of several reads counts.
     """
     num_bytes = num_bytes or max(_BLOCK_BYTES, 2 * (cache_bytes() or 0))
     if engine == "torch":
@@ -289,7 +289,7 @@ def read_bandwidth(
 
 
 def _numpy_bandwidth(threads: int, num_bytes: int, num_reads: int) -> float:
-    # The largest element, not the sum: numpy's sum of one thread is slower than memory.
+    # The maximum, not the sum: numpy's sum in one thread is slower than memory.
     block = np.ones(num_bytes // 4, dtype=np.float32)
     parts = np.array_split(block, threads)
     with ThreadPoolExecutor(threads) as pool:
@@ -300,7 +300,7 @@ def _torch_bandwidth(device: str, num_bytes: int, num_reads: int) -> float:
     import torch
 
     block = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    # Fetching the number waits for the device. Threads are those the engine has set for the whole process.
+    # Reading the number waits for the device. The engine has set the number of threads for the whole process.
     return float(4 * block.numel() / _best_s(lambda: block.sum().item(), num_reads))
 
 
@@ -314,11 +314,11 @@ def _best_s(work: Callable[[], object], num_reads: int) -> float:
 
 
 class PlotError(SpecBranchError, ValueError):
-    """A file that no figure can be drawn to."""
+    """A figure cannot be drawn to this file."""
 
 
 def check_plot(path: Path) -> None:
-    """Raise now what `plot_profile` would raise after a long measurement."""
+    """Raise now the error that `plot_profile` would raise after a long measurement."""
     formats = load_pyplot().Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise PlotError(f"cannot draw to {path}: end its name in .png, .svg or .pdf")
@@ -327,7 +327,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_profile(path: Path, profile: Profile) -> None:
-    """Draw to a file; its suffix gives the format."""
+    """Draw the profile to a file; its suffix gives the format."""
     pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     _draw_steps(axis, profile)

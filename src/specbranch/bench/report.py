@@ -1,4 +1,4 @@
-"""A report on result files: what was measured, tables, figures, and where we lose. Markdown and one HTML page."""
+"""A report on result files, as Markdown and one HTML page: facts, tables, figures, and where we lose."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ class Table:
 
 @dataclass(slots=True)
 class Section:
-    """The part of the report on one result file."""
+    """The section on one result file."""
 
     title: str
     facts: list[str]
-    notes: list[str] = field(default_factory=list)  # what must be read with the tables
+    notes: list[str] = field(default_factory=list)  # the reader needs these for the tables
     tables: list[Table] = field(default_factory=list)
-    can_lose: bool = True  # False where nothing is compared
+    can_lose: bool = True  # False if nothing is compared
     lost: list[str] = field(default_factory=list)
     figures: list[tuple[str, Path]] = field(default_factory=list)  # caption, path of the SVG
 
 
 def write_report(all_results: Sequence[Results], directory: Path, subject: str, title: str) -> Path:
-    """Write `report.md`, `report.html` and the figures; the path of the page."""
+    """Write `report.md`, `report.html` and the figures, and return the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
     sections = []
     for results in all_results:
@@ -82,7 +82,7 @@ def write_report(all_results: Sequence[Results], directory: Path, subject: str, 
 
 
 def section_of(results: Results, subject: str) -> Section:
-    """Everything but the figures."""
+    """Return the section on these results, without its figures."""
     note = commit_note(results.provenance)
     section = Section(results.scenario.name, _facts(results), [note] if note else [])
     if results.scenario.served is not None:
@@ -110,7 +110,7 @@ def section_of(results: Results, subject: str) -> Section:
 
 
 def same_note(scenario: Scenario, lines: Sequence[Line]) -> str | None:
-    """Why some answers are not bare vLLM's; None where all are."""
+    """Explain why some answers differ from bare vLLM's; None if none does."""
     if all(line.same_as_bare == 1 for line in lines):
         return None
     if scenario.temperature > 0:
@@ -124,7 +124,7 @@ def same_note(scenario: Scenario, lines: Sequence[Line]) -> str | None:
 
 
 def load_table(results: Results) -> Table:
-    """Servers under load: every method at each request rate; times in ms are means over its runs."""
+    """Return the table of servers under load: every method at each rate, times in ms as means over its runs."""
     rows = []
     for rate in sorted({record["rate"] for record in results.records}):
         for method in results.scenario.methods:
@@ -146,30 +146,30 @@ def load_table(results: Results) -> Table:
 
 
 def lost_lines(results: Results, subject: str) -> list[str]:
-    """One sentence for every task where another method is ahead of `subject`."""
+    """Return one sentence for every task where another method is faster than `subject`."""
     if results.scenario.served is not None:
         return []
-    said = []
+    lines = []
     for loss in losses(results, subject):
         other = "bare vLLM" if loss.other == BARE else loss.other
         what = " per core" if loss.is_per_core else ""
         low = loss.ahead.low
         if low is None:
-            sure = f"{_count(loss.ahead.num_trials)}, too few for a range"
+            spread = f"{_count(loss.ahead.num_trials)}, too few for a range"
         else:
-            sure = loss.ahead.range if low > 1 else f"{loss.ahead.range}, within the noise"
+            spread = loss.ahead.range if low > 1 else f"{loss.ahead.range}, within the noise"
         at = f", {loss.concurrency} at once" if len(results.scenario.concurrency) > 1 else ""
-        said.append(f"{loss.task}{at}: {other} is {loss.ahead.value:.2f} times as fast as {subject}{what} ({sure})")
-    return said
+        lines.append(f"{loss.task}{at}: {other} is {loss.ahead.value:.2f} times as fast as {subject}{what} ({spread})")
+    return lines
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """The report as Markdown; figures are linked."""
+    """Return the report as Markdown with links to the figures."""
     return "\n\n".join([f"# {title}", NOTE, *(section_markdown(section) for section in sections)]) + "\n"
 
 
 def section_markdown(section: Section, figures: str = "") -> str:
-    """One section; `figures` is the path from the text to its figures, with a slash at its end."""
+    """Return one section as Markdown; `figures` is the path from the text to its figures, with a slash at its end."""
     parts = [f"## {section.title}", "\n".join(f"- {fact}" for fact in section.facts), *section.notes]
     for table in section.tables:
         parts += [f"### {table.title}", _markdown_table(table)]
@@ -180,7 +180,7 @@ def section_markdown(section: Section, figures: str = "") -> str:
 
 
 def as_html(title: str, sections: Sequence[Section]) -> str:
-    """One page without other files; the figures are inside."""
+    """Return the report as one HTML page that contains its figures."""
     escape = html.escape
     body = [f"<h1>{escape(title)}</h1>", f'<p class="note">{escape(NOTE)}</p>']
     for section in sections:
@@ -197,8 +197,8 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
             )
             body.append(f"<h3>{escape(table.title)}</h3><table><tr>{head}</tr>{rows}</table>")
         if section.can_lose:
-            told = _html_list(section.lost) if section.lost else "<p>Nowhere in this run.</p>"
-            body += ["<h3>Where we lose</h3>", told]
+            lost = _html_list(section.lost) if section.lost else "<p>Nowhere in this run.</p>"
+            body += ["<h3>Where we lose</h3>", lost]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"

@@ -25,7 +25,7 @@ VERSION = 1
 Record = dict[str, Any]
 NO_RANGE = "\u2013"
 _RESAMPLES = 2000
-_MIN_TRIALS = 3  # resampling fewer prompts says nothing about their spread
+_MIN_TRIALS = 3  # resampling fewer prompts does not measure their spread
 Cell = tuple[str, int]  # task, concurrency
 RESULTS = "specbranch-bench"  # the format that a result file names in its first line
 _BEGIN_LEN = 1 << 16
@@ -33,12 +33,12 @@ _GZIP = b"\x1f\x8b"
 
 
 class ResultError(SpecBranchError, ValueError):
-    """A file that is not a readable result file."""
+    """A file is not a readable result file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One run; only numbers within one run can be compared."""
+    """The results of one run; only numbers of the same run can be compared."""
 
     name: str  # of the file
     scenario: Scenario
@@ -46,17 +46,17 @@ class Results:
     records: Sequence[Record]
 
     def method(self, name: str) -> BenchMethod:
-        """A method of the scenario by its name."""
+        """Return a method of the scenario by its name."""
         return next(method for method in self.scenario.methods if method.name == name)
 
 
 def header(scenario: Scenario, provenance: dict[str, Any]) -> dict[str, Any]:
-    """The first line of a result file."""
+    """Return the first line of a result file."""
     return {"format": RESULTS, "version": VERSION, "scenario": scenario.as_json(), "provenance": provenance}
 
 
 def read_results(path: Path) -> Results:
-    """The results in a file; an incomplete last line is left out."""
+    """Read the results in a file, without an incomplete last line."""
     try:
         kind = describe_file(path)
     except OSError as error:
@@ -89,8 +89,8 @@ def drop_unfinished(path: Path) -> None:
 class Ratio:
     """Tokens per second of one method over another's on the same prompts.
 
-    95 % of resamples of the prompts lie from `low` to `high`. Both are None where there is no range: below three
-    trials, and for a method over itself. `num_trials` are the prompts of the task that has the fewest.
+    95 % of resamples of the prompts lie from `low` to `high`. Both are None without a range: below three trials, and
+    for a method over itself. `num_trials` counts the prompts of the task that has the fewest.
     """
 
     value: float
@@ -100,18 +100,18 @@ class Ratio:
 
     @property
     def range(self) -> str:
-        """The range in words; a dash where there is none."""
+        """The range as text; a dash without one."""
         return NO_RANGE if self.low is None or self.high is None else f"{self.low:.2f}-{self.high:.2f}"
 
     def scaled(self, factor: float) -> Ratio:
-        """The same ratio times a constant."""
+        """Return the ratio times a constant."""
         low, high = (None if end is None else end * factor for end in (self.low, self.high))
         return Ratio(self.value * factor, low, high, self.num_trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One method on one task at one concurrency."""
+    """The figures of one method on one task at one concurrency."""
 
     task: str
     concurrency: int
@@ -120,13 +120,13 @@ class Line:
     cores: int
     tokens_per_s: float
     speed: Ratio  # relative to bare vLLM
-    speed_per_core: float  # relative to bare vLLM, each divided by the cores that it uses
+    speed_per_core: float  # relative to bare vLLM, both divided by the cores they use
     emitted_per_round: float
     round_ms: float
     step_ms: float | None  # median step time; None in older result files
     hook_ms: float | None  # mean time of the proposer's call, waits included
     accepted_share: float | None  # of the draft tokens that vLLM verified
-    hit_rate: float | None  # of the draft; None where nothing was drafted
+    hit_rate: float | None  # of the draft; None without drafts
     rolled_back: Mapping[str, float] | None  # drafted tokens rolled back per emitted token, by cause
     rows_per_round: float | None
     same_as_bare: float  # share of answers equal to bare vLLM's, token by token
@@ -138,23 +138,23 @@ class Line:
         return None if self.rolled_back is None else sum(self.rolled_back.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The line as a plain document."""
+        """Return the line as a plain document."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A task where another method is faster than the one in question, in total or per core."""
+    """A task where another method is faster than the subject of the report, in total or per core."""
 
     task: str
     concurrency: int
     other: str
-    ahead: Ratio  # the other's speed over that of the method in question
+    ahead: Ratio  # the other's speed over the subject's
     is_per_core: bool
 
 
 def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
-    """The records of every task and concurrency by method, in the scenario's order; only cells that have bare runs."""
+    """Group the records by task and concurrency, then by method, in the scenario's order, if there are bare runs."""
     by_cell: dict[Cell, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in results.records:
         by_cell[record["task"], record["concurrency"]][record["method"]].append(record)
@@ -168,7 +168,7 @@ def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
 
 
 def summarize(results: Results) -> list[Line]:
-    """A line for every method of every cell."""
+    """Return a line for every method of every cell."""
     return [
         _line(results, cell, method, own, methods[BARE])
         for cell, methods in cells(results).items()
@@ -177,7 +177,7 @@ def summarize(results: Results) -> list[Line]:
 
 
 def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
-    """For each concurrency the geometric mean over tasks of every method's speed over bare vLLM."""
+    """Return by concurrency the geometric mean over tasks of every method's speed over bare vLLM."""
     grouped: dict[int, list[dict[str, list[Record]]]] = defaultdict(list)
     for (_, concurrency), methods in cells(results).items():
         grouped[concurrency].append(methods)
@@ -192,7 +192,7 @@ def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
 
 
 def losses(results: Results, subject: str) -> list[Loss]:
-    """Where another method beats `subject`; per core only if it does not in total."""
+    """Return where another method is faster than `subject`, in total or else per core."""
     found = []
     for (task, concurrency), methods in cells(results).items():
         if subject not in methods:
@@ -211,12 +211,12 @@ def losses(results: Results, subject: str) -> list[Loss]:
 
 
 def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
-    """The ratio of two methods on the prompts that both have answered; its range is from resampled prompts."""
+    """Return the speed ratio of two methods on the prompts that both have answered, with its range."""
     return mean_ratio([(own, other)])
 
 
 def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
-    """The geometric mean over tasks; prompts are resampled within each task, each with all its repeats."""
+    """Return the geometric mean over tasks; for its range, resample the prompts of each task with all their repeats."""
     paired = [_by_prompt(_paired(own, other)) for own, other in tasks]
     value = _geometric_mean([_ratio([*chain(*prompts)]) for prompts in paired])
     fewest = min(len(prompts) for prompts in paired)
@@ -271,7 +271,7 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
 
 
 def _draft_stats(own: Sequence[Record], emitted: int) -> tuple[float | None, Mapping[str, float] | None, float | None]:
-    """Hit rate, rolled-back tokens per emitted token, draft rows per round."""
+    """Return the hit rate, the rolled-back tokens per emitted token by cause, and the draft rows per round."""
     total: Counter[str] = Counter()
     for record in own:
         total.update(record["draft"])
@@ -290,7 +290,7 @@ def _ratio(pairs: Sequence[tuple[Record, Record]]) -> float:
 
 
 def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record, Record]]]:
-    """Put the repeats of a prompt together: they tell of the machine, not of other prompts."""
+    """Group the repeats of a prompt: they vary with the machine, not with the prompts."""
     found: dict[int, list[tuple[Record, Record]]] = defaultdict(list)
     for mine, theirs in pairs:
         found[mine["prompt"]].append((mine, theirs))
@@ -298,14 +298,14 @@ def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record
 
 
 def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Records of the same prompts, side by side; an interrupted run leaves some without a partner."""
+    """Pair the records of the same prompts; an interrupted run leaves some without a partner."""
     partners = {(record["prompt"], record["repeat"]): record for record in other}
     keys = [(record["prompt"], record["repeat"]) for record in own]
     return [(record, partners[key]) for record, key in zip(own, keys, strict=True) if key in partners]
 
 
 def describe_file(path: Path) -> str:
-    """A phrase such as "a timeline; `specbranch timeline` reads it"; a file that cannot be read raises OSError."""
+    """Return a phrase such as "a timeline; `specbranch timeline` reads it"; raise OSError without access."""
     with path.open("rb") as file:
         begin = file.read(_BEGIN_LEN)
     is_gzip = begin.startswith(_GZIP)
@@ -332,7 +332,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def _format(begin: bytes) -> Any:
-    """The format that the first line names, if it is JSON."""
+    """Return the format that the first line names; None if it is not JSON."""
     try:
         first = json.loads(begin.partition(b"\n")[0])
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """The benchmark runner: real engines on their own cores, methods interleaved prompt by prompt in random order.
 
-Every record is written as soon as it is measured; the first line of a result file says where all the others come from.
+Every record is written as soon as it is measured; the first line of a result file has the provenance of the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, TextIO
 
 from specbranch.bench.results import Record, header, write_line
-from specbranch.bench.scenario import BenchMethod, Scenario, read_prompts
+from specbranch.bench.scenario import BenchMethod, Scenario, read_prompt_sets
 from specbranch.launch.draft_process import DraftProcess
 from specbranch.launch.vllm_engine import LocalEngineOptions
 from specbranch.launch.vllm_worker import (
@@ -38,7 +38,7 @@ _WARM_UP = "Count from one to ten."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One measurement: prompts answered together by one method."""
+    """One measurement: prompts that one method answers together."""
 
     task: str
     concurrency: int
@@ -49,13 +49,10 @@ class Trial:
 
 
 def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
-    """All measurements in the order in which they are taken: methods side by side, shuffled anew each time."""
+    """Return all measurements in their order: methods side by side, shuffled anew each time."""
     order = random.Random(scenario.seed)
     trials: list[Trial] = []
-    texts = {
-        chosen.task: read_prompts(chosen.task, data / chosen.file, chosen.count, chosen.field, chosen.skip)
-        for chosen in scenario.prompts
-    }
+    texts = dict(read_prompt_sets(scenario, data))
     for repeat in range(scenario.repeats):
         groups = [
             (task, size, start, tuple(messages[start : start + size]))
@@ -65,7 +62,7 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
         ]
         order.shuffle(groups)
         for first in range(0, len(groups), scenario.block):
-            for methods in _turns(scenario, order):
+            for methods in _method_groups(scenario, order):
                 for task, size, start, messages in groups[first : first + scenario.block]:
                     order.shuffle(methods)
                     trials += [
@@ -82,16 +79,16 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
     return trials
 
 
-def _turns(scenario: Scenario, order: random.Random) -> list[list[BenchMethod]]:
-    """Methods that are measured side by side: all of them, or engine by engine where engines take turns in memory."""
+def _method_groups(scenario: Scenario, order: random.Random) -> list[list[BenchMethod]]:
+    """Group the methods to measure side by side: all of them, or by engine if memory cannot hold all engines."""
     if scenario.engines_at_once is None:
         return [list(scenario.methods)]
     by_engine: dict[str, list[BenchMethod]] = {}
     for method in scenario.methods:
         by_engine.setdefault(method.engine, []).append(method)
-    turns = list(by_engine.values())
-    order.shuffle(turns)
-    return turns
+    groups = list(by_engine.values())
+    order.shuffle(groups)
+    return groups
 
 
 def run_scenario(
@@ -102,9 +99,9 @@ def run_scenario(
     num_done: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> None:
-    """Measure everything and write one JSON line for each trial; the first `num_done` were measured before.
+    """Measure all trials but the first `num_done`, and write one JSON line for each.
 
-    Call `progress` with the number of trials done, and `on_stage` with what is loaded next.
+    Call `progress` with the number of trials done, and `on_stage` with the engine that is loaded next.
     """
     trials = plan_trials(scenario, data)
     with _engines(scenario, on_stage) as engines:
@@ -118,7 +115,7 @@ def run_scenario(
 
 @dataclass(slots=True)
 class _Engines:
-    """The draft service, the targets that are loaded now, oldest first, and who asks the service for its stats."""
+    """The draft service, the targets that are loaded now, oldest first, and the clients for the service's stats."""
 
     scenario: Scenario
     draft: DraftProcess
@@ -133,7 +130,7 @@ class _Engines:
         return {**provenance(), **versions, "draft": Path(self.draft.welcome.model).name}
 
     def load(self) -> None:
-        """Load as many engines as there is room for."""
+        """Load as many engines as memory can hold."""
         for method in self.scenario.methods:
             if method.engine not in self.targets and self._has_room():
                 self._start(method)
@@ -147,7 +144,7 @@ class _Engines:
         return limit is None or len(self.targets) < limit
 
     def _start(self, method: BenchMethod) -> None:
-        """Load a method's engine, and let all methods that share it warm up."""
+        """Load a method's engine, and warm up all methods that share it."""
         self.on_stage(f"loading {self.scenario.target} for {method.name}")
         target = _target(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
         self.targets[method.engine] = target.__enter__()
@@ -185,7 +182,7 @@ class _Engines:
         }
 
     def _stats(self, method: BenchMethod) -> dict[str, int]:
-        """The draft service's stats for a method so far."""
+        """Fetch the draft service's stats for a method so far; empty if it does not answer."""
         stats_client = self.stats_clients.get(method.name)
         if (
             stats_client is None
@@ -196,7 +193,7 @@ class _Engines:
         return {name: getattr(stats_client.stats, name) for name in _COUNTED}
 
     def _draft_us(self, method: BenchMethod) -> list[int] | None:
-        """What a draft step of one row takes now, and each further row, in microseconds."""
+        """Return the time of a draft step of one row and of each further row, in microseconds; None without stats."""
         stats_client = self.stats_clients.get(method.name)
         stats = stats_client.stats if stats_client else None
         return [stats.first_row_us, stats.more_row_us] if stats else None
@@ -205,8 +202,8 @@ class _Engines:
         scenario = self.scenario
         sampling = {"temperature": scenario.temperature, "top_p": scenario.top_p, "max_tokens": max_tokens}
         settings = self.scenario.proposer_settings(method, self.draft.address)
-        asks = [PromptRequest(message, sampling, is_chat=True) for message in messages]
-        return self.targets[method.engine].run(DecodeJob(asks, settings=settings))
+        requests = [PromptRequest(message, sampling, is_chat=True) for message in messages]
+        return self.targets[method.engine].run(DecodeJob(requests, settings=settings))
 
 
 @contextlib.contextmanager
@@ -230,7 +227,7 @@ def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
         "max_model_len": scenario.max_model_len,
         "max_num_seqs": max(scenario.concurrency),
         "seed": scenario.seed,
-        "enforce_eager": bool(scenario.target_cores),  # on a CPU compiling takes minutes and gains little
+        "enforce_eager": bool(scenario.target_cores),  # compiling for a CPU takes minutes and gains little
         "enable_prefix_caching": False,
         **scenario.arguments,
     }
@@ -243,7 +240,7 @@ def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
 
 
 def _step_ms(answers: list[DecodedOutput]) -> float | None:
-    """The median time between steps: what a step takes when nothing disturbs it."""
+    """Return the median time between steps, which outliers do not change."""
     gaps = step_gaps_s(answers)
     return 1e3 * median(gaps) if gaps else None
 

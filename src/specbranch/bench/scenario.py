@@ -1,7 +1,7 @@
-"""A scenario: everything that a benchmark run depends on, its prompts, and what it needs of this machine.
+"""A scenario: everything that a benchmark run depends on, its prompts, and checks that it can run on this machine.
 
-Packages, draft models, cores and memory. A method that cannot run would otherwise fail minutes later, after the engines
-of other methods have been loaded.
+The checks cover packages, draft models, cores and memory. A method that cannot run would otherwise fail minutes later,
+after the engines of other methods have been loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specbranch.core.planners import SettingError, planner_names, suggest
 from specbranch.engines.models import check_model_exists, resolve_model, weight_bytes
 from specbranch.errors import SpecBranchError
 from specbranch.extensions import load_planners
+from specbranch.launch.child import join_cores
 from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.vllm_flags import known_speculation
 from specbranch.plugins.vllm import installed
@@ -38,19 +39,19 @@ _CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
 _Task = tuple[Callable[[_Row], bool], Callable[[_Row], str]]
 _WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a model
 _PACKAGES = {"suffix": ("arctic_inference", "pip install --no-build-isolation --no-deps arctic-inference==0.1.1")}
-_CACHE_GB = 1.0  # what an engine of the benchmark takes for its KV cache, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+_CACHE_GB = 1.0  # KV cache of an engine of the benchmark, unless VLLM_CPU_KVCACHE_SPACE sets another size
 _GB = 1e9
 
 
 class ScenarioError(SpecBranchError, ValueError):
-    """A scenario that cannot be run; the message says why."""
+    """A scenario that cannot be run; the message names the cause."""
 
 
 class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`count` prompts of a task, from a file in the data directory.
 
-    With `field` any JSONL file will do: that field holds the prompt, and the task may have any name. `skip`
-    leaves out the prompts that a count of as many would take: those of `specbranch train collect`.
+    With `field` it may be any JSONL file: that field holds the prompt, and the task may have any name. `skip` leaves
+    out the prompts that a set with that `count` would have, such as those of `specbranch train collect`.
     """
 
     task: str
@@ -63,7 +64,7 @@ class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to decode: our proposer with a planner, vLLM with a `speculative_config` of its own, or bare vLLM.
 
-    `cores` are those of the whole method if it has no planner; a planner has the target's and the draft's.
+    A method without a planner runs on `cores`; a planner uses the cores of the target and of the draft.
     """
 
     name: str
@@ -78,19 +79,19 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def engine(self) -> str:
-        """A key for the engine to load; methods with the same key share one engine."""
+        """The key of the engine to load; methods with the same key share one engine."""
         if self.planner is not None:
             return "ours"
         return json.dumps([self.speculative_config, self.cores], sort_keys=True)
 
     def found_speculative_config(self) -> dict[str, Any]:
-        """The `speculative_config` of a method of vLLM; its draft model is found below $SPECBRANCH_MODELS."""
+        """Return the `speculative_config` of a method of vLLM, with the path of its draft model."""
         config = self.speculative_config or {}
         return {**config, "model": resolve_model(config["model"])} if "model" in config else config
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Load on a server: requests arrive at random times, at `rates` per second, whether or not others are answered."""
+    """Load on a server: requests arrive at random times, at `rates` per second, also while others are unanswered."""
 
     rates: list[_Rate]
     requests: _Positive = 32
@@ -101,12 +102,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pair of models on given cores, prompts, and the methods to compare.
 
     Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
-    flags, and `draft_arguments` to `specbranch draft`. `gamma` is the most draft tokens verified at once. `concurrency`
-    says how many requests are answered together, and `groups` how many such groups of each task are measured at most.
-    With `served`, real servers are measured under load instead.
+    flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once.
+    `concurrency` is how many requests are answered together, and `groups` the maximum of such groups of each task. With
+    `served`, real servers are measured under load instead.
 
-    If memory cannot hold all engines, `engines_at_once` says how many it can hold. Each engine then answers a `block`
-    of groups before the next one is loaded in its place.
+    If memory cannot hold all engines, `engines_at_once` is how many it can hold. Each engine then answers a `block` of
+    groups before the next one is loaded in its place.
     """
 
     name: str
@@ -134,13 +135,13 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served: Served | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The scenario as a plain document."""
+        """Return the scenario as a plain document."""
         document: dict[str, Any] = msgspec.to_builtins(self)
         return document
 
     @property
     def num_trials(self) -> int:
-        """How many measurements a whole run takes."""
+        """The number of measurements of a whole run."""
         if self.served is not None:
             return self.repeats * len(self.methods) * len(self.served.rates)
         groups = sum(
@@ -151,7 +152,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.repeats * len(self.methods) * groups
 
     def num_cores(self, method: BenchMethod) -> int:
-        """How many cores a method uses, or devices if none are pinned; fair comparisons divide by it."""
+        """Return how many cores a method uses, or devices if none are pinned; fair comparisons divide by it."""
         if not self.target_cores:
             return ParallelLayout.of_arguments(self.arguments).num_devices + (method.planner is not None)
         if method.planner is not None:
@@ -159,7 +160,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(method.cores or self.target_cores)
 
     def draft_options(self) -> DraftServiceOptions:
-        """How the draft service is started."""
+        """Return the options of the draft service."""
         return DraftServiceOptions(
             self.draft,
             cores=self.draft_cores or None,
@@ -168,14 +169,14 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def check(self) -> None:
-        """Raise now what vLLM's worker would raise of a method's settings once its model is loaded."""
+        """Raise now for settings that vLLM's worker would refuse after its model is loaded."""
         for method in self.methods:
             settings = self.proposer_settings(method, "ipc://unused")
             if settings is not None:
                 settings.client_options(self.gamma)
 
     def proposer_settings(self, method: BenchMethod, address: str) -> ProposerSettings | None:
-        """The proposer's settings for a method; None if vLLM runs without our proposer."""
+        """Return the proposer's settings for a method; None if vLLM runs without our proposer."""
         if method.planner is None:
             return None
         return ProposerSettings(
@@ -192,12 +193,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def scenario_of(document: dict[str, Any]) -> Scenario:
-    """The scenario of a result file; what it does not name has its default."""
+    """Return the scenario of a result file, with defaults for missing keys."""
     return msgspec.convert(document, Scenario)
 
 
 def read_scenario(path: Path) -> Scenario:
-    """The scenario of a file, checked."""
+    """Read a scenario file and check it."""
     load_planners()
     try:
         scenario = msgspec.toml.decode(path.read_bytes(), type=Scenario)
@@ -232,7 +233,7 @@ def _any_rows(field: str) -> _Task:
     return lambda row: True, lambda row: str(row[field])
 
 
-# task: (which rows of the file belong to it, the message of a row); of several turns the first
+# task: (a function that selects its rows of the file, a function that returns a row's first message)
 _TASKS: dict[str, _Task] = {
     "humaneval": (lambda row: True, lambda row: "Complete this Python function.\n\n" + row["prompt"]),
     "gsm8k": (lambda row: True, lambda row: row["question"]),
@@ -249,13 +250,14 @@ TASKS = tuple(_TASKS)
 
 
 class PromptError(SpecBranchError, ValueError):
-    """A file that does not hold the expected prompts; the message says what to do."""
+    """A file that does not have the expected prompts; the message names the way out."""
 
 
 def read_prompts(task: str, path: Path, count: int, field: str | None = None, skip: int = 0) -> list[str]:
-    """`count` messages of a task, spread evenly over its file, always the same ones.
+    """Read `count` messages of a task, spread evenly over its file, always the same ones.
 
-    `field` allows any JSONL file. Left out are the `skip` messages that would be read if so many were asked for.
+    `field` allows any JSONL file. The prompts that `read_prompts(count=skip)` returns are left out, so that test sets
+    can be disjoint.
     """
     if field is None and task not in _TASKS:
         raise PromptError(
@@ -279,13 +281,20 @@ def read_prompts(task: str, path: Path, count: int, field: str | None = None, sk
     return found
 
 
+def read_prompt_sets(scenario: Scenario, data: Path) -> list[tuple[str, list[str]]]:
+    """Read every prompt set of a scenario from the files in `data`; return each task with its messages."""
+    return [
+        (one.task, read_prompts(one.task, data / one.file, one.count, one.field, one.skip)) for one in scenario.prompts
+    ]
+
+
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
-    """So many rows, with even distances between them."""
+    """Return `count` rows at even distances."""
     return rows[:: max(1, len(rows) // count)][:count] if count > 0 else []
 
 
 def check_methods(scenario: Scenario) -> None:
-    """Raise `ScenarioError` for the first method that cannot run here, with its name, the cause and the way out."""
+    """Raise `ScenarioError` for the first method that cannot run on this machine, with the cause and the way out."""
     allowed = os.sched_getaffinity(0)
     _check_cores("target_cores", scenario.target_cores, allowed)
     _check_cores("draft_cores", scenario.draft_cores, allowed)
@@ -304,7 +313,7 @@ def check_methods(scenario: Scenario) -> None:
 
 
 def engines_that_fit(sizes: Iterable[int], free: int) -> int:
-    """Return how many engines of these sizes fit into memory at once, whichever of them they are."""
+    """Return how many engines of these sizes fit into memory at once, even if they are the largest ones."""
     count = 0
     for size in sorted(sizes, reverse=True):
         free -= size
@@ -317,7 +326,7 @@ def engines_that_fit(sizes: Iterable[int], free: int) -> int:
 def _check_cores(name: str, cores: Collection[int], allowed: Collection[int]) -> None:
     lacking = sorted(set(cores) - set(allowed))
     if lacking:
-        have = ",".join(str(core) for core in sorted(allowed))
+        have = join_cores(sorted(allowed))
         raise ScenarioError(f"{name} has core {lacking[0]}, and this process may use {have}; name cores that it has")
 
 
@@ -342,7 +351,7 @@ def _check_speculation(method: BenchMethod) -> None:
 
 
 def _check_memory(scenario: Scenario) -> None:
-    """Weights and KV caches of the engines that are loaded together must fit, beside the draft's weights."""
+    """Raise if the weights and KV caches of engines that are loaded together do not fit with the draft's weights."""
     free = machine.free_host_memory()
     if free is None:
         return
@@ -357,7 +366,7 @@ def _check_memory(scenario: Scenario) -> None:
         way_out = f"set engines_at_once = {fitting}" if fitting else "use smaller models, or types with fewer bytes"
         raise ScenarioError(
             f"{at_once} engines at once need {needed / _GB:.1f} GB of memory, {share}, and {room / _GB:.1f} GB are "
-            f"free beside the draft; {way_out}"
+            f"free next to the draft; {way_out}"
         )
 
 

@@ -1,14 +1,13 @@
 """Measure a pair on this machine: step costs, alone and together, and the draft's distributions on answers.
 
-Two devices are seldom quite apart: on one CPU they share memory, and each slows the other. So the target is timed both
+Two devices are seldom independent: on one CPU they share memory, and each slows the other. So the target is timed both
 alone and while the draft works, and the draft only while the target works.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,8 @@ from specbranch.core.distribution import Distribution
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.registry import engine_for, open_engine
+from specbranch.launch.child import pinned
+from specbranch.launch.draft_process import DraftServiceOptions, OnProgress
 from specbranch.launch.vllm_engine import LocalEngineOptions
 from specbranch.launch.vllm_worker import DecodedOutput as Decoded
 from specbranch.launch.vllm_worker import DecodeJob, PromptRequest, TargetProcess, step_gaps_s
@@ -51,11 +52,10 @@ _PIECE_LEN = 256
 _AT_ONCE = 8
 _CONTEXT_LEN = 192
 
-OnProgress = Callable[[str], None]
 _Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the target's answer
 _DRAFT_ROWS = (1, 2, 4, 8)
 _TARGET_BATCHES = (1, 2, 4, 8, 16)
-_TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: a line needs no more
+_TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: enough for a line
 
 
 class StepTimes(NamedTuple):
@@ -68,9 +68,9 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was measured. Step times in seconds: of the target by tokens in its batch, of the draft by rows.
+    """The measured step times in seconds: of the target by tokens in its batch, of the draft by rows.
 
-    The target is bare vLLM. vLLM with our proposer may be slower, also without drafts; `hooked_s` is empty if not.
+    The target is bare vLLM. If vLLM with our proposer and without drafts was timed too, `hooked_s` has its times.
     """
 
     target_alone_s: Mapping[int, float]
@@ -80,7 +80,7 @@ class Survey:
     hooked_s: Mapping[int, float] = field(default_factory=dict)  # of the target with our proposer, without drafts
 
     def as_json(self) -> dict[str, Any]:
-        """The figures without the trace itself."""
+        """Return the figures without the trace itself."""
         return {
             "target_alone_ms": {str(tokens): 1e3 * step_s for tokens, step_s in self.target_alone_s.items()},
             "target_beside_ms": 1e3 * self.target_beside_s,
@@ -107,7 +107,7 @@ def take_survey(
     for start in range(0, len(messages), max(sizes)):
         on_progress(f"answers, {start} of {len(messages)}")
         group = messages[start : start + max(sizes)]
-        decoded = _ask(target, group, answer_len, goes_on=False)
+        decoded = _decode(target, group, answer_len, goes_on=False)
         pairs += [(one.prompt, one.tokens) for one in decoded]
     return Survey(*steps, record_distributions(engine, pairs, on_progress))
 
@@ -122,7 +122,7 @@ def take_step_times(
 ) -> StepTimes:
     """Time the steps of both, alone and together; no answer is kept."""
     alone_s: dict[int, list[float]] = {size: [] for size in sizes}
-    _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
+    _decode(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     # The times alone are taken on both sides of the time together: a machine that drifts hits both.
     for size in sizes[::-1]:
         on_progress(f"target, {size} at once")
@@ -138,8 +138,8 @@ def take_step_times(
 def time_steps(
     target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], on_progress: OnProgress
 ) -> dict[int, float]:
-    """Step times of a target with so many requests at once."""
-    _ask(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
+    """Time the steps of a target with each number of requests at once."""
+    _decode(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     times_s = {}
     for size in sizes:
         on_progress(f"target with the hook, {size} at once")
@@ -150,7 +150,7 @@ def time_steps(
 def record_distributions(
     engine: DraftEngine, pairs: Sequence[_Pair], on_progress: OnProgress = lambda stage: None
 ) -> Trace:
-    """The draft's distribution before every token of the answers, each on the true sequence."""
+    """Record the draft's distribution before every token of the answers, each after the true sequence."""
     answers = []
     for start in range(0, len(pairs), _AT_ONCE):
         on_progress(f"the draft's distributions, {start} of {len(pairs)} answers")
@@ -172,7 +172,7 @@ def record_distributions(
 
 
 def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distribution:
-    """Feed a whole prompt; the distribution behind it."""
+    """Feed a whole prompt, and return the distribution after it."""
     for start in range(0, len(prompt), _PIECE_LEN):
         (distribution,) = engine.run([Row(handle, tuple(prompt[start : start + _PIECE_LEN]))])
     return distribution
@@ -181,52 +181,48 @@ def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distributi
 def _together(
     target: TargetProcess, engine: DraftEngine, message: str, num_tokens: int, rows: Sequence[int]
 ) -> tuple[float, dict[int, float]]:
-    """Step times of both while both work."""
+    """Return the step times of both while both work."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_ask, target, [message], num_tokens, goes_on=True)
-        timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=asked.done)
-        return median(_gaps_s(asked.result())), {count: spread.median_s for count, spread in timings.by_rows.items()}
+        answers = pool.submit(_decode, target, [message], num_tokens, goes_on=True)
+        timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=answers.done)
+        return median(_gaps_s(answers.result())), {count: spread.median_s for count, spread in timings.by_rows.items()}
 
 
-def _ask(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
-    """Answers; with `goes_on` past their natural end, so that the batch keeps its size."""
+def _decode(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
+    """Decode answers; with `goes_on` past their natural end, so that the batch keeps its size."""
     sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": goes_on}
     return target.run(DecodeJob([PromptRequest(message, sampling, is_chat=True) for message in messages])).answers
 
 
 def _steps_s(target: TargetProcess, messages: Sequence[str], size: int) -> list[float]:
-    """Times of steps with that many requests."""
+    """Time steps with `size` requests at once."""
     asked = [messages[index % len(messages)] for index in range(size)]
-    return _gaps_s(_ask(target, asked, _STEP_TOKENS, goes_on=True))
+    return _gaps_s(_decode(target, asked, _STEP_TOKENS, goes_on=True))
 
 
 def _gaps_s(decoded: Sequence[Decoded]) -> list[float]:
-    """Times between steps; the first ones include prefill and are left out."""
+    """Return the times between steps, without the first ones, which include prefill."""
     return step_gaps_s(decoded, skip=len(decoded))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What to measure and where. `arguments` are passed to `vllm.LLM`; cores None means not pinned.
+    """What to measure and where. `arguments` are passed to `vllm.LLM`; without cores a model is not pinned.
 
-    `times_hook`: vLLM is also timed with our proposer and without drafts. On a CPU it computes just as bare vLLM does.
+    `times_hook`: also time vLLM with our proposer and without drafts. On a CPU it computes exactly as bare vLLM does.
     """
 
     target: str
-    draft: str
+    draft: DraftServiceOptions
     messages: Sequence[str]
     max_tokens: int
     dtype: str = "auto"
-    draft_engine: str | None = None
-    draft_device: str = "cpu"
-    draft_dtype: str = "auto"
     target_cores: Sequence[int] | None = None
-    draft_cores: Sequence[int] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     times_hook: bool = field(default_factory=lambda: not installed.runs_on_cpu())
 
     def target_options(self, has_hook: bool = False) -> LocalEngineOptions:
-        """The target: bare vLLM, or with our proposer, which drafts nothing."""
+        """Return the options of the target: bare vLLM, or with our proposer that drafts nothing."""
         arguments = {
             "dtype": self.dtype,
             "max_model_len": 2048,
@@ -237,22 +233,22 @@ class PairOptions:
         settings = ProposerSettings(planner="none", is_gated=False) if has_hook else None
         return LocalEngineOptions(self.target, settings, draft_length_limit(DEFAULT_PLANNER), arguments)
 
-    def open_draft(self, on_progress: Callable[[str], None]) -> DraftEngine:
-        """Load the draft in this process, with a thread for each of its cores; call `on_progress` with every stage."""
+    def open_draft(self, on_progress: OnProgress) -> DraftEngine:
+        """Load the draft's engine with a thread for each of its cores; call `on_progress` with every stage."""
         options = EngineOptions(
-            model=self.draft,
-            device=self.draft_device,
-            threads=None if self.draft_cores is None else len(self.draft_cores),
-            dtype=self.draft_dtype,
+            model=self.draft.model,
+            device=self.draft.device,
+            threads=None if self.draft.cores is None else len(self.draft.cores),
+            dtype=self.draft.dtype,
             on_progress=lambda stage: on_progress(f"draft: {stage}"),
         )
-        return open_engine(self.draft_engine or engine_for(self.draft), options)
+        return open_engine(self.draft.engine or engine_for(self.draft.model), options)
 
 
-def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, Survey]:
-    """Survey a pair with its target in each data type, one after the other; `on_progress` hears the stages.
+def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: OnProgress) -> dict[str, Survey]:
+    """Survey a pair with its target in each data type, one after the other; call `on_progress` with every stage.
 
-    Answers and the draft's distributions are taken in the first type only: rounding hardly changes them.
+    Answers and the draft's distributions are recorded in the first type only, because rounding hardly changes them.
     """
     first, *others = dtypes
     surveys = {first: survey_pair(replace(options, dtype=first), on_progress)}
@@ -261,50 +257,46 @@ def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: Calla
     return surveys
 
 
-def _with_steps_of(survey: Survey, options: PairOptions, on_progress: Callable[[str], None]) -> Survey:
+def _with_steps_of(survey: Survey, options: PairOptions, on_progress: OnProgress) -> Survey:
     """Time the steps of these options' target; everything else is as in the survey."""
-    with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
-        on_progress(f"loading the target in {options.dtype}")
-        log = Path(directory) / "target.log"
-        with (
-            TargetProcess(options.target_options(), log, options.target_cores) as process,
-            _draft_of(options, on_progress) as engine,
-        ):
-            steps = take_step_times(process, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, on_progress)
+    with _loaded(options, on_progress) as (target, engine):
+        steps = take_step_times(target, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, on_progress)
     return replace(survey, **steps._asdict())
 
 
-def survey_pair(options: PairOptions, on_progress: Callable[[str], None]) -> Survey:
-    """Load both models, measure them, and unload them; `on_progress` hears the stages."""
-    with tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory:
-        on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
-        log = Path(directory) / "target.log"
-        with (
-            TargetProcess(options.target_options(), log, options.target_cores) as process,
-            _draft_of(options, on_progress) as engine,
-        ):
-            survey = take_survey(
-                process, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, on_progress
-            )
-        if not options.times_hook:
-            return survey
-        on_progress("loading the target with the hook")
-        with TargetProcess(options.target_options(has_hook=True), log, options.target_cores) as process:
-            return replace(survey, hooked_s=time_steps(process, options.messages, _TARGET_BATCHES, on_progress))
+def survey_pair(options: PairOptions, on_progress: OnProgress) -> Survey:
+    """Load both models, measure them, and unload them; call `on_progress` with every stage."""
+    with _loaded(options, on_progress) as (target, engine):
+        survey = take_survey(
+            target, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, on_progress
+        )
+    if not options.times_hook:
+        return survey
+    on_progress("loading the target with the hook")
+    with _target_of(options, has_hook=True) as target:
+        return replace(survey, hooked_s=time_steps(target, options.messages, _TARGET_BATCHES, on_progress))
 
 
 @contextmanager
-def _draft_of(options: PairOptions, on_progress: Callable[[str], None]) -> Iterator[DraftEngine]:
-    """Load the draft in this process, on its cores, which are the process's for as long."""
-    before = os.sched_getaffinity(0)
-    on_progress("loading the draft")
-    try:
-        if options.draft_cores is not None:
-            os.sched_setaffinity(0, options.draft_cores)
+def _loaded(options: PairOptions, on_progress: OnProgress) -> Iterator[tuple[TargetProcess, DraftEngine]]:
+    """Load the target in its process, and the draft's engine in this one, which is pinned to the draft's cores.
+
+    No draft service is started here: it answers with tokens, and a survey needs single steps and their distributions.
+    """
+    on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
+    with _target_of(options) as target, pinned(options.draft.cores):
+        on_progress("loading the draft")
         engine = options.open_draft(on_progress)
         try:
-            yield engine
+            yield target, engine
         finally:
             engine.shutdown()
-    finally:
-        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _target_of(options: PairOptions, has_hook: bool = False) -> Iterator[TargetProcess]:
+    with (
+        tempfile.TemporaryDirectory(prefix="specbranch-plan-") as directory,
+        TargetProcess(options.target_options(has_hook), Path(directory) / "target.log", options.target_cores) as target,
+    ):
+        yield target

@@ -1,6 +1,6 @@
-"""Timeline files: read them, sum them up, and play them in a browser.
+"""Timeline files: read them, sum them up, and write a page that replays them in a browser.
 
-Only the file's own format is known here; how it is recorded is in `service/server/timeline_recorder.py`.
+This module knows only the file's format; `service/server/timeline_recorder.py` records it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from specbranch.bench.results import describe_file
 from specbranch.errors import SpecBranchError
 
-_MOST = 10**15  # microseconds, which are some thirty years, or things that were counted
-MAX_VERDICTS = 2000  # of one target; a browser has to hold them all
+_MAX_NUMBER = 10**15  # of microseconds, which is about thirty years, or of anything counted
+MAX_VERDICTS = 2000  # of one target, because the browser must hold them all
 _PLACE = "/* the run */ null"
 
 
 class TimelineError(SpecBranchError, ValueError):
-    """A file that is not a timeline, or a time range in which nothing happened."""
+    """A file is not a timeline, or nothing happened in a time range."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """Something that took time, and its stats."""
+    """A period of work or waiting, with its stats."""
 
     start_s: float
     end_s: float
@@ -35,13 +35,13 @@ class TimeSpan:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether a sequence was prefilled; a target may also have been idle."""
+        """Whether a sequence was prefilled in it; a target may also have been idle."""
         return bool(self.args.get("is_prefill"))
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Verdicts of one moment: how many were hits, or how many were misses."""
+    """The verdicts of one moment that were hits, or those that were misses."""
 
     at_s: float
     rows: int
@@ -50,7 +50,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class TimelineVerdict:
-    """One verdict on one sequence, and the tree that it met: parents, tokens, percents and marks of its nodes."""
+    """One verdict on one sequence, and the draft tree before it: parents, tokens, percents and marks of its nodes."""
 
     at_s: float
     session: int
@@ -62,7 +62,7 @@ class TimelineVerdict:
 
 @dataclass(slots=True)
 class TimelineTarget:
-    """One target, as the service saw it."""
+    """The events of one target, as the service recorded them."""
 
     name: str
     planners: list[str] = field(default_factory=list)
@@ -78,15 +78,15 @@ class TimelineTarget:
 
     @property
     def rounds(self) -> list[TimeSpan]:
-        """Steps that verified or decoded; those with new sequences only are left out."""
+        """The steps that verified or decoded, without those that only had new sequences."""
         return [step for step in self.steps if not step.is_prefill]
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All lanes, times in seconds since the first event. `is_cut`: the run had more events than were recorded.
+    """All targets and the draft's steps, with times in seconds since the first event.
 
-    `draft` is the model's name, as it was given to the service.
+    `is_cut`: the run had more events than were recorded. `draft` is the model's name on the service's command line.
     """
 
     targets: list[TimelineTarget]
@@ -95,7 +95,7 @@ class Timeline:
     draft: str | None = None
 
     def between(self, start_s: float, end_s: float) -> Timeline:
-        """What happened in a time range; spans are clipped to it, and targets that did nothing in it are left out."""
+        """Return the events in a time range; clip spans to it, and leave out targets that did nothing in it."""
         targets = [
             TimelineTarget(
                 lane.name,
@@ -117,7 +117,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Where one target's time went, from its first event to its last. Prefill and idle time are left out."""
+    """How one target spent its time from its first event to its last, without prefill and idle time."""
 
     target: str
     time_s: float
@@ -131,12 +131,12 @@ class Shares:
     rows_per_draft_step: float
 
     def as_json(self) -> dict[str, Any]:
-        """One object for machines."""
+        """Return the shares as a plain document."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline in a file; any other file raises, with what it is."""
+    """Read a timeline file; raise for any other file, and say what it is."""
     try:
         document = json.loads(path.read_bytes())
         about = document.get("otherData", {})
@@ -154,7 +154,7 @@ def _found(path: Path) -> str:
 
 
 def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
-    """The stats of one target."""
+    """Return the time shares of one target."""
     rounds = lane.rounds
     spans = sorted(rounds + lane.waits, key=lambda span: span.start_s)
     pauses = [step for step in lane.steps if step.is_prefill]
@@ -179,7 +179,7 @@ def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
 
 
 def shared_s(some: Sequence[TimeSpan], others: Sequence[TimeSpan]) -> float:
-    """The time that two lists of spans have in common; each list is sorted, and its spans do not overlap."""
+    """Return the time that two sorted lists of spans without overlaps have in common."""
     total_s, first, second = 0.0, 0, 0
     while first < len(some) and second < len(others):
         one, other = some[first], others[second]
@@ -203,12 +203,12 @@ def _timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
             drafts.append(_span(event, "rows"))
         else:
             name = names[event["tid"]].replace("wait", "target")
-            _take(lanes.setdefault(name, TimelineTarget(name)), event)
+            _add_event(lanes.setdefault(name, TimelineTarget(name)), event)
     drafts.sort(key=lambda span: span.start_s)
     return Timeline(list(lanes.values()), drafts)
 
 
-def _take(lane: TimelineTarget, event: dict[str, Any]) -> None:
+def _add_event(lane: TimelineTarget, event: dict[str, Any]) -> None:
     kind, args = event["cat"], event["args"]
     if kind == "step":
         lane.steps.append(_span(event, "rows", "submitted", "accepted", "committed"))
@@ -226,17 +226,17 @@ def _verdict(
     at_s: float, session: Any, tokens: Any, submitted: Any, is_hit: Any, tree: dict[str, list[Any]]
 ) -> TimelineVerdict:
     if is_hit not in (True, False, None) or set(tree) != {"parents", "tokens", "percents", "marks"}:
-        raise ValueError("this is no verdict")
+        raise ValueError("this is not a verdict")
     nodes = {name: [_count(value) for value in values] for name, values in tree.items()}
     if len({len(values) for values in nodes.values()}) > 1 or any(
         parent > number for number, parent in enumerate(nodes["parents"])
     ):
-        raise ValueError("this is no tree")
+        raise ValueError("this is not a tree")
     return TimelineVerdict(at_s, _count(session), [_count(token) for token in tokens], _count(submitted), is_hit, nodes)
 
 
 def _span(event: dict[str, Any], *counts: str) -> TimeSpan:
-    """Something that took time; its stats have at least these counts."""
+    """Read a span whose stats have at least these counts."""
     start_s, args = _seconds(event["ts"]), event["args"]
     return TimeSpan(
         start_s, start_s + _seconds(event["dur"]), {**args, **{name: _count(args[name]) for name in counts}}
@@ -244,14 +244,14 @@ def _span(event: dict[str, Any], *counts: str) -> TimeSpan:
 
 
 def _seconds(microseconds: Any) -> float:
-    if not isinstance(microseconds, int | float) or not 0 <= microseconds < _MOST:
-        raise ValueError(f"{microseconds!r} is no time")
+    if not isinstance(microseconds, int | float) or not 0 <= microseconds < _MAX_NUMBER:
+        raise ValueError(f"{microseconds!r} is not a time")
     return microseconds / 1e6
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or not 0 <= value < _MOST:
-        raise ValueError(f"{value!r} is no count")
+    if not isinstance(value, int) or not 0 <= value < _MAX_NUMBER:
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
@@ -274,16 +274,16 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[int], str]) -> None:
-    """Write the page; `spell` gives the text of a token. A timeline without trees raises."""
+    """Write the replay page; `spell` returns the text of a token. Raise for a timeline without draft trees."""
     document = replay_document(timeline, title, spell)
-    # Nothing in it may end the script that it stands in.
+    # The data must not end the script element that contains it.
     data = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     page = files("specbranch.bench").joinpath("replay.html").read_text(encoding="utf-8")
     path.write_text(page.replace(_PLACE, data), encoding="utf-8")
 
 
 def replay_document(timeline: Timeline, title: str, spell: Callable[[int], str]) -> dict[str, Any]:
-    """What the page shows: for every target its lanes and its verdicts, and the texts of their tokens."""
+    """Return the data of the page: steps, waits and verdicts of every target, and the texts of all tokens."""
     targets = [_target(lane) for lane in timeline.targets if lane.verdicts]
     if not targets:
         raise TimelineError("the timeline has no draft trees to replay: it was written by an older version")
@@ -299,23 +299,15 @@ def replay_document(timeline: Timeline, title: str, spell: Callable[[int], str])
 
 
 def _target(lane: TimelineTarget) -> dict[str, Any]:
-    verdicts = sorted(lane.verdicts, key=_when)[:MAX_VERDICTS]
+    verdicts = sorted(lane.verdicts, key=lambda verdict: verdict.at_s)[:MAX_VERDICTS]
     return {
         "name": lane.label,
         "steps": _spans(lane.rounds, "accepted", "submitted"),
         "waits": _spans(lane.waits),
-        "verdicts": [{**asdict(one), "at_s": _rounded(one.at_s)} for one in verdicts],
+        "verdicts": [{**asdict(one), "at_s": round(one.at_s, 5)} for one in verdicts],
     }
 
 
 def _spans(spans: Iterable[TimeSpan], *names: str) -> list[list[float]]:
-    """Start, end and some numbers of each."""
-    return [[_rounded(span.start_s), _rounded(span.end_s), *(span.args[name] for name in names)] for span in spans]
-
-
-def _rounded(time_s: float) -> float:
-    return round(time_s, 5)
-
-
-def _when(verdict: TimelineVerdict) -> float:
-    return verdict.at_s
+    """Return for each span its start, its end and the named stats."""
+    return [[round(span.start_s, 5), round(span.end_s, 5), *(span.args[name] for name in names)] for span in spans]

@@ -1,8 +1,7 @@
-"""A draft service and a target in this process; and the same answer without drafts, to compare."""
+"""A draft service with a target in this process, and the same answer without drafts for comparison."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,8 @@ from specbranch.cli.preflight import Preflight
 from specbranch.cli.terminal import StreamedAnswer, TextRun
 from specbranch.errors import SpecBranchError
 from specbranch.launch import vllm_worker
+from specbranch.launch.child import name_cores, pinned
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft
-from specbranch.launch.placement import CoreSplit, divide_cores
 from specbranch.launch.vllm_engine import LocalEngine, LocalEngineOptions, StepOutput
 from specbranch.launch.vllm_log import FailureParser
 from specbranch.launch.vllm_worker import TargetProcess
@@ -36,36 +35,32 @@ class ModelLoadError(SpecBranchError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPairOptions:
-    """What to load. `section` holds the proposer's settings without the address. No draft of either kind: bare vLLM.
+    """The target to load, with a draft to start, a draft that runs already, or none.
 
-    `remote` runs already. `arguments` are passed to `vllm.LLM`, `draft_arguments` to `specbranch draft`.
+    `section` holds the proposer's settings without the address, `arguments` are passed to `vllm.LLM`. Without
+    `target_cores` the target is not pinned.
     """
 
     target: str
-    draft: str | None
+    draft: DraftServiceOptions | None
     section: Mapping[str, Any] = field(default_factory=dict)
     gamma: int = 8
-    draft_engine: str | None = None
-    draft_device: str = "cpu"
-    draft_dtype: str = "auto"
-    draft_arguments: Sequence[str] = ()
     remote: RemoteDraft | None = None
-    target_cores: str | None = None
-    draft_cores: str | None = None
+    target_cores: Sequence[int] | None = None
     timeline: Path | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise now what would otherwise be raised after both models are loaded."""
+        """Raise now for what would otherwise fail after both models are loaded."""
         check_directory("--timeline", self.timeline)
         if self.is_drafting:
             self.settings({}).client_options(self.gamma)
         Preflight(
             target=self.target,
-            draft=self.draft_options(None),
+            draft=self.draft,
             remote=self.remote,
             arguments=self.vllm_arguments(),
-            target_cores=self.cores().target,
+            target_cores=self.target_cores,
         ).run()
 
     @property
@@ -74,36 +69,16 @@ class LocalPairOptions:
         return self.draft is not None or self.remote is not None
 
     def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
-        """The proposer's settings, with what is only known later."""
+        """Return the proposer's settings, with `more` that is only known later."""
         return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
 
-    def cores(self) -> CoreSplit:
-        """The cores of both; a target alone is not pinned, unless somebody asks for it."""
-        if self.draft is None and self.target_cores is None:
-            return CoreSplit(None, None)
-        return divide_cores(self.draft_device, self.target_cores, self.draft_cores)
-
-    def draft_options(self, cores: Sequence[int] | None) -> DraftServiceOptions | None:
-        """How the draft is started; None without one."""
-        if self.draft is None:
-            return None
-        return DraftServiceOptions(
-            model=self.draft,
-            engine=self.draft_engine,
-            device=self.draft_device,
-            dtype=self.draft_dtype,
-            cores=cores,
-            timeline=self.timeline,
-            extra=self.draft_arguments,
-        )
-
     def vllm_arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
+        """Return the arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
         return {"enforce_eager": installed.runs_on_cpu(), **self.arguments}
 
 
 class LocalPair:
-    """A context manager that loads both models; what they print while loading goes to a log file."""
+    """A context manager that loads both models, and writes their output to a log file meanwhile."""
 
     target: LocalEngine
 
@@ -113,25 +88,23 @@ class LocalPair:
         self._address: str | None = None
 
     def use_planner(self, planner: str) -> None:
-        """Use another planner from the next request on; `none` is plain decoding."""
+        """Switch to another planner from the next request on; `none` decodes without drafts."""
         self.target.configure(self._settings(planner=planner, settings={}))
 
     def use_own_planner(self) -> None:
-        """Go back to the planner and settings of the options."""
+        """Return to the planner and settings of the options."""
         self.target.configure(self._settings())
 
     def wait_s(self) -> float:
-        """How long the target has waited for drafts so far."""
+        """Return how long the target has waited for drafts so far, in seconds."""
         return self.target.proposer_counts().get("wait_s", 0.0) if self._options.is_drafting else 0.0
 
     def __enter__(self) -> LocalPair:
         directory = Path(tempfile.mkdtemp(prefix="specbranch-log-"))
-        cores = os.sched_getaffinity(0)
         try:
             self._load(directory / "load.log")
         except BaseException:
             self._exit.close()
-            os.sched_setaffinity(0, cores)
             raise
         self._exit.callback(shutil.rmtree, directory, ignore_errors=True)
         return self
@@ -143,25 +116,22 @@ class LocalPair:
 
     def _load(self, log_file: Path) -> None:
         options = self._options
-        cores = options.cores()
-        if cores.target:
-            os.sched_setaffinity(0, cores.target)
-        loading = f"loading {options.target}" + (f" and {options.draft}" if options.draft else "")
+        self._exit.enter_context(pinned(options.target_cores))
+        loading = f"loading {options.target}" + (f" and {options.draft.model}" if options.draft else "")
         with redirect_output(log_file, loading) as on_progress:
-            how_draft = options.draft_options(cores.draft)
-            draft = None if how_draft is None else DraftProcess(how_draft, log_file, on_progress)
+            draft = DraftProcess(options.draft, log_file, on_progress) if options.draft else None
             if draft is not None:
                 self._exit.callback(draft.stop)
-                draft.start()
+                draft.launch()  # it loads while this process loads the target
                 self._address = draft.address
             settings = self._settings() if options.is_drafting else None
             how = LocalEngineOptions(options.target, settings, options.gamma, options.vllm_arguments())
             try:
                 self.target = LocalEngine(how)
             except Exception as error:
-                # Workers in processes of their own tell the cause to the log only.
-                told = f"{log_file.read_text(errors='replace')}\n{type(error).__name__}: {error}"
-                cause = FailureParser(told.splitlines()).cause(None)
+                # A worker in a process of its own writes the cause to the log only.
+                log = f"{log_file.read_text(errors='replace')}\n{type(error).__name__}: {error}"
+                cause = FailureParser(log.splitlines()).cause(None)
                 raise ModelLoadError(f"vLLM cannot load {options.target}: {cause}; see {log_file}") from error
             self._exit.callback(self.target.close)
             if draft is not None:
@@ -174,36 +144,31 @@ class LocalPair:
 
 
 def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
-    """Return the cores that target and draft divide among themselves; None if the draft takes none of the target's."""
-    cores = options.cores()
-    if not installed.runs_on_cpu() or not cores.target or not cores.draft:
+    """Return all cores of target and draft; None if the draft uses no core that a lone target would use."""
+    draft_cores = options.draft.cores if options.draft else None
+    if not installed.runs_on_cpu() or not options.target_cores or not draft_cores:
         return None
-    return tuple(sorted({*cores.target, *cores.draft}))
+    return tuple(sorted({*options.target_cores, *draft_cores}))
 
 
 def answer_alone(
     options: LocalPairOptions, cores: Sequence[int], prompt: Sequence[int], sampling: Mapping[str, Any]
 ) -> StreamedAnswer:
-    """Load vLLM without a draft in a process of its own, on `cores`, let it answer, and stop it."""
-    ask = vllm_worker.PromptRequest("", dict(sampling), tokens=list(prompt))
+    """Load vLLM without a draft in a process of its own on `cores`, and return its answer."""
+    request = vllm_worker.PromptRequest("", dict(sampling), tokens=list(prompt))
     warm_up = vllm_worker.PromptRequest("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
     how = LocalEngineOptions(options.target, None, arguments=options.vllm_arguments())
     with tempfile.TemporaryDirectory(prefix="specbranch-log-") as directory, ProgressBar() as progress:
-        progress.show(f"loading {options.target} without a draft, on {describe(cores)}")
+        progress.show(f"loading {options.target} without a draft, on {name_cores(cores)}")
         with TargetProcess(how, Path(directory) / "load.log", cores) as target:
-            progress.show(f"answering without drafts, on {describe(cores)}")
+            progress.show(f"answering without drafts, on {name_cores(cores)}")
             target.run(vllm_worker.DecodeJob([warm_up]))
-            (said,) = target.run(vllm_worker.DecodeJob([ask])).answers
+            (said,) = target.run(vllm_worker.DecodeJob([request])).answers
     return _as_answer(said)
 
 
-def describe(cores: Sequence[int]) -> str:
-    """Name a set of cores."""
-    return f"core {cores[0]}" if len(cores) == 1 else f"cores {','.join(str(core) for core in cores)}"
-
-
 def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, Any]:
-    """Compare two answers: speed, and how many tokens are equal."""
+    """Compare two answers; return the speedup and the number of equal tokens."""
     tokens = zip(answer.tokens, plain.tokens, strict=False)
     return {
         "speedup": answer.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None,
@@ -213,9 +178,9 @@ def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, 
 
 
 def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequence[int] | None, is_greedy: bool) -> str:
-    """Say in one line what the comparison found, and on which cores the answer without drafts was made."""
+    """Describe the comparison in one line, with the cores of the answer without drafts."""
     found = compare_answers(answer, plain)
-    place = f" on the same {describe(cores)}" if cores else ""
+    place = f" on the same {name_cores(cores)}" if cores else ""
     line = f"without drafts{place} {plain.tokens_per_s:.1f} tokens/s, with drafts {answer.tokens_per_s:.1f}"
     if found["speedup"] is not None:
         line += f": {found['speedup']:.2f}x"
@@ -228,7 +193,7 @@ def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequen
 
 
 def _as_answer(said: vllm_worker.DecodedOutput) -> StreamedAnswer:
-    """Turn what a target's process reports of an answer into one that was followed step by step."""
+    """Convert the output of a target's process into an answer that was streamed step by step."""
     answer, begin = StreamedAnswer(asked_s=0.0), 0
     for (at_s, num_tokens), text in zip(said.steps, said.texts, strict=True):
         tokens = said.tokens[begin : begin + num_tokens]

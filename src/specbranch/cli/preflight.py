@@ -1,7 +1,7 @@
-"""What can be known of a start before any model loads. All commands that load models begin with it.
+"""Checks before any model loads; every command that loads models begins with them.
 
-Names, files, flags, extras, port, memory and vocabularies: each is one check, which raises the cause and the way out. A
-check that could not be made returns why: what was not compared is never called well.
+Names, files, flags, extras, port, memory and vocabularies: each is one check, which raises an error with the cause and
+the way out. A check that could not be made returns the reason, so that it is not reported as passed.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ Check = Callable[[], str | None]
 
 @dataclass(frozen=True, slots=True)
 class PreflightFinding:
-    """What one check found: all is well, or what is wrong, or why it was skipped, which `cause` says."""
+    """The result of one check; `cause` says why it failed or was skipped."""
 
     check: str
     state: State = "ok"
     cause: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as a plain document; a check that was skipped neither holds nor fails."""
+        """Return the finding as a plain document; a check that was skipped neither holds nor fails."""
         holds = None if self.state == "skip" else self.state == "ok"
         return {"check": self.check, "state": self.state, "holds": holds, "cause": self.cause}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What is about to be started. `arguments` are those of `vllm.LLM`, `flags` those of `vllm serve`.
+    """A planned start. `arguments` are for `vllm.LLM`, `flags` for `vllm serve`.
 
-    `draft` is started, `remote` runs already; without either, vLLM is bare. A server needs a port. `target_cores` None
-    means that nothing is pinned, or that a server will see to it.
+    `draft` will be started, `remote` runs already; without either, vLLM is bare. A server needs a port. Without
+    `target_cores` the target is not pinned, or a server checks them itself.
     """
 
     target: str
@@ -65,12 +65,12 @@ class Preflight:
     target_cores: Sequence[int] | None = None
 
     def run(self) -> None:
-        """Raise what the first failing check has found."""
+        """Run the checks, and raise the error of the first one that fails."""
         for _, check in self._checks():
             check()
 
     def findings(self) -> list[PreflightFinding]:
-        """What every check finds."""
+        """Run all checks and return their findings."""
         return [self._finding(name, check) for name, check in self._checks()]
 
     def _finding(self, name: str, check: Check) -> PreflightFinding:
@@ -81,7 +81,7 @@ class Preflight:
         return PreflightFinding(name, "skip", skipped) if skipped else PreflightFinding(name)
 
     def _checks(self) -> list[tuple[str, Check]]:
-        """All checks by name, the quickest first; a later one may rely on an earlier one."""
+        """Return all checks with their names, the quickest first; a later one may rely on an earlier one."""
         checks: list[tuple[str, Check]] = [("vLLM", self._check_vllm)]
         if self.flags.words or self.arguments or self.target_cores is not None:
             checks.append(("flags", self._check_flags))
@@ -106,7 +106,7 @@ class Preflight:
             return "vLLM's age was not checked: its version is unknown"
         if series < tuple(int(part) for part in oldest.split(".")):
             command = install_command(on_cpu=installed.runs_on_cpu())
-            raise UsageError(f"vLLM {version} is too old to draft for, which takes {oldest} or later: {command}")
+            raise UsageError(f"vLLM {version} is too old: drafting needs {oldest} or later: {command}")
         return None
 
     def _check_flags(self) -> str | None:
@@ -132,7 +132,7 @@ class Preflight:
         engine = self.draft.engine or engine_for(self.draft.model)
         check_engine(engine)
         check_device(engine, self.draft.device)
-        _refuse_wrong_words(self.draft)
+        _check_draft_command(self.draft)
         return unknown
 
     def _check_remote(self) -> str | None:
@@ -150,12 +150,12 @@ class Preflight:
         return check_same_vocabulary(self.target, self.draft.model)
 
     def _check_memory(self) -> str | None:
-        """Weights must fit into memory. What vLLM and the draft take for their caches they find out by themselves."""
+        """Raise if the weights do not fit into memory; vLLM and the draft size their caches by themselves."""
         free = machine.free_host_memory()
         if not target_on_cpu():
-            return "memory was not checked: that of GPUs vLLM checks by itself"
+            return "memory was not checked: vLLM checks the memory of GPUs by itself"
         if free is None:
-            return "memory was not checked: this system does not tell how much is free"
+            return "memory was not checked: this system does not report how much is free"
         sizes = self._weight_sizes()
         if sum(size for _, size in sizes) > free:
             parts = " and ".join(f"{size / _GB:.1f} GB for {model}" for model, size in sizes if size)
@@ -164,10 +164,10 @@ class Preflight:
                 "data type with fewer bytes"
             )
         unknown = " and ".join(model for model, size in sizes if not size)
-        return f"memory was not checked: how large {unknown} will be is not known" if unknown else None
+        return f"memory was not checked: the size of {unknown} is not known" if unknown else None
 
     def _weight_sizes(self) -> list[tuple[str, int]]:
-        """The bytes of the weights of each model that takes host memory; 0 for one of which that is not known."""
+        """Return the bytes of the weights of each model in host memory; 0 if the size is not known."""
         dtype = self.flags.value("--dtype") or self.arguments.get("dtype")
         sizes = [(self.target, weight_bytes(self.target, dtype if isinstance(dtype, str) else None))]
         if self.draft is not None and self.draft.device == "cpu":
@@ -175,15 +175,15 @@ class Preflight:
         return sizes
 
 
-def _refuse_wrong_words(options: DraftServiceOptions) -> None:
-    """Raise for options of `specbranch draft` that it would refuse itself, in its own words."""
-    one = typer.Typer()
-    one.command("draft")(draft_command)
-    command = typer.main.get_command(one)
+def _check_draft_command(options: DraftServiceOptions) -> None:
+    """Parse the command line of `specbranch draft`, and raise with its own message if it refuses an option."""
+    app = typer.Typer()
+    app.command("draft")(draft_command)
+    command = typer.main.get_command(app)
     try:
         command.make_context("draft", options.arguments("ipc://unused")[1:], resilient_parsing=False)
     except Exception as error:
-        # An error of click, which newer releases of typer bring with them under a name of their own.
+        # This is an error of click, of which newer releases of typer contain a renamed copy.
         message = getattr(error, "format_message", None)
         if message is None:
             raise

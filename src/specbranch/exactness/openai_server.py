@@ -18,27 +18,27 @@ from specbranch.errors import SpecBranchError
 from specbranch.launch.vllm_worker import PromptRequest
 from specbranch.service.client.stats import parse_metrics_text
 
-_SHOWN = 300  # characters of a server's message
+_MAX_MESSAGE_LEN = 300  # characters of a server's message
 _SUBMITTED, _ACCEPTED = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 
 
 class ServerError(SpecBranchError, RuntimeError):
-    """A server that cannot be reached, or that does not do what a server does."""
+    """A server that cannot be reached, or that does not answer as a server should."""
 
 
 class Unavailable(ServerError):
-    """A server that might do it, but not now or not for us: nothing can be said of it."""
+    """A server that does not serve us now, such as for a missing key or too many requests; it cannot be judged."""
 
 
 class RequestRefused(ServerError):
-    """A request that the server is able to read and does not take."""
+    """A request that the server can read and refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Draft tokens that a server verified and accepted since it started, or since we asked it first."""
+    """Draft tokens that a server has verified and accepted since it started, or since our first request."""
 
     submitted: int = 0
     accepted: int = 0
@@ -52,7 +52,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, by the name of the option that says so, and how long it is waited for."""
+    """The URL of a server, the option that sets it, and the time to wait for an answer."""
 
     option: str
     url: str
@@ -61,7 +61,7 @@ class Address:
 
     @property
     def base(self) -> str:
-        """The URL that ends in /v1, whether it was given with it or not."""
+        """The URL with /v1 at its end."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{self.option} is {self.url!r}; give a URL such as http://127.0.0.1:8000")
@@ -72,7 +72,7 @@ class Address:
 
 
 class OpenAIServer:
-    """A server with one of its models; it is asked from several threads at a time.
+    """A server with one of its models; several threads may use it at a time.
 
     `takes` are the paths of the API that it answers.
     """
@@ -87,25 +87,25 @@ class OpenAIServer:
 
     @property
     def url(self) -> str:
-        """The address, for people."""
+        """The address, as reports show it."""
         return self._base
 
-    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
-        """The choices of every answer, in the order of the requests; `heard` is told how many there are."""
+    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]) -> list[list[Reply]]:
+        """Send all requests and return the choices of every answer, in order; call `on_done` with the number so far."""
         answers = []
         with ThreadPoolExecutor(at_once) as pool:
             waiting = [pool.submit(self._ask, ask) for ask in asks]
             try:
                 for number, one in enumerate(waiting, start=1):
                     answers.append(one.result())
-                    heard(number)
+                    on_done(number)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return answers
 
     def drafts(self) -> DraftCounts | None:
-        """Draft tokens so far: by vLLM's metrics, or as llama.cpp tells with each answer; None if it tells nothing."""
+        """Return the draft tokens so far, from vLLM's metrics or llama.cpp's timings; None without either."""
         try:
             page = self._open(f"{self._base.removesuffix('/v1')}/metrics").decode()
         except (ServerError, UnicodeDecodeError):
@@ -119,7 +119,7 @@ class OpenAIServer:
         return self._timed if self._timed.submitted else None
 
     def is_up(self) -> bool:
-        """Whether it still answers."""
+        """Send a short request and return whether the server answers."""
         try:
             self._has(self.takes[0])
         except ServerError:
@@ -133,7 +133,7 @@ class OpenAIServer:
         except RequestRefused as error:
             raise ServerError(f"{error}; name the model by {option}") from error
         except (KeyError, TypeError) as error:
-            raise ServerError(f"{self._base}/models is no list of models; name the model by {option}") from error
+            raise ServerError(f"{self._base}/models is not a list of models; name the model by {option}") from error
         if len(names) != 1:
             raise ServerError(f"{self._base} has {len(names)} models ({', '.join(names)}); choose one by {option}")
         return str(names[0])
@@ -197,7 +197,7 @@ class OpenAIServer:
 
 
 def body_of(ask: PromptRequest, model: str) -> dict[str, Any]:
-    """A request as OpenAI's API has it."""
+    """Return the body of a request to OpenAI's API."""
     body = {"model": model, **ask.sampling}
     if ask.schema is not None:
         schema = {"name": "answer", "schema": ask.schema, "strict": True}
@@ -212,14 +212,14 @@ def body_of(ask: PromptRequest, model: str) -> dict[str, Any]:
 def _refusal(url: str, code: int, body: bytes) -> ServerError:
     says = f"{url} answers with HTTP {code}: {_message(body)}"
     if code in (401, 403):
-        return Unavailable(f"{says}; put its key into a variable of the environment and name that by --api-key-env")
+        return Unavailable(f"{says}; put its key into an environment variable and name that with --api-key-env")
     if code in (429, 502, 503, 504):
         return Unavailable(f"{says}; try again later, or lower --concurrency")
     return RequestRefused(says) if 400 <= code < 500 or code == 501 else ServerError(says)
 
 
 def _message(body: bytes) -> str:
-    """What a server says of an error, in whichever form."""
+    """Return the message of an error page, whatever its form."""
     text = body.decode(errors="replace")
     try:
         found = json.loads(text)
@@ -233,15 +233,15 @@ def _message(body: bytes) -> str:
 
 def _short(text: str) -> str:
     line = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+    return line if len(line) <= _MAX_MESSAGE_LEN else f"{line[:_MAX_MESSAGE_LEN]}..."
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """One choice of an answer.
 
-    `tokens` and, for each of them, `logprobs` (the likeliest tokens and the chosen one) are there if they were asked
-    for.
+    If the request asked for them, it has `tokens` and for each of them `logprobs`: of the likeliest tokens and of the
+    chosen one.
     """
 
     text: str
@@ -254,12 +254,12 @@ class Reply:
 
     @property
     def surprise(self) -> float:
-        """The log-probability of the whole text."""
+        """The log-probability of the whole text, which is the negative of its surprise."""
         return sum(likely[token] for token, likely in zip(self.tokens, self.logprobs, strict=True))
 
 
 def read_replies(document: Mapping[str, Any]) -> list[Reply]:
-    """All choices of a completion, or of a chat completion; raises KeyError, TypeError or ValueError on others."""
+    """Return all choices of a completion or chat completion; raise KeyError, TypeError or ValueError for others."""
     choices = sorted(document["choices"], key=lambda choice: int(choice.get("index", 0)))
     if not choices:
         raise ValueError("no choices")
@@ -273,7 +273,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Reply:
 
 
 def _read_logprobs(found: Mapping[str, Any]) -> tuple[list[str], list[dict[str, float]]]:
-    if found.get("content"):  # the form of chats, which some servers have everywhere
+    if found.get("content"):  # the form of chats, which some servers use for completions too
         rows = [(one["token"], _number(one["logprob"]), _likeliest(one)) for one in found["content"]]
     elif found.get("tokens"):
         likeliest = [
@@ -291,8 +291,8 @@ def _likeliest(one: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(logprob: Any) -> float:
-    """A log-probability; that of an impossible token, which some servers call minus infinity, is a number too."""
-    number = max(float(logprob), _LEAST)
+    """Return a log-probability as a finite number; some servers write minus infinity for an impossible token."""
+    number = max(float(logprob), _MIN_LOGPROB)
     if math.isnan(number):
         raise ValueError("a log-probability is not a number")
     return number

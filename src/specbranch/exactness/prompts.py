@@ -43,7 +43,7 @@ GREEDY = (
     "Reasons to learn a second language:\n1.",
 )
 
-# Short: whenever two samples differ, the draft prefills one of them from its start.
+# Short, because the draft prefills from the start whenever two samples differ.
 COIN = "Coin tosses: heads, tails, tails, heads, tails, heads, heads, tails,"
 
 WEATHER = "Weather: sun, rain, cloud, sun, rain, rain, cloud, sun,"
@@ -61,19 +61,19 @@ TOSS_SCHEMA = {
     "additionalProperties": False,
 }
 STOP = "tails"
-_SEEDS = 1_000_000  # of one sample; the next has others, so that the samples are independent
-_LONG = 16  # tokens, where log-probabilities are compared: the longer a text, the more an error adds up
+_SEEDS = 1_000_000  # the seeds of one sample; the next sample has other seeds, so that they are independent
+_LONG_LEN = 16  # tokens; a longer text adds up more of an error in the log-probabilities
 NUM_CHOICES = 2
 
 
 def greedy_prompts(count: int) -> list[str]:
-    """That many prompts; beyond the built-in ones they are repeated, each with one more space at its end."""
+    """Return `count` prompts; after the built-in ones they repeat, each with one more space at its end."""
     return [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One prompt and one set of sampling parameters, at temperature 1 unless they say otherwise."""
+    """One prompt and one set of sampling parameters, at temperature 1 by default."""
 
     name: str
     prompt: str
@@ -84,13 +84,11 @@ class Feature:
     is_seeded: bool = False
 
     def asks(self, num_samples: int, temperature: float = 1.0, sample: int = 0) -> list[PromptRequest]:
-        """The requests of the bare (`sample` 0) or the other (1) sample."""
+        """Return the requests of one sample: 0 is the bare one, 1 the other."""
         common = {"temperature": temperature, "max_tokens": self.num_tokens, **self.sampling}
         return [
             PromptRequest(
-                self.prompt,
-                {**common, "seed": sample * _SEEDS + index} if self.is_seeded else common,
-                self.schema,
+                self.prompt, {**common, "seed": sample * _SEEDS + index} if self.is_seeded else common, self.schema
             )
             for index in range(num_samples)
         ]
@@ -108,17 +106,17 @@ FEATURES = (
     Feature("stop string", COIN, sampling={"stop": [STOP]}),
     Feature("logprobs", COIN, sampling={"logprobs": 2}),
 )
-# What is not drafted for, so that a run of it needs no accepted draft token.
+# Features that get no drafts, so that a run of them needs no accepted draft token.
 UNDRAFTED = frozenset(feature.name for feature in FEATURES if feature.is_seeded)
 
 CHOICES = Feature(f"n = {NUM_CHOICES}", COIN, sampling={"n": NUM_CHOICES})
-REPEATED = Feature("seeds", COIN, num_tokens=_LONG)
+REPEATED = Feature("seeds", COIN, num_tokens=_LONG_LEN)
 
 
 def _adapted(feature: Feature) -> Feature:
     sampling = {name: value for name, value in feature.sampling.items() if name != "repetition_penalty"}
-    return replace(feature, sampling=sampling, num_tokens=_LONG if "logprobs" in sampling else feature.num_tokens)
+    return replace(feature, sampling=sampling, num_tokens=_LONG_LEN if "logprobs" in sampling else feature.num_tokens)
 
 
-# What is not in OpenAI's API comes last: it may be refused, or break a server.
+# Parameters outside OpenAI's API come last: a server may refuse them, or break.
 SERVER_FEATURES = tuple(sorted((*map(_adapted, FEATURES), CHOICES), key=lambda feature: "top_k" in feature.sampling))

@@ -1,4 +1,4 @@
-"""The kit of `specbranch check --endpoint`: what both servers are asked, and the report on their answers."""
+"""`specbranch check --endpoint`: send the same requests to two servers, and report on their answers."""
 
 from __future__ import annotations
 
@@ -48,43 +48,43 @@ from specbranch.version import __version__
 T = TypeVar("T")
 _NUM_LOGPROBS = 5
 _NUM_REPEATS = 8
-_STAGE = "asking both servers"
+_STAGE = "sending requests to both servers"
 
 
 class ServerApi(Protocol):
-    """A server, or what a test has in its place."""
+    """A server; tests have a fake one."""
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The URL of the server."""
         ...
 
     @property
     def model(self) -> str:
-        """Which of its models is asked."""
+        """The model that answers."""
         ...
 
     @property
     def takes(self) -> Sequence[str]:
-        """The paths of the API that it answers."""
+        """The paths of the API that the server answers."""
         ...
 
-    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, heard: Callable[[int], None]) -> list[list[Reply]]:
-        """The choices of every answer, in order."""
+    def ask_all(self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]) -> list[list[Reply]]:
+        """Send all requests, and return the choices of every answer in order."""
         ...
 
     def drafts(self) -> DraftCounts | None:
-        """Draft tokens so far, if the server tells."""
+        """Return the draft tokens so far; None if the server does not report them."""
         ...
 
     def is_up(self) -> bool:
-        """Whether it still answers."""
+        """Return whether the server still answers."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """How much is asked, and how it is judged. Greedy answers may part where the gap is at most `tie`."""
+    """How much to ask, and how to judge it: greedy answers may differ where the gap is at most `tie`."""
 
     size: CheckSize = FULL
     alpha: float = 1e-3
@@ -95,7 +95,7 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All findings, and what was compared."""
+    """All findings, and the servers that were compared."""
 
     options: CompareOptions
     endpoint: Mapping[str, str]
@@ -108,7 +108,7 @@ class Comparison:
         return any(finding.result == FAILED for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """One document."""
+        """Return the comparison as a plain document."""
         return {
             "holds": not self.has_failed,
             "endpoint": dict(self.endpoint),
@@ -120,7 +120,7 @@ class Comparison:
 
 
 def compare(endpoint: ServerApi, reference: ServerApi, options: CompareOptions, listen: Listener) -> Comparison:
-    """Ask both servers the same, first the reference, and judge the answers."""
+    """Send the same requests to the reference and then to the endpoint, and judge the answers."""
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
     findings = [*questions.greedy(), *questions.seeds()]
@@ -140,7 +140,7 @@ def compare(endpoint: ServerApi, reference: ServerApi, options: CompareOptions, 
 
 
 class _Questions:
-    """Asks both servers; what one of them refuses is skipped, and so is all that follows once the endpoint is down."""
+    """Sends requests to both servers; skips what one of them refuses, and everything once the endpoint is down."""
 
     def __init__(self, endpoint: ServerApi, reference: ServerApi, options: CompareOptions, listen: Listener) -> None:
         self._servers = {"reference": reference, "endpoint": endpoint}
@@ -159,7 +159,7 @@ class _Questions:
             )
 
     def greedy(self) -> list[Finding]:
-        """Greedy answers, one at a time and together; where they differ, the reference explains itself."""
+        """Compare greedy answers, one at a time and together; where they differ, get log-probabilities."""
         size = self._options.size
         prompts = greedy_prompts(size.num_prompts)
         asks = [PromptRequest(prompt, {"temperature": 0, "max_tokens": size.num_tokens}) for prompt in prompts]
@@ -181,7 +181,7 @@ class _Questions:
         return [greedy_equality(greedy, tie), greedy_together(greedy, self._options.at_once, tie)]
 
     def seeds(self) -> list[Finding]:
-        """Whether a server repeats itself without a seed; then samples are independent only if each has one."""
+        """Note if a server repeats itself without a seed; samples are then independent only if each has a seed."""
         asks = REPEATED.asks(_NUM_REPEATS)
         answers = self._both("seeds", dict.fromkeys(self._servers, asks), self._options.at_once)
         if isinstance(answers, Finding):
@@ -192,7 +192,7 @@ class _Questions:
         return [unasked("seeds", NOTE, says)] if repeating else []
 
     def sampled(self, number: int, feature: Feature) -> Sampled | Finding:
-        """Many samples of one prompt from both servers; no two features have seeds in common."""
+        """Sample one prompt many times from both servers; no two features share seeds."""
         feature = replace(feature, is_seeded=feature.is_seeded or self._is_seeded)
         count, first = self._num_requests(feature), number * len(self._servers)
         asks = {role: feature.asks(count, sample=sample) for sample, role in enumerate(self._servers, first)}
@@ -203,13 +203,13 @@ class _Questions:
         return Sampled(feature.name, *answers, drafts=_grown(before, self._servers["endpoint"].drafts()))
 
     def _num_requests(self, feature: Feature) -> int:
-        """As many choices as there are samples."""
+        """Return the number of requests that gives as many choices as there are samples."""
         return max(2, self._options.size.num_samples // int(feature.sampling.get("n", 1)))
 
     def _both(
         self, name: str, asks: Mapping[str, Sequence[PromptRequest]], at_once: int
     ) -> tuple[Answers, Answers] | Finding:
-        """The answers of the reference and of the endpoint; or why there are none."""
+        """Return the answers of the reference and of the endpoint, or a finding that says why there are none."""
         if self.is_over:
             return unasked(name, SKIPPED, self.is_over)
         answers: dict[str, Answers] = {}
@@ -233,18 +233,18 @@ class _Questions:
     def _ask(self, role: str, asks: Sequence[PromptRequest], at_once: int) -> Answers:
         placed = [msgspec.structs.replace(ask, is_chat=self._is_chat(ask)) for ask in asks]
         start = self._num_done
-        self._num_done += len(placed)  # also if it is refused: there is no more to come
+        self._num_done += len(placed)  # also if the server refuses the rest, which then does not come
         return self._servers[role].ask_all(
             placed, at_once, lambda number: self._listen(_STAGE, start + number, self._num_asks)
         )
 
     def _is_chat(self, ask: PromptRequest) -> bool:
-        """Schemas are a part of the chat API first, plain prompts of the other one; each server has one at least."""
+        """Use the chat API for JSON schemas and completions for prompts; use the other one if the first is missing."""
         first = CHAT if ask.schema is not None else COMPLETIONS
         return (first if first in self._takes else self._takes[0]) == CHAT
 
     def _explained(self, asks: Sequence[PromptRequest], indexes: Sequence[int]) -> dict[int, Reply]:
-        """The reference's answers to these prompts with log-probabilities; none if it has none to give."""
+        """Return the reference's answers to these prompts with log-probabilities; empty if it cannot give any."""
         again = [
             PromptRequest(asks[index].prompt, {**asks[index].sampling, "logprobs": _NUM_LOGPROBS}) for index in indexes
         ]
@@ -257,7 +257,7 @@ class _Questions:
 
 
 def _properties(samples: Mapping[str, Sampled]) -> list[Finding]:
-    """What must be true of every single answer."""
+    """Check properties that every single answer must have."""
     return [
         *_property(
             samples.get("JSON schema"),

@@ -1,4 +1,4 @@
-"""What the answers of two servers show: where they part, and whether their samples differ. Pure."""
+"""Findings from the answers of two servers: where they differ, and whether their samples do. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from specbranch.exactness.statistics import Compared, LogprobMeans, Outcomes, co
 from specbranch.exactness.vllm_findings import FAILED, HOLDS, NOTE, SKIPPED, Finding, figures_of, noticeable
 
 T = TypeVar("T")
-Answers = Sequence[Sequence[Reply]]  # of each request its choices
-_SHOWN = 24  # characters
-_SHOWN_TEXT = 20  # characters
+Answers = Sequence[Sequence[Reply]]  # the choices of each request
+_EXCERPT_LEN, _TOKEN_LEN = 24, 20  # characters
 _MAX_CELLS = 50
 _RARE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greedy:
-    """Greedy answers of both servers, to requests that came one at a time, and to those that came together.
+    """Greedy answers of both servers to requests sent one at a time, and to requests sent together.
 
-    `explained` are the reference's answers once more, with log-probabilities, where an answer differs from the first.
+    Where an answer differs from the first, `explained` has a second answer of the reference, with log-probabilities.
     """
 
     prompts: Sequence[str]
@@ -50,7 +49,7 @@ class Greedy:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answers of both servers to one sampling feature, and the endpoint's draft tokens meanwhile, if it tells."""
+    """The answers of both servers to one sampling feature, and the endpoint's draft tokens, if it reports them."""
 
     name: str
     reference: Answers
@@ -60,14 +59,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """An answer that is not the one it is compared with."""
+    """An answer that differs from the one it is compared with."""
 
     index: int
     character: int
     was: str
     became: str
     parting: TokenDivergence | None
-    is_references: bool  # an answer that the reference gave too
+    is_references: bool  # the reference gave this answer too
 
     def is_explained(self, tie: float) -> bool:
         return self.is_references or (self.parting is not None and self.parting.is_tie(tie))
@@ -84,21 +83,21 @@ class _Difference:
 
 
 def greedy_equality(greedy: Greedy, tie: float) -> Finding:
-    """The endpoint's answers must be the reference's, but for ties."""
+    """Find whether the endpoint answers like the reference, except at ties."""
     found = _differences(greedy, greedy.reference, greedy.endpoint)
     return _greedy_finding("greedy", "endpoint : reference, one request at a time", greedy, found, tie)
 
 
 def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
-    """Requests that come together must be answered like those that come one at a time, but for ties."""
+    """Find whether the endpoint answers requests sent together like those sent one at a time, except at ties."""
     found = _differences(greedy, greedy.endpoint, greedy.endpoint_together)
     return _greedy_finding(f"greedy, {at_once} at once", "endpoint : the same one at a time", greedy, found, tie)
 
 
 def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.Generator) -> list[Finding]:
-    """One finding for each feature, and one for all; a false alarm among them has probability at most `alpha`.
+    """Test each feature, and all together; the probability of any false alarm is at most `alpha`.
 
-    Where both servers give log-probabilities, those of the texts are compared, else the texts themselves.
+    If both servers give log-probabilities, compare those of the texts, else the texts themselves.
     """
     *compared, together = compare_all([_pair(one) for one in samples], alpha, rng, together=True)
     findings = [
@@ -112,14 +111,14 @@ def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.G
 def check_server_property(
     name: str, compared: str, reference: Sequence[T], endpoint: Sequence[T], is_right: Callable[[T], bool]
 ) -> Finding:
-    """A property that every answer of the endpoint must have, if the reference's have it."""
+    """Check a property that every answer of the endpoint must have, if the reference's answers have it."""
     own, wrong = ([one for one in answers if not is_right(one)] for answers in (reference, endpoint))
     says = f"{len(wrong)} of {len(endpoint)} answers break it"
     result = FAILED if wrong else HOLDS
     if own:
         result, says = SKIPPED, f"{len(own)} of {len(reference)} answers of the reference break it; is it supported?"
     elif not reference or not endpoint:
-        result, says = SKIPPED, "no answer to look at"
+        result, says = SKIPPED, "there are no answers to check"
     return Finding(
         name=name,
         compared=compared,
@@ -132,8 +131,8 @@ def check_server_property(
 
 
 def drafting(reference: DraftCounts | None, endpoint: DraftCounts | None) -> Finding:
-    """Whether the endpoint accepted draft tokens meanwhile; if none, its speculative decoding was not checked."""
-    result, says = NOTE, "the server does not tell; make sure that speculative decoding is on"
+    """Find whether the endpoint accepted draft tokens; without any, its speculative decoding was not checked."""
+    result, says = NOTE, "the server does not report draft tokens; make sure that speculative decoding is on"
     if endpoint is not None:
         result = HOLDS if endpoint.accepted else FAILED
         says = str(endpoint) if endpoint.accepted else f"nothing was checked: {endpoint}"
@@ -144,12 +143,12 @@ def drafting(reference: DraftCounts | None, endpoint: DraftCounts | None) -> Fin
 
 
 def unasked(name: str, result: str, says: str, message: str | None = None) -> Finding:
-    """A check that could not be made, and the server's message on it."""
+    """Report a check that could not be made, with the server's message."""
     return Finding(name=name, compared="", n=0, result=result, says=says, details=[message] if message else ())
 
 
 def flat(answers: Answers) -> list[Reply]:
-    """The choices of all answers."""
+    """Return the choices of all answers in one list."""
     return [reply for replies in answers for reply in replies]
 
 
@@ -172,8 +171,8 @@ def _differences(greedy: Greedy, ones: Sequence[Reply], others: Sequence[Reply])
             _Difference(
                 index,
                 character,
-                _shown(one, character),
-                _shown(other, character),
+                _excerpt(one, character),
+                _excerpt(other, character),
                 find_divergence(explained, other) if explained else None,
                 any(_is_same(other, answer) for answer in answers),
             )
@@ -181,9 +180,9 @@ def _differences(greedy: Greedy, ones: Sequence[Reply], others: Sequence[Reply])
     return found
 
 
-def _shown(reply: Reply, character: int) -> str:
-    """What follows in an answer, or why nothing does."""
-    return reply.text[character : character + _SHOWN] or f"(end: {reply.finish_reason})"
+def _excerpt(reply: Reply, character: int) -> str:
+    """Return the next characters of an answer, or why it ends there."""
+    return reply.text[character : character + _EXCERPT_LEN] or f"(end: {reply.finish_reason})"
 
 
 def _greedy_finding(name: str, compared: str, greedy: Greedy, found: Sequence[_Difference], tie: float) -> Finding:
@@ -219,7 +218,7 @@ def _pair(sampled: Sampled) -> Outcomes | LogprobMeans:
 
 
 def _outcomes(answers: Answers) -> list[str]:
-    """Of each answer one choice, each index in turn, with why it ended; before it, whether all choices are the same."""
+    """Return one choice of each answer, each index in turn, marked with its end and whether all choices are equal."""
     return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
 
 
@@ -250,10 +249,10 @@ def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, d
 
 @dataclass(frozen=True, slots=True)
 class TokenDivergence:
-    """The reference's token at a position, and the other answer's.
+    """The position where two answers differ, with the token of the reference and of the other answer.
 
-    `gap` is by how much the reference preferred its own, in log-probability; more than that if `is_least`, because the
-    other token is not among those that it reported.
+    `gap` is by how much the reference preferred its own token, in log-probability; with `is_least` it is a lower
+    bound, because the reference did not report the other token.
     """
 
     position: int
@@ -263,15 +262,15 @@ class TokenDivergence:
     is_least: bool = False
 
     def is_tie(self, tie: float) -> bool:
-        """Whether rounding explains it, if that moves log-probabilities by at most `tie`."""
+        """Return whether rounding explains it, which changes log-probabilities by at most `tie`."""
         return self.gap <= tie and not self.is_least
 
 
 def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
-    """Where the other text leaves the reference's, by the smallest gap that explains it; None if tokens do not tell.
+    """Find where the other text diverges from the reference, by the smallest gap that explains it; None if unknown.
 
-    Only the reference needs log-probabilities. Which tokens the other text is made of is not known, and one token can
-    be the beginning of another, so there may be several explanations.
+    Only the reference needs log-probabilities. The tokens of the other text are not known, and one token can be a
+    prefix of another, so there may be several explanations.
     """
     at = 0
     found: list[TokenDivergence] = []
@@ -286,32 +285,32 @@ def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
         if not there.startswith(token):
             if not found and (here.startswith(token) or not here):
                 gap = likely[token] - min(likely.values())
-                return TokenDivergence(position, token, there[:_SHOWN_TEXT], gap, is_least=True)
+                return TokenDivergence(position, token, there[:_TOKEN_LEN], gap, is_least=True)
             break
         at += len(token)
     return min(found, key=lambda one: one.gap, default=None)
 
 
 def first_difference(one: str, other: str) -> int:
-    """The first character where two texts differ."""
+    """Return the index of the first character where two texts differ."""
     shortest = min(len(one), len(other))
     return next((at for at in range(shortest) if one[at] != other[at]), shortest)
 
 
 def _leads(token: str, here: str, there: str) -> bool:
-    """Whether a token leads to the other text and away from the reference's."""
+    """Return whether a token continues the other text and not the reference's."""
     return token != "" and there.startswith(token) and not here.startswith(token)
 
 
 def _ends(token: str) -> bool:
-    """Whether a token looks like one that ends a text, such as </s> or <|im_end|>."""
+    """Return whether a token looks like an end token, such as </s> or <|im_end|>."""
     return token == "" or (token.startswith("<") and token.endswith(">"))
 
 
 def group_by_prefix(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Each text as the longest beginning that it shares with enough others of both samples.
+    """Replace each text by its longest prefix that enough texts of both samples share.
 
-    The cells depend on the pooled texts only, which a permutation leaves alone: a permutation test stays exact.
+    The cells depend on the pooled texts only, which a permutation does not change, so a permutation test stays exact.
     """
     pooled = [*ones, *others]
     enough = max(_RARE, len(pooled) // _MAX_CELLS)

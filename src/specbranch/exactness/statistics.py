@@ -1,8 +1,7 @@
-"""Exact two-sample tests, their correction for many tests, and what they would notice. Pure: NumPy and a given `rng`.
+"""Exact two-sample tests, their correction for many tests, and their power. Pure: NumPy and a given `rng`.
 
-All tests are permutation tests. If both samples come from one distribution, every way of handing the pooled values back
-to the two samples is equally likely, whatever the distribution; so P(p-value <= level) <= level holds exactly, for
-every size.
+All tests are permutation tests. If both samples come from one distribution, every way to divide the pooled values into
+two samples is equally likely, whatever the distribution; so P(p-value <= level) <= level holds exactly, for every size.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import numpy as np
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-_MAX_TABLES = 20_000  # up to here all tables are enumerated; beyond, they are drawn
+_MAX_TABLES = 20_000  # up to here all tables are enumerated; more are sampled
 _ROUNDING = 1e-9  # equal statistics may differ by this much in floating point
 _CHUNK = 4_000_000  # numbers held at a time
-_RARE = 5  # values that both samples together hold less often than this count as one
+_RARE = 5  # values with a lower count in both samples together are merged into one
 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A p-value, and the least statistic that would have been significant at the level that was asked for."""
+    """A p-value, and the least statistic that is significant at the requested level."""
 
     p_value: float
     statistic: float
@@ -35,9 +34,9 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Two samples of one feature: what was compared, and how the test came out.
+    """The test of two samples of one feature.
 
-    `p_value` is corrected for all tests of a report. `shift` is the distance that would have been noticed; None for
+    `p_value` is corrected for all tests of a report. `shift` is the least distance that the test detects; None for
     means.
     """
 
@@ -49,13 +48,13 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Two samples of whole outputs, whose distributions are compared."""
+    """Two samples of whole outputs, to compare their distributions."""
 
     ones: Sequence[Hashable]
     others: Sequence[Hashable]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test them; the p-value is not corrected yet."""
+        """Test the two samples; the p-value is not corrected yet."""
         ones, others = count_pairs(self.ones, self.others)
         test = compare_counts(ones, others, level, rng)
         shift = detectable_shift(ones, others, test.critical, rng)
@@ -64,13 +63,13 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class LogprobMeans:
-    """Two samples of the log-probabilities of whole outputs, whose means are compared."""
+    """Two samples of the log-probabilities of whole outputs, to compare their means."""
 
     ones: Sequence[float]
     others: Sequence[float]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test them; the p-value is not corrected yet."""
+        """Test the two samples; the p-value is not corrected yet."""
         test = compare_means(np.array(self.ones), np.array(self.others), level, rng)
         return Compared("mean log-probability of a sample", test, test.p_value)
 
@@ -78,24 +77,24 @@ class LogprobMeans:
 def compare_all(
     pairs: Sequence[Outcomes | LogprobMeans], alpha: float, rng: np.random.Generator, together: bool = False
 ) -> list[Compared]:
-    """One test for each pair of samples; a false alarm anywhere among them has probability at most `alpha`.
+    """Test each pair of samples; the probability of any false alarm among the tests is at most `alpha`.
 
-    `together` adds a last test of all pairs of samples, which must then be independent of each other: a shift that is
-    too small to be seen in one of them can be seen in many.
+    `together` adds a last test of all pairs, which must then be independent of each other: a shift that is too small
+    for one test to detect can show in many of them.
     """
     level = alpha / (len(pairs) + together)
     tested = [pair.compared(level, rng) for pair in pairs]
     if together:
-        p_value = combined([one.test.p_value for one in tested])
+        p_value = combine_p_values([one.test.p_value for one in tested])
         tested.append(Compared("all p-values in one", Test(p_value, -math.log(p_value), math.inf), p_value))
     adjusted = holm([one.test.p_value for one in tested])
     return [replace(one, p_value=p_value) for one, p_value in zip(tested, adjusted, strict=True)]
 
 
 def count_pairs(one: Sequence[Hashable], other: Sequence[Hashable], rare: int = _RARE) -> tuple[Ints, Ints]:
-    """How often each value occurs in either sample; values that are rare in both together are merged into one.
+    """Count each value in either sample, and merge the values that are rare in both together into one.
 
-    What is merged depends on the pooled values only, which a permutation leaves alone: the test stays exact.
+    The merging depends on the pooled values only, which a permutation does not change, so the test stays exact.
     """
     ones, others = Counter(one), Counter(other)
     pooled = ones + others
@@ -110,7 +109,7 @@ def count_pairs(one: Sequence[Hashable], other: Sequence[Hashable], rare: int = 
 
 
 def chi_square(ones: Ints, others: Ints) -> Floats:
-    """The two-sample chi-square statistic of counts, [..., values]; large when the samples differ."""
+    """Compute the two-sample chi-square statistic of counts, [..., values]; it is large if the samples differ."""
     size, other_size = ones.sum(axis=-1, keepdims=True), others.sum(axis=-1, keepdims=True)
     pooled = np.maximum(ones + others, 1)
     ratio = np.sqrt(other_size / size)
@@ -119,24 +118,24 @@ def chi_square(ones: Ints, others: Ints) -> Floats:
 
 
 def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Generator) -> Test:
-    """Permutation test of two counted samples by chi-square; all tables are enumerated where they are few."""
+    """Test two counted samples by permutations and chi-square; enumerate all tables if they are few."""
     observed = float(chi_square(ones, others))
     pooled, size = ones + others, int(ones.sum())
     if math.prod(int(count) + 1 for count in pooled) <= _MAX_TABLES:
-        return _enumerated(pooled, size, observed, level)
+        return _test_by_enumeration(pooled, size, observed, level)
     num_draws = draws_for(level)
     step = max(1, _CHUNK // len(pooled))
     null = np.concatenate(
-        [_drawn(pooled, size, min(step, num_draws - start), rng) for start in range(0, num_draws, step)]
+        [_sampled_statistics(pooled, size, min(step, num_draws - start), rng) for start in range(0, num_draws, step)]
     )
-    return _judged(null, observed, level)
+    return _test_by_sampling(null, observed, level)
 
 
 def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Generator) -> Test:
-    """Permutation test of two samples of numbers by the distance of their means."""
+    """Test two samples of numbers by permutations and the distance of their means."""
     pooled = np.concatenate([ones, others])
     centred = pooled - pooled.mean()
-    # Centred values sum to zero, so one sample's sum tells the distance of the means.
+    # Centred values sum to zero, so one sample's sum gives the distance of the means.
     scale = 1 / len(ones) + 1 / len(others)
     observed = abs(float(centred[: len(ones)].sum())) * scale
     num_draws = draws_for(level)
@@ -146,16 +145,16 @@ def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Gen
         * scale
         for start in range(0, num_draws, step)
     ]
-    return _judged(np.concatenate(null), observed, level)
+    return _test_by_sampling(np.concatenate(null), observed, level)
 
 
 def draws_for(level: float) -> int:
-    """Draws that leave the smallest possible p-value ten times under the level."""
+    """Return the number of draws for which the smallest possible p-value is a tenth of the level."""
     return math.ceil(10 / level)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values: with those <= level rejected, any false alarm has probability <= level (Holm 1979)."""
+    """Adjust p-values so that rejecting those <= level has P(any false alarm) <= level (Holm 1979)."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -164,8 +163,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def combined(p_values: Sequence[float]) -> float:
-    """One p-value of independent ones, by their product (Fisher 1932): P(product of uniform numbers <= this one)."""
+def combine_p_values(p_values: Sequence[float]) -> float:
+    """Combine independent p-values by their product (Fisher 1932): P(product of uniform numbers <= this product)."""
     product = math.prod(p_values)
     term, tail = 1.0, 0.0
     for rank in range(len(p_values)):
@@ -175,10 +174,10 @@ def combined(p_values: Sequence[float]) -> float:
 
 
 def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:
-    """The least total-variation distance that `compare_counts` notices with this power; 1.0 if it notices none.
+    """Return the least total-variation distance that `compare_counts` detects with this power; 1.0 if it detects none.
 
-    Simulated, to 0.01, for a distribution like the pooled one and for the shift that is hardest to see: mass taken
-    evenly from one half of the distribution and spread evenly over the other half.
+    The distance is simulated, to 0.01, for the pooled distribution and for the shift that is hardest to detect: mass
+    moved evenly from one half of the distribution to the other half.
     """
     distribution = (ones + others) / (ones + others).sum()
     sizes = int(ones.sum()), int(others.sum())
@@ -193,13 +192,13 @@ def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.G
 
 
 def shifted(distribution: Floats, distance: float) -> Floats:
-    """A distribution at most this total-variation distance away: one half gives, the other takes, each evenly."""
+    """Move mass evenly from one half of a distribution to the other, up to this total-variation distance."""
     gives, mass = np.zeros(len(distribution), dtype=bool), 0.0
     for index in np.argsort(distribution, kind="stable")[::-1]:
         if mass + distribution[index] <= 0.5 + _ROUNDING or not gives.any():
             gives[index] = True
             mass += float(distribution[index])
-    if mass >= 1 - _ROUNDING:  # one value only: there is nowhere to go
+    if mass >= 1 - _ROUNDING:  # there is only one value
         return distribution
     taken = min(distance, mass)
     result: Floats = np.where(gives, distribution * (1 - taken / mass), distribution * (1 + taken / (1 - mass)))
@@ -207,7 +206,7 @@ def shifted(distribution: Floats, distance: float) -> Floats:
 
 
 def tables(pooled: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Every way of giving `size` of the pooled values to the first sample: its counts, and how many ways lead there."""
+    """Yield every possible table of a first sample of `size` pooled values: its counts, and its multiplicity."""
     if not pooled:
         if size == 0:
             yield (), 1
@@ -218,7 +217,7 @@ def tables(pooled: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], 
             yield (taken, *tail), ways * math.comb(head, taken)
 
 
-def _enumerated(pooled: Ints, size: int, observed: float, level: float) -> Test:
+def _test_by_enumeration(pooled: Ints, size: int, observed: float, level: float) -> Test:
     found = list(tables([int(count) for count in pooled], size))
     ones = np.array([table for table, _ in found], dtype=np.int64)
     statistics = chi_square(ones, pooled - ones)
@@ -235,13 +234,13 @@ def _enumerated(pooled: Ints, size: int, observed: float, level: float) -> Test:
     return Test(as_extreme / whole, observed, critical)
 
 
-def _drawn(pooled: Ints, size: int, num_draws: int, rng: np.random.Generator) -> Floats:
+def _sampled_statistics(pooled: Ints, size: int, num_draws: int, rng: np.random.Generator) -> Floats:
     ones = rng.multivariate_hypergeometric(pooled, size, size=num_draws, method="marginals")
     return chi_square(ones, pooled - ones)
 
 
-def _judged(null: Floats, observed: float, level: float) -> Test:
-    """The observed one counts among the drawn ones: that keeps a drawn p-value exact (Phipson and Smyth 2010)."""
+def _test_by_sampling(null: Floats, observed: float, level: float) -> Test:
+    """Build the test from sampled statistics; the observed one counts as a sample (Phipson and Smyth 2010)."""
     as_extreme = int((null >= observed - _ROUNDING).sum())
     allowed = math.floor(level * (1 + len(null))) - 1
     critical = float(np.partition(null, len(null) - allowed)[len(null) - allowed]) if allowed > 0 else math.inf

@@ -1,4 +1,4 @@
-"""The kit of `specbranch check`: which engines decode what, one after the other, and the report on it."""
+"""`specbranch check`: decode the same requests with bare and drafting engines, and report on the outputs."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.settings import ProposerSettings, merged_settings
 from specbranch.version import __version__
 
-_BATCH = 8  # of sampled requests, and of the greedy runs that show vLLM's own rounding
+_BATCH = 8  # for sampled requests, and for the greedy runs that measure vLLM's own rounding
 _MAX_ROWS = 16
-_ATTEMPTS = 4  # at a run with drafts of which no token was accepted
-_SAMPLED_GAMMA = 2  # short outputs: longer drafts would only be cut
-Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, requests in all, where known
+_ATTEMPTS = 4  # repeats of a run with drafts until a draft token is accepted
+_SAMPLED_GAMMA = 2  # these outputs are short and would cut longer drafts
+Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, all requests; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSize:
-    """How much is decoded. More samples detect smaller shifts."""
+    """How much to decode; more samples detect smaller shifts."""
 
     num_prompts: int = 32
     num_tokens: int = 40
@@ -58,9 +58,9 @@ FULL, QUICK = CheckSize(), CheckSize(8, 24, 64, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """A pair, how it is served, and how much of it is checked.
+    """A pair, how to serve it, and how much of it to check.
 
-    `wrong_temperature` makes the second sample wrong on purpose, to test the kit itself.
+    `wrong_temperature` makes the second sample wrong on purpose, to test the check itself.
     """
 
     target: str
@@ -78,7 +78,7 @@ class CheckOptions:
     predictor: str = "confidence"
 
     def settings(self, address: str) -> ProposerSettings:
-        """The proposer's settings with the first planner."""
+        """Return the proposer's settings with the first planner."""
         ours = {
             "address": address,
             "is_gated": False,
@@ -91,7 +91,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings, and what was checked."""
+    """All findings, and the options and engine that they belong to."""
 
     options: CheckOptions
     engine: Engine
@@ -104,7 +104,7 @@ class Report:
         return any(finding.result == FAILED for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """One document."""
+        """Return the report as a plain document."""
         options = self.options
         return {
             "holds": not self.has_failed,
@@ -129,7 +129,7 @@ class Report:
 def check(options: CheckOptions, listen: Listener) -> Report:
     """Start the draft service, then four engines one after the other, and compare their outputs.
 
-    Exact equality is tested where rounding does not depend on the batch, or hardly does: with vLLM's batch-invariant
+    Exact equality is tested where the batch does not change the rounding, or hardly does: with vLLM's batch-invariant
     kernels, or in float32 on devices without them. Distributions are tested as the model is served.
     """
     load_planners()
@@ -151,14 +151,14 @@ def check(options: CheckOptions, listen: Listener) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What one engine has decoded, by the name of the run."""
+    """The results of one engine, by the name of the job."""
 
     engine: Engine
     done: Mapping[str, DecodeResult]
 
 
 class _Stages:
-    """Runs one engine after the other and reports its progress."""
+    """Runs the jobs of one engine after the other, and reports the progress."""
 
     def __init__(self, options: CheckOptions, listen: Listener, logs: Path) -> None:
         self._options = options
@@ -190,7 +190,7 @@ class _Stages:
         return {
             "dtype": self._options.dtype,
             "max_model_len": 512,
-            "enforce_eager": installed.runs_on_cpu(),  # where there are CUDA graphs, they are checked too
+            "enforce_eager": installed.runs_on_cpu(),  # with CUDA graphs where they exist, so that they are checked too
             "max_num_seqs": _MAX_ROWS,
             **self._options.arguments,
         }
@@ -234,15 +234,12 @@ def _sampled_run(asks: list[PromptRequest], settings: ProposerSettings | None, f
 def _run(
     asks: list[PromptRequest], batch: int, settings: ProposerSettings | None, **planner_settings: Any
 ) -> DecodeJob:
-    """A run on a bare engine, or one whose drafts are waited for: short outputs would end before the first draft."""
+    """Return a job; one with drafts waits for them, because short outputs would end before the first draft."""
     if settings is None:
         return DecodeJob(asks, batch)
     names = setting_names(settings.planner)
-    wanted = {
-        "wait_for_draft": True,
-        "cost_aware": False,
-        **planner_settings,
-    }  # so that drafts are submitted, also in vain
+    # Drafts are submitted even where they do not pay.
+    wanted = {"wait_for_draft": True, "cost_aware": False, **planner_settings}
     chosen = {name: value for name, value in wanted.items() if name in names}
     return DecodeJob(asks, batch, replace(settings, settings=chosen), _ATTEMPTS)
 

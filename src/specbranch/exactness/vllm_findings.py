@@ -1,4 +1,4 @@
-"""Findings: what the outputs of bare vLLM and of vLLM with the proposer show. Pure; each function makes one kind."""
+"""Findings from the outputs of bare vLLM and of vLLM with the proposer. Pure; each function makes one kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report. `figures` are for programs; `details` are further lines for people."""
+    """One line of the report, with `figures` for programs and `details` as further lines of text."""
 
     name: str
     compared: str
@@ -45,12 +45,12 @@ class Divergence:
 
     @property
     def is_tie(self) -> bool:
-        """Whether both tokens were equally likely for bare vLLM."""
+        """Whether bare vLLM gave both tokens the same probability."""
         return self.gap is not None and self.gap <= TIE
 
 
 def divergences(bare: Sequence[DecodedOutput], other: Sequence[DecodedOutput]) -> list[Divergence]:
-    """Where outputs first differ, for all prompts where they do."""
+    """Return the first difference of every pair of outputs that differ."""
     found = []
     for index, (one, two) in enumerate(zip(bare, other, strict=True)):
         if one.tokens == two.tokens:
@@ -66,7 +66,7 @@ def divergences(bare: Sequence[DecodedOutput], other: Sequence[DecodedOutput]) -
 
 
 def greedy_equality(name: str, asks: Sequence[PromptRequest], bare: DecodeResult, other: DecodeResult) -> Finding:
-    """Outputs must be equal token by token; they may differ only where both tokens were equally likely."""
+    """Find whether outputs are equal token by token, except where both tokens were equally likely."""
     found = divergences(bare.answers, other.answers)
     real = [one for one in found if not one.is_tie]
     equal = len(asks) - len(found)
@@ -88,11 +88,11 @@ def greedy_equality(name: str, asks: Sequence[PromptRequest], bare: DecodeResult
 
 
 def logprob_agreement(bare: DecodeResult, other: DecodeResult) -> Finding:
-    """Each chosen token has a log-probability, and it is the one that bare vLLM reports."""
+    """Find whether each chosen token has the log-probability that bare vLLM reports."""
     missing, largest, num_compared = 0, 0.0, 0
     for one, two in zip(bare.answers, other.answers, strict=True):
         missing += _num_missing(one) + _num_missing(two)
-        # After the first difference the sequences are not the same any more.
+        # After the first difference the sequences are no longer comparable.
         for token, other_token, left, right in zip(one.tokens, two.tokens, one.logprobs, two.logprobs, strict=False):
             if token != other_token:
                 break
@@ -114,7 +114,7 @@ def logprob_agreement(bare: DecodeResult, other: DecodeResult) -> Finding:
 
 
 def divergence_rates(dtype: str, alone: DecodeResult, together: DecodeResult, other: DecodeResult) -> Finding:
-    """How often rounding in the serving dtype changes an output: with the proposer, and in bare vLLM. Never fails."""
+    """Note how often rounding in the serving dtype changes an output, with the proposer and in bare vLLM."""
     own, ours = (divergences(together.answers, done.answers) for done in (alone, other))
     n = len(together.answers)
     says = f"proposer {len(ours)}/{n}{_largest_gap(ours)}; vLLM's own noise {len(own)}/{n}{_largest_gap(own)}"
@@ -139,7 +139,7 @@ def divergence_rates(dtype: str, alone: DecodeResult, together: DecodeResult, ot
 def same_distribution(
     features: Sequence[tuple[str, DecodeResult, DecodeResult]], alpha: float, rng: np.random.Generator
 ) -> list[Finding]:
-    """One finding for each feature's two samples; a false alarm anywhere among them has probability at most `alpha`."""
+    """Test the two samples of each feature; the probability of any false alarm is at most `alpha`."""
     named: list[tuple[str, DecodeResult, Outcomes | LogprobMeans]] = []
     for name, bare, other in features:
         named.append((name, other, Outcomes(_values(name, bare), _values(name, other))))
@@ -152,7 +152,7 @@ def same_distribution(
 
 
 def check_property(name: str, compared: str, other: DecodeResult, is_right: Callable[[DecodedOutput], bool]) -> Finding:
-    """A property that every output with the proposer must have."""
+    """Check a property that every output with the proposer must have."""
     wrong = [answer for answer in other.answers if not is_right(answer)]
     says = f"{len(wrong)} of {len(other.answers)} outputs break it"
     if not other.answers:
@@ -171,7 +171,7 @@ def check_property(name: str, compared: str, other: DecodeResult, is_right: Call
 
 
 def seeds_repeat(bare: tuple[DecodeResult, DecodeResult], other: tuple[DecodeResult, DecodeResult]) -> Finding:
-    """Whether a request with a seed gives the same tokens when it is repeated, bare and with the proposer."""
+    """Note how often a repeated request with a seed gives the same tokens, bare and with the proposer."""
     own, ours = (
         sum(one.tokens == two.tokens for one, two in zip(first.answers, second.answers, strict=True))
         for first, second in (bare, other)
@@ -183,12 +183,12 @@ def seeds_repeat(bare: tuple[DecodeResult, DecodeResult], other: tuple[DecodeRes
 
 
 def drop_truncated(done: DecodeResult) -> DecodeResult:
-    """The run without the outputs that were cut off at `max_tokens`."""
+    """Return the run without the outputs that were cut off at `max_tokens`."""
     return msgspec.structs.replace(done, answers=[one for one in done.answers if one.finish_reason != "length"])
 
 
 def is_json(text: str, keys: Sequence[str]) -> bool:
-    """Whether a text is a JSON object with these keys."""
+    """Return whether a text is a JSON object with exactly these keys."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -197,7 +197,7 @@ def is_json(text: str, keys: Sequence[str]) -> bool:
 
 
 def has_all_logprobs(answer: DecodedOutput) -> bool:
-    """Whether the chosen token's log-probability was reported for each token."""
+    """Return whether vLLM reported the log-probability of every chosen token."""
     return _num_missing(answer) == 0
 
 
@@ -219,12 +219,12 @@ def _distribution_finding(name: str, other: DecodeResult, compared: Compared, al
 
 
 def noticeable(shift: float) -> str:
-    """What a test of distributions would have noticed, in words."""
+    """Describe the least shift that a test of distributions detects."""
     return f"would notice a shift of {shift:.2f}" if shift < 1 else "too few samples to notice any shift"
 
 
 def figures_of(compared: Compared) -> dict[str, Any]:
-    """A test's numbers, for programs."""
+    """Return a test's numbers as a plain document."""
     test = compared.test
     return {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": compared.shift}
 
@@ -248,14 +248,14 @@ def _surprises(done: DecodeResult) -> list[float]:
 
 
 def _checked(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
-    """A run in which no draft token was accepted has checked nothing, so it fails."""
+    """Fail a run in which no draft token was accepted, because it has checked nothing."""
     if not other.accepted:
         return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
     return result, says if other.attempts == 1 else f"{says}; in attempt {other.attempts}, none accepted before"
 
 
 def _checked_undrafted(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
-    """A run of requests that get no drafts fails if any draft token was verified."""
+    """Fail a run of requests that must get no drafts if any draft token was verified."""
     if other.submitted:
         return FAILED, f"such requests must get no drafts ({says})"
     return result, says.replace("0 of 0 draft tokens accepted", "such requests get no drafts")
@@ -271,7 +271,7 @@ def _num_missing(answer: DecodedOutput) -> int:
 
 
 def _gap(answer: DecodedOutput, position: int, token: int | None, other: int | None) -> float | None:
-    """By how much the token was preferred; a lower bound if the other one is not among those reported."""
+    """Return by how much the token was preferred; a lower bound if the other token was not reported."""
     if token is None or other is None or position >= len(answer.logprobs):
         return None
     reported = answer.logprobs[position]

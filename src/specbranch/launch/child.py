@@ -1,6 +1,6 @@
 """A child process: start it, wait until it is up, read the end of its log, stop it.
 
-It knows nothing of what runs in the child; the caller brings the command and the probe that tells that it is up.
+This module knows nothing of the program in the child: the caller gives the command and the probe for readiness.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -19,15 +19,15 @@ _Found = TypeVar("_Found")
 
 PIPE = subprocess.PIPE
 _TAIL_LEN = 2000  # characters
-_WORK_S, _WORK_BYTES = 0.2, 1 << 20  # less than this is no work, but waiting
+_WORK_S, _WORK_BYTES = 0.2, 1 << 20  # a process that uses less than this is idle
 
 
 class Child:
-    """A running process; making one starts it.
+    """A running process; the constructor starts it.
 
-    `environment` is added to ours. `cores` None means those of this process. Output goes to `log_file`, or where ours
-    goes; `stdout` may be sent elsewhere, and with `has_one_output` standard error goes with it. `has_group`: processes
-    that the child has started are killed with it.
+    `environment` is added to the environment of this process. Without `cores` the child inherits the cores of this
+    process. Its output goes to `log_file`, else to the output of this process; `stdout` redirects standard output, and
+    `has_one_output` sends standard error to the same place. With `has_group`, `kill` also kills the child's children.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Child:
         self._is_swept = False
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(log_file.open("ab")) if log_file else None
-            stack.enter_context(_pinned(cores))
+            stack.enter_context(pinned(cores))
             self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -75,7 +75,7 @@ class Child:
 
     @property
     def exit_summary(self) -> str:
-        """How it ended, in words."""
+        """A phrase that says how it ended."""
         code = self.returncode
         if code is None:
             return "is still running"
@@ -93,37 +93,37 @@ class Child:
         assert self._process.stdout is not None, "started without a pipe"
         return self._process.stdout
 
-    def listen(self, hear: Callable[[str], None]) -> threading.Thread:
-        """Let a thread hear every line of its standard output until it ends; also lines that replace each other.
+    def listen(self, on_line: Callable[[str], None]) -> threading.Thread:
+        """Start a thread that calls `on_line` with every line of the child's standard output, and return the thread.
 
-        Whatever `hear` raises, reading goes on: a child that nobody reads from would come to a halt.
+        Errors of `on_line` are ignored: a child blocks as soon as the pipe is full, so the thread must keep reading.
         """
-        # A file of its own: one that is closed here while a thread reads from it would block.
+        # A duplicate: `close` of the child's own file would block while the thread reads from it.
         copy = os.dup(self.output.fileno())
 
-        def pass_on() -> None:
+        def read_lines() -> None:
             with os.fdopen(copy, errors="replace") as lines:
                 for line in lines:
                     with contextlib.suppress(Exception):  # such as a terminal that is gone
-                        hear(line.rstrip("\n"))
+                        on_line(line.rstrip("\n"))
 
-        thread = threading.Thread(target=pass_on, name=f"output-{self.pid}", daemon=True)
+        thread = threading.Thread(target=read_lines, name=f"output-{self.pid}", daemon=True)
         thread.start()
         return thread
 
     def close_input(self) -> None:
-        """Close its standard input; some programs end by that."""
+        """Close its standard input, which tells some programs to end."""
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self.input.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; whether it has ended."""
+        """Wait until it ends, and return whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return not self.is_running
 
     def wait_until(self, probe: Callable[[], _Found | None], timeout_s: float, pause_s: float = 0.0) -> _Found | None:
-        """What `probe` finds first; None if the child ends or the time is over before."""
+        """Call `probe` until it returns a value, and return that; None if the child ends or the time is over first."""
         end_s = time.monotonic() + timeout_s
         while self.is_running and time.monotonic() < end_s:
             found = probe()
@@ -133,23 +133,23 @@ class Child:
         return None
 
     def work(self) -> tuple[float, int] | None:
-        """Processor seconds used and bytes read or written so far; None where the system does not tell."""
+        """Return the processor seconds and the bytes read or written so far; None if the system reports none."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
         except OSError:
             return None
         ticks = int(fields[11]) + int(fields[12])  # in user and in system mode
-        # Bytes from the network are seen when they are written to a file, weights mapped into memory as they are read.
+        # A download counts as it is written to a file, and weights that are mapped into memory as they are read.
         counts = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
         return ticks / os.sysconf("SC_CLK_TCK"), counts["rchar"] + counts["wchar"] + counts["read_bytes"]
 
     def log_tail(self) -> str:
-        """The end of its log; empty if it has none."""
+        """Return the end of its log; empty without a log."""
         return self._log_file.read_text(errors="replace")[-_TAIL_LEN:].strip() if self._log_file else ""
 
     def stop(self, grace_s: float) -> None:
-        """Ask it to end; kill it if it does not within this time."""
+        """Send SIGTERM, and kill the child if it has not ended after `grace_s`."""
         if self.is_running:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)  # a suspended process cannot end
@@ -157,21 +157,21 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """End it at once, with its group if it has one, and close the pipes to it."""
+        """Kill the child, with its group if it has one, and close the pipes to it."""
         if self._has_group and not self._is_swept:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        self._is_swept = True  # from now on the group's number may be somebody else's
+        self._is_swept = True  # the system may now give the group's number to other processes
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what was not read is lost
+                with contextlib.suppress(BrokenPipeError):  # unread data is lost
                     pipe.close()
 
 
 class Idleness:
-    """For how long a child has done next to nothing: no computing, no reading, no writing."""
+    """The time since a child last computed, read or wrote."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -179,7 +179,7 @@ class Idleness:
         self._since_s = time.monotonic()
 
     def seconds(self) -> float:
-        """How long, so far; zero where the system does not tell."""
+        """Return the idle time so far; zero if the system does not report it."""
         now = self._child.work()
         if now is None or self._mark is None:
             return 0.0
@@ -189,8 +189,8 @@ class Idleness:
 
 
 @contextlib.contextmanager
-def _pinned(cores: Collection[int] | None) -> Iterator[None]:
-    """Keep this thread to these cores for a moment: a child inherits the cores of the thread that starts it."""
+def pinned(cores: Collection[int] | None) -> Iterator[None]:
+    """Pin this thread to `cores` for a while; a child inherits the cores of the thread that starts it."""
     if cores is None:
         yield
         return
@@ -198,9 +198,23 @@ def _pinned(cores: Collection[int] | None) -> Iterator[None]:
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
-        asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
-        raise OSError(f"cannot start a process on cores {asked}; this process may use {have}") from error
+        raise OSError(
+            f"cannot start a process on cores {join_cores(sorted(cores))}; "
+            f"this process may use {join_cores(sorted(before))}"
+        ) from error
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def join_cores(cores: Iterable[int]) -> str:
+    """Write a set of cores as `--cores` takes it."""
+    return ",".join(str(core) for core in cores)
+
+
+def name_cores(cores: Collection[int] | None) -> str:
+    """Name a set of cores, such as "core 0" or "cores 0,1"; None is "not pinned"."""
+    if cores is None:
+        return "not pinned"
+    return f"{'core' if len(cores) == 1 else 'cores'} {join_cores(sorted(cores))}"

@@ -1,4 +1,4 @@
-"""A draft service as a child process: start it, restart it when it dies, or use one that runs already."""
+"""A draft service: place and start one as a child process, restart it when it ends, or use one that runs already."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.child import PIPE, Child, Idleness
+from specbranch.launch.child import PIPE, Child, Idleness, join_cores
+from specbranch.launch.placement import divide_cores, place_draft
+from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
 from specbranch.service.wire.addresses import check_address
 from specbranch.service.wire.messages import Welcome
 
-IDLE_S = 60.0  # a start that does nothing for so long is given up
+OnProgress = Callable[[str], None]
 
+IDLE_S = 60.0  # give up a start during which the process does nothing for this long
+
+_ERROR = "error: "  # begins the last line of a command that has failed
 _STOP_S = 10.0
 _PROBE_S = 0.5
-_ERROR = "error: "  # how a command's last line begins
-
-OnProgress = Callable[[str], None]
 _LOOK_S = 0.2
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
@@ -39,19 +41,15 @@ _CONNECT_S = 1.0
 _GREETING = b"\xff"  # the first byte that ZeroMQ sends
 
 
-def _silent(_: str) -> None:
-    pass
-
-
 class StartError(SpecBranchError, RuntimeError):
-    """The draft service did not start; the message says why, or where to read it."""
+    """The draft service did not start; the message names the cause, or where to read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftServiceOptions:
-    """The options of `specbranch draft`. `address` None means a new socket that only this user can reach.
+    """The options of `specbranch draft`. Without `address` it listens on a new socket that only this user can reach.
 
-    `timeline` and `record` are files that the service writes. `extra` are more words for its command line.
+    `timeline` and `record` are files that the service writes. `extra` is added to its command line as it is.
     """
 
     model: str
@@ -67,108 +65,133 @@ class DraftServiceOptions:
     extra: Sequence[str] = ()
 
     def arguments(self, address: str) -> list[str]:
-        """The arguments of the command line."""
+        """Return the arguments of the command line."""
         chosen = {
             "--device": self.device,
             "--listen": address,
             "--engine": self.engine,
             "--dtype": None if self.dtype == "auto" else self.dtype,
             "--threads": self.threads,
-            "--cores": ",".join(str(core) for core in self.cores) if self.cores else None,
-            "--timeline": _absolute(self.timeline),
-            "--record": _absolute(self.record),
+            "--cores": join_cores(self.cores) if self.cores else None,
+            "--timeline": Path(self.timeline).absolute() if self.timeline is not None else None,
+            "--record": Path(self.record).absolute() if self.record is not None else None,
         }
         pairs = [part for name, value in chosen.items() if value is not None for part in (name, str(value))]
         return ["draft", self.model, *pairs, "--until-eof", *self.extra]
 
 
-class DraftProcess:
-    """A running `specbranch draft`; a context manager that starts it, waits until it answers, and stops it.
+@dataclass(frozen=True, slots=True)
+class PairPlacement:
+    """A draft that has its device and cores (None: no draft), and the cores of its target (None: not pinned)."""
 
-    While it is waited for, `on_progress` hears again and again what it does.
+    draft: DraftServiceOptions | None
+    target_cores: tuple[int, ...] | None
+    warning: str | None = None  # what is wrong with the draft's device
+
+
+def place_pair(
+    draft: DraftServiceOptions | None,
+    layout: ParallelLayout,
+    target_cores: str | None = None,
+    draft_cores: str | None = None,
+) -> PairPlacement:
+    """Choose the draft's device, and divide the cores of this process between target and draft.
+
+    `draft.device` is what the user wrote, such as `auto`; `target_cores` and `draft_cores` are the values of
+    `--target-cores` and `--draft-cores`.
+    """
+    if draft is None:
+        return PairPlacement(None, divide_cores("none", target_cores, draft_cores).target)
+    place = place_draft(draft.device, draft.model, draft.engine, layout)
+    cores = divide_cores(place.device, target_cores, draft_cores)
+    return PairPlacement(replace(draft, device=place.device, cores=cores.draft), cores.target, place.warning)
+
+
+class DraftProcess:
+    """A draft service that this process starts, waits for and stops: the only way in which SpecBranch starts one.
+
+    While the service loads, `on_progress` is called again and again with what it does. With `on_event` a service that
+    ends is restarted, and `on_event` is called with one line for each such event, from another thread. Checks and
+    benchmarks leave it out: after a restart their figures would mix drafts with none. Used with `with`, it is stopped
+    at the end.
     """
 
     def __init__(
-        self, options: DraftServiceOptions, log_file: Path | None = None, on_progress: OnProgress = _silent
+        self,
+        options: DraftServiceOptions,
+        log_file: Path | None = None,
+        on_progress: OnProgress = lambda stage: None,
+        on_event: Callable[[str], None] | None = None,
     ) -> None:
         self._options = options
         self._log_file = log_file
         self._on_progress = on_progress
-        self._exit = contextlib.ExitStack()
+        self._on_event = on_event
         self._child: Child | None = None
         self._stage = "starting"
-        self.address = options.address or self._new_address()
+        self._stopping = threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._exit = contextlib.ExitStack()
+        self.address = options.address or self._new_address()  # stays the same after a restart
         self.welcome: Welcome | None = None
 
     @property
     def pid(self) -> int:
-        """The id of the running process."""
-        return self._started.pid
+        """The id of the process that runs now."""
+        return self._launched.pid
 
     @property
     def is_running(self) -> bool:
         """Whether the process is alive."""
         return self._child is not None and self._child.is_running
 
-    @property
-    def exit_summary(self) -> str:
-        """How the process ended, in words."""
-        return self._started.exit_summary
+    def start(self) -> Welcome:
+        """Start the service, wait until it answers, and return its answer; raise `StartError` if it does not."""
+        self.launch()
+        return self.wait_until_up()
 
-    def start(self) -> None:
-        """Start the process; `wait_until_up` waits for it."""
+    def launch(self) -> None:
+        """Start the process and do not wait, so that the caller can load a target meanwhile."""
         threads = self._options.threads or (len(self._options.cores) if self._options.cores else None)
         self._child = Child(
             [sys.executable, "-m", "specbranch", *self._options.arguments(self.address)],
             environment={"OMP_NUM_THREADS": str(threads)} if threads else None,
             log_file=self._log_file,
             stdin=PIPE,  # the service ends when it closes, also when this process is killed
-            stdout=PIPE,  # it says there what it does until it is up
+            stdout=PIPE,  # the service prints its stages there while it loads
         )
         self._child.listen(self._on_line)
 
     def wait_until_up(self) -> Welcome:
-        """What the service says of itself, as soon as it answers.
+        """Wait until the service answers, and return its answer; from then on restart it if `on_event` asks for that.
 
-        A model may take minutes to be fetched, loaded and packed: it is waited for as long as the process works.
+        A model may take minutes to be fetched, loaded and packed, so only a process that does nothing is given up.
         """
-        idleness = Idleness(self._started)
-        with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
-            while self.is_running and (idle_s := idleness.seconds()) < IDLE_S:
-                self.welcome = client.hello(_PROBE_S)
-                if self.welcome is not None:
-                    return self.welcome
-                self._on_progress(f"draft: {self._stage}")
-        state = f"has done nothing for {idle_s:.0f} s while {self._stage}" if self.is_running else self.exit_summary
-        raise StartError(f"the draft service for {self._options.model} {state}{self._cause()}")
-
-    def _cause(self) -> str:
-        """What the service said last, or where to read it."""
-        if self._log_file is None:
-            return "; its own message is above"
-        lines = [line for line in self._started.log_tail().splitlines() if line.strip()]
-        words = next((line for line in reversed(lines) if line.startswith(_ERROR)), None)
-        return f": {words.removeprefix(_ERROR)}" if words else f"; see {self._log_file}"
-
-    def _on_line(self, line: str) -> None:
-        """Remember what the service does until it is up."""
-        self._stage = line.strip() or self._stage
+        self.welcome = self._await_answer()
+        if self._on_event is not None:
+            self._supervisor.start()
+        return self.welcome
 
     def stop(self) -> None:
-        """Ask it to end; kill it if it does not."""
-        if self._child is not None:
-            self._child.stop(_STOP_S)
+        """Ask the service to end, kill it if it does not, and remove its socket. It is not restarted."""
+        self._stopping.set()
+        self._stop_child()
+        while self._supervisor.is_alive():  # it may be restarting the service just now
+            self._stop_child()
+            self._supervisor.join(_LOOK_S)
+        self._stop_child()
         self._exit.close()
 
     def kill(self) -> None:
-        """End it at once; `stop` then cleans up."""
+        """Kill the service and remove its socket. It is not restarted."""
+        self._stopping.set()
         if self._child is not None:
             self._child.kill()
+        self.stop()
 
     def __enter__(self) -> DraftProcess:
-        self.start()
         try:
-            self.wait_until_up()
+            self.start()
         except BaseException:
             self.stop()
             raise
@@ -180,123 +203,94 @@ class DraftProcess:
         self.stop()
 
     @property
-    def _started(self) -> Child:
-        assert self._child is not None, "start it first"
+    def _launched(self) -> Child:
+        assert self._child is not None, "launch it first"
         return self._child
 
     def _new_address(self) -> str:
         directory = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-"))
         return f"ipc://{directory}/draft.sock"
 
+    def _on_line(self, line: str) -> None:
+        """Remember the stage that the service has printed."""
+        self._stage = line.strip() or self._stage
 
-def _absolute(file: str | Path | None) -> Path | None:
-    return None if file is None else Path(file).absolute()
-
-
-class DraftSupervisor:
-    """Keeps one draft service alive. `on_event` gets one line for each event, from another thread.
-
-    At the start, `on_progress` hears again and again what the service does.
-    """
-
-    def __init__(
-        self,
-        options: DraftServiceOptions,
-        on_event: Callable[[str], None],
-        on_progress: OnProgress = lambda stage: None,
-    ) -> None:
-        self._first = DraftProcess(options, on_progress=on_progress)
-        self._options = replace(options, address=self._first.address)
-        self._process = self._first
-        self._on_event = on_event
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="supervisor", daemon=True)
+    def _await_answer(self) -> Welcome:
+        """Return the service's answer; raise if the process ends or does nothing for too long."""
+        idleness = Idleness(self._launched)
+        with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
+            while self.is_running and (idle_s := idleness.seconds()) < IDLE_S:
+                welcome = client.hello(_PROBE_S)
+                if welcome is not None:
+                    return welcome
+                self._on_progress(f"draft: {self._stage}")
+        state = f"has done nothing for {idle_s:.0f} s while {self._stage}" if self.is_running else self._exit_summary
+        raise StartError(f"the draft service for {self._options.model} {state}{self._cause()}")
 
     @property
-    def address(self) -> str:
-        """Where the service listens, before and after every restart."""
-        return self._first.address
+    def _exit_summary(self) -> str:
+        return self._launched.exit_summary
 
-    @property
-    def pid(self) -> int:
-        """The id of the process that runs now."""
-        return self._process.pid
+    def _cause(self) -> str:
+        """Return the last error in the service's log, or where to read it."""
+        if self._log_file is None:
+            return "; its own message is above"
+        lines = [line for line in self._launched.log_tail().splitlines() if line.strip()]
+        error = next((line for line in reversed(lines) if line.startswith(_ERROR)), None)
+        return f": {error.removeprefix(_ERROR)}" if error else f"; see {self._log_file}"
 
-    def start(self) -> Welcome:
-        """Start the service and wait for it. A failure raises, this first time only."""
-        self._first.start()
-        welcome = self._first.wait_until_up()
-        self._thread.start()
-        return welcome
+    def _stop_child(self) -> None:
+        if self._child is not None:
+            self._child.stop(_STOP_S)
 
-    def stop(self) -> None:
-        """Stop the service for good."""
-        self._stopping.set()
-        self._process.stop()
-        while self._thread.is_alive():  # it may be starting another one just now
-            self._process.stop()
-            self._thread.join(_LOOK_S)
-        self._process.stop()
-        self._first.stop()
-
-    def kill(self) -> None:
-        """Kill the service; it is not started again."""
-        self._stopping.set()
-        self._process.kill()
-        self.stop()
-
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
+        """Restart the service whenever it has ended, after a pause that grows while it keeps ending."""
+        assert self._on_event is not None, "a service without it is not restarted"
         pause_s, up_at_s = _FIRST_PAUSE_S, time.monotonic()
         while not self._stopping.wait(_LOOK_S):
-            if self._process.is_running:
+            if self.is_running:
                 continue
             if time.monotonic() - up_at_s > _STEADY_S:
                 pause_s = _FIRST_PAUSE_S
-            self._on_event(f"the draft service {self._process.exit_summary}; restarting it in {pause_s:g} s")
+            self._on_event(f"the draft service {self._exit_summary}; restarting it in {pause_s:g} s")
             if self._stopping.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-            self._restart()
+            self._launched.kill()  # close the pipes to the old process
+            self.launch()
+            try:
+                self.welcome = self._await_answer()
+                self._on_event("the draft service is back")
+            except StartError as error:
+                self._launched.kill()
+                if not self._stopping.is_set():
+                    self._on_event(str(error))
             up_at_s = time.monotonic()
-
-    def _restart(self) -> None:
-        """A new process instead of the old one."""
-        if self._process is not self._first:  # the first one owns the socket's directory
-            self._process.stop()
-        self._process = DraftProcess(self._options)
-        self._process.start()
-        try:
-            self._process.wait_until_up()
-        except StartError as error:
-            if not self._stopping.is_set():
-                self._on_event(str(error))
-            self._process.kill()
-        else:
-            self._on_event("the draft service is back")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """Where they listen, and the directory of the keys, which TCP needs."""
+    """The addresses of draft services that run already, and the directory of the keys, which TCP needs."""
 
     addresses: tuple[str, ...]
     keys: Path | None = None
 
     @property
     def section(self) -> dict[str, Any]:
-        """The proposer's settings that lead to them."""
+        """The settings that connect the proposer to these services."""
         keys = {"keys": str(self.keys.absolute())} if self.keys else {}
         address = self.addresses[0] if len(self.addresses) == 1 else list(self.addresses)
         return {"address": address, **keys}
 
     def check(self) -> list[Welcome]:
-        """What those that run now say of themselves. Raises if one does not let us in."""
-        welcomes = [_ask(address, self.keys) for address in self.addresses]
+        """Return the answers of the services that run now; raise if one of them refuses this client."""
+        welcomes = [_fetch_welcome(address, self.keys) for address in self.addresses]
         return [welcome for welcome in welcomes if welcome is not None]
 
 
 @cache
-def _ask(address: str, directory: Path | None) -> Welcome | None:
+def _fetch_welcome(address: str, directory: Path | None) -> Welcome | None:
+    """Return a service's answer; None if no service runs there; raise if one runs and does not answer."""
     keys = client_keys(str(directory) if directory else None)
     check_address(address, keys)
     with contextlib.closing(DraftClient(ClientOptions(address, keys=keys))) as client:
@@ -308,18 +302,18 @@ def _ask(address: str, directory: Path | None) -> Welcome | None:
 
 
 def explain_no_reply(address: str, keys: Path | None) -> str | None:
-    """Why somebody who listens does not answer; None if nobody listens."""
-    if not _speaks(address):
+    """Explain why a process that listens at `address` does not answer; return None if no process listens there."""
+    if not _is_zeromq(address):
         return None
-    cause = "or it does not know these keys" if keys else "or it is none"
+    cause = "or it does not know these keys" if keys else "or it is not a draft service"
     return (
-        f"somebody listens at {address} and does not answer us. Either it is a draft service of another version, "
-        f"{cause}; `specbranch keys` says which file goes where"
+        f"a process listens at {address} and does not answer this client: either it is a draft service of another "
+        f"version, {cause}; `specbranch keys` says which file goes where"
     )
 
 
-def _speaks(address: str) -> bool:
-    """Whether a live service of ZeroMQ is there: it greets whoever connects. A proxy without a service does not."""
+def _is_zeromq(address: str) -> bool:
+    """Connect and return whether a ZeroMQ socket greets us; a proxy whose service is gone does not."""
     parts = urlsplit(address)
     try:
         if parts.scheme == "tcp":

@@ -10,13 +10,14 @@ from pathlib import Path
 from specbranch.engines.models import weight_bytes
 from specbranch.engines.registry import engine_for, runs_on_gpu
 from specbranch.errors import EngineError, FlagError, UsageError
+from specbranch.launch.child import join_cores
 from specbranch.launch.vllm_install import target_on_cpu
 from specbranch.machine import Topology, num_gpus, read_topology
 from specbranch.plugins.vllm.layout import ParallelLayout
 
-_MAX_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
-_READ_BYTES_PER_S = 50e9  # what one NUMA node of a server reads at least
-_MIN_DRAFT_STEPS = 3  # in one step of the target, for drafts to be worth it
+_MAX_CORES = 16  # of a draft next to a target on GPUs; more do not make one row faster
+_READ_BYTES_PER_S = 50e9  # memory bandwidth that one NUMA node of a server has at least
+_MIN_DRAFT_STEPS = 3  # in one step of the target, for drafts to pay
 
 # The page on the choice of a draft says the same. 30 ms are three times 0.5 GB at 50 GB/s.
 HOST_CPU = (
@@ -29,7 +30,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """The device of the draft, one sentence that says why, and one about what is wrong with it, if anything is."""
+    """The device of the draft, the reason for it, and a warning if it is a bad choice."""
 
     device: str
     reason: str
@@ -45,9 +46,9 @@ def choose_device(
     engine_runs_on_gpu: bool,
     weight_bytes: int | None = None,
 ) -> DevicePlacement:
-    """The device of the draft: as asked for, or for `auto` the next GPU that the target leaves, else the CPU.
+    """Choose the device of the draft: `asked`, or for `auto` the first GPU that the target does not use, else the CPU.
 
-    A target on GPUs uses the first `num_target_devices` of them. `weight_bytes` are of the draft, if known.
+    A target on GPUs uses the first `num_target_devices` of them. `weight_bytes` is the size of the draft, if known.
     """
     if asked != "auto":
         return DevicePlacement(asked, "as asked for", None if target_on_cpu else overlap(asked, num_target_devices))
@@ -65,7 +66,7 @@ def choose_device(
 
 
 def overlap(device: str, num_target_devices: int) -> str | None:
-    """What is wrong with a draft on one of the GPUs that the target uses; None if it is on another device."""
+    """Warn of a draft on one of the GPUs that the target uses; return None if the draft is on another device."""
     kind, _, index = device.partition(":")
     if kind not in ("cuda", "gpu") or not (index or "0").isdecimal() or int(index or 0) >= num_target_devices:
         return None
@@ -77,7 +78,7 @@ def overlap(device: str, num_target_devices: int) -> str | None:
 
 
 def _host_cpu_advice(weight_bytes: int | None) -> str:
-    """When a draft on the CPU helps a target on GPUs. An estimate, and it says so."""
+    """Say when a draft on the CPU helps a target on GPUs, with an estimate for a draft of known size."""
     if weight_bytes is None:
         return f"{HOST_CPU}; `specbranch plan` measures it"
     target_ms = 1e3 * _MIN_DRAFT_STEPS * weight_bytes / _READ_BYTES_PER_S
@@ -89,20 +90,20 @@ def _host_cpu_advice(weight_bytes: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CoreSplit:
-    """Cores of the target and of the draft; None means that nothing is pinned."""
+    """The cores of the target and of the draft; None means not pinned."""
 
     target: tuple[int, ...] | None
     draft: tuple[int, ...] | None
 
 
 def usable_cores() -> list[int]:
-    """The cores of this process, one of each pair of hyperthreads: compute gains nothing from the second."""
+    """Return the cores of this process, one of each pair of hyperthreads: the second adds no compute."""
     allowed = sorted(os.sched_getaffinity(0))
     return without_siblings({core: _physical(core) for core in allowed})
 
 
 def without_siblings(physical: Mapping[int, str]) -> list[int]:
-    """One core of each physical one; all of them where there is only one physical core."""
+    """Return one logical core of each physical core, or all logical cores if there is only one physical core."""
     first = {name: core for core, name in sorted(physical.items(), reverse=True)}
     return sorted(first.values()) if len(first) > 1 else sorted(physical)
 
@@ -116,10 +117,10 @@ def split_cores(
     draft: Sequence[int] | None = None,
     topology: Topology | None = None,
 ) -> CoreSplit:
-    """Which side gets which of `cores`; what `target` and `draft` ask for is respected.
+    """Divide `cores` between target and draft; `target` and `draft` are cores that the user has fixed.
 
-    Side by side, the draft gets half of the cores, and whoever asked for nothing gets what the other left. Beside
-    a target on GPUs, whose own processes are not pinned, the draft gets those of `beside_gpus`.
+    If both run on the CPU, the draft gets half of the cores, or the cores that the user has left. A target on GPUs is
+    not pinned, and its draft gets the cores of `beside_gpus`.
     """
     if not draft_on_cpu:
         return CoreSplit(tuple(target or cores) if target_on_cpu else None, _tuple(draft))
@@ -134,10 +135,10 @@ def split_cores(
 
 
 def beside_gpus(cores: Sequence[int], topology: Topology) -> tuple[int, ...]:
-    """Which of `cores` a draft gets beside a target on GPUs: of one NUMA node, at most 16.
+    """Choose the cores of a draft next to a target on GPUs: at most 16, all of one NUMA node.
 
-    The node is the one with the fewest GPUs, and not the first one if there is a choice. If it is the only one, or
-    has GPUs, a quarter of its cores is left to the processes that feed them.
+    The node is the one with the fewest GPUs, and not the first one if there is a choice. If it is the only one, or has
+    GPUs, a quarter of its cores stays free for the processes that feed the GPUs.
     """
     allowed = {node: [core for core in own if core in cores] for node, own in topology.cores.items()}
     nodes = {node: own for node, own in sorted(allowed.items()) if own}
@@ -158,7 +159,7 @@ def _tuple(cores: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _physical(core: int) -> str:
-    """A name that hyperthreads of one physical core share."""
+    """Return a name that all hyperthreads of one physical core share."""
     siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
     try:
         return siblings.read_text().strip()
@@ -179,12 +180,10 @@ def pin_process(text: str) -> None:
         raise _no_such_cores("--cores", cores, before)
 
 
-def place_draft(asked: str, model: str | None, engine: str | None, layout: ParallelLayout) -> DevicePlacement:
-    """The device of a draft beside a target with this layout. Without a model there is no draft, and no device."""
-    if model is None:
-        return DevicePlacement("none", "there is no draft")
+def place_draft(asked: str, model: str, engine: str | None, layout: ParallelLayout) -> DevicePlacement:
+    """Choose the device of a draft that runs beside a target with this layout on this machine."""
     on_cpu = target_on_cpu()
-    is_open = asked == "auto" and not on_cpu  # only then does it matter what else is here
+    is_open = asked == "auto" and not on_cpu  # only then do GPUs and the draft's size matter
     return choose_device(
         asked,
         num_gpus=num_gpus() if is_open else 0,
@@ -196,7 +195,7 @@ def place_draft(asked: str, model: str | None, engine: str | None, layout: Paral
 
 
 def _runs_on_gpu(engine: str) -> bool:
-    """Whether an engine can use a GPU; one that is not installed cannot, and is refused elsewhere."""
+    """Return whether an engine can use a GPU; False for one that is not installed, which other checks refuse."""
     try:
         return runs_on_gpu(engine)
     except EngineError:
@@ -204,19 +203,19 @@ def _runs_on_gpu(engine: str) -> bool:
 
 
 def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> CoreSplit:
-    """Cores for a target in vLLM and for its draft, from `--target-cores` and `--draft-cores`, else shared out."""
+    """Divide the cores of this process between target and draft; `target_cores` and `draft_cores` are the user's."""
     on_cpu = target_on_cpu()
     return split_cores(
         usable_cores(),
         target_on_cpu=on_cpu,
         draft_on_cpu=draft_device == "cpu",
-        target=_asked("--target-cores", target_cores),
-        draft=_asked("--draft-cores", draft_cores),
+        target=_parse_cores("--target-cores", target_cores),
+        draft=_parse_cores("--draft-cores", draft_cores),
         topology=None if on_cpu else read_topology(),
     )
 
 
-def _asked(option: str, text: str | None) -> list[int] | None:
+def _parse_cores(option: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
     cores, allowed = parse_ints(option, text), os.sched_getaffinity(0)
@@ -226,41 +225,41 @@ def _asked(option: str, text: str | None) -> list[int] | None:
 
 
 def _no_such_cores(option: str, cores: Iterable[int], before: Iterable[int]) -> UsageError:
-    asked, have = (",".join(str(core) for core in sorted(some)) for some in (cores, before))
-    return UsageError(f"{option} is {asked}; this process may use {have}")
+    asked, allowed = (join_cores(sorted(some)) for some in (cores, before))
+    return UsageError(f"{option} is {asked}; this process may use {allowed}, so name some of these")
 
 
 def is_bound_by_user() -> bool:
-    """Whether the user has bound the workers to cores himself."""
+    """Return whether the user has bound vLLM's workers to cores by an environment variable."""
     return os.environ.get(_BIND, "auto") != "auto"
 
 
 def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
-    """Variables that give each worker its share of the cores, equally many; none if the user has bound them himself."""
+    """Return the environment that divides the cores evenly among the workers; empty if the user has bound them."""
     check_core_count(cores, num_workers)
     each = len(cores) // num_workers
     shares = (cores[index * each : (index + 1) * each] for index in range(num_workers))
-    return {} if is_bound_by_user() else {_BIND: "|".join(",".join(str(core) for core in share) for share in shares)}
+    return {} if is_bound_by_user() else {_BIND: "|".join(join_cores(share) for share in shares)}
 
 
 def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
-    """Variables of an engine in this process, which has these cores. A number of threads that the user set stands."""
+    """Return the environment of a vLLM engine on these cores of this process; a thread count of the user stays."""
     if not layout.in_one_process:
         return omp_bind_env(cores, layout.num_devices)
     return {} if _THREADS in os.environ else {_THREADS: str(len(cores))}
 
 
 def check_core_count(cores: Sequence[int], num_workers: int) -> None:
-    """Raise if there is not a core for each worker, unless the user has bound them himself."""
+    """Raise if there are fewer cores than workers, unless the user has bound the workers."""
     if len(cores) < num_workers and not is_bound_by_user():
-        have = ",".join(str(core) for core in cores)
         raise FlagError(
-            f"{num_workers} workers need as many cores, and the target has {have}; give more by --target-cores"
+            f"{num_workers} workers need as many cores, and the target has {join_cores(cores)}; give more by "
+            "--target-cores"
         )
 
 
 def parse_ints(option: str, text: str) -> list[int]:
-    """Whole numbers separated by commas."""
+    """Parse whole numbers separated by commas."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{option} is {text!r}; give whole numbers separated by commas")

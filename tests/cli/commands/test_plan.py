@@ -15,6 +15,7 @@ from specbranch.bench.forecast import TypeForecast, advise
 from specbranch.bench.survey import PairOptions, Survey
 from specbranch.cli import app
 from specbranch.cli.commands.plan import _chosen_flags, sentences
+from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.plugins.vllm import installed
 from specbranch.simulation.presets import ModelPair, make_trace
 
@@ -84,7 +85,7 @@ def test_it_says_what_the_hook_costs_where_it_costs_something() -> None:
 
 def test_the_hook_is_timed_with_an_idle_proposer() -> None:
     arguments = {"tensor_parallel_size": 2}
-    options = PairOptions(target="t", draft="d", messages=["x"], max_tokens=8, arguments=arguments)
+    options = PairOptions(target="t", draft=DraftServiceOptions("d"), messages=["x"], max_tokens=8, arguments=arguments)
     bare, hooked = options.target_options(), options.target_options(has_hook=True)
 
     assert bare.settings is None
@@ -112,7 +113,11 @@ def test_it_claims_no_more_than_its_docs() -> None:
 
 def test_what_was_chosen_here_is_passed_on_to_serve() -> None:
     options = PairOptions(
-        target="t", draft="d", messages=["x"], max_tokens=8, draft_device="cuda:1", draft_engine="torch", dtype="half"
+        target="t",
+        draft=DraftServiceOptions("d", device="cuda:1", engine="torch"),
+        messages=["x"],
+        max_tokens=8,
+        dtype="half",
     )
     words = _chosen_flags(
         options, "cuda:1", "0", None, {"enforce_eager": True, "max_model_len": 512, "enable_lora": False}

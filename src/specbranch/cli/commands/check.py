@@ -50,8 +50,7 @@ from specbranch.exactness.server_check import CompareOptions, Comparison, compar
 from specbranch.exactness.vllm_check import FULL, QUICK, CheckOptions, CheckSize, Report
 from specbranch.exactness.vllm_check import check as run_check
 from specbranch.exactness.vllm_findings import FAILED, HOLDS, SKIPPED, Finding
-from specbranch.launch.draft_process import DraftServiceOptions
-from specbranch.launch.placement import divide_cores, place_draft
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.version import __version__
 
@@ -184,18 +183,13 @@ def check(
         if target is None or draft is None:
             raise UsageError("name TARGET and --draft; or two servers, by --endpoint and --reference")
         arguments = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, draft, draft_engine, ParallelLayout.of_arguments(arguments))
-        cores = divide_cores(device.device, target_cores, draft_cores)
+        extra = ["--log-level", "warning", *draft_arguments(draft_arg)]
+        how = DraftServiceOptions(draft, engine=draft_engine, device=draft_device, dtype=draft_dtype, extra=extra)
+        place = place_pair(how, ParallelLayout.of_arguments(arguments), target_cores, draft_cores)
+        assert place.draft is not None, "a draft was given"
         options = CheckOptions(
             target=target,
-            draft=DraftServiceOptions(
-                model=draft,
-                engine=draft_engine,
-                device=device.device,
-                dtype=draft_dtype,
-                cores=cores.draft,
-                extra=["--log-level", "warning", *draft_arguments(draft_arg)],
-            ),
+            draft=place.draft,
             planners=_planners(planner, all_planners),
             dtype=dtype,
             num_speculative_tokens=gamma,
@@ -203,20 +197,20 @@ def check(
             alpha=alpha,
             seed=seed,
             size=size,
-            target_cores=cores.target,
+            target_cores=place.target_cores,
             arguments=arguments,
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
-        options.settings("ipc://unused")  # refuses what both sides set
+        options.settings("ipc://unused")  # raises for keys that both the command and the user set
         preflight(options).run()
-        warn(device.warning)
+        warn(place.warning)
         found = _run(options)
         _report(found, _page(found), quick, report, as_json)
 
 
 def preflight(options: CheckOptions) -> Preflight:
-    """What can be checked before a model loads."""
+    """Return the checks to make before a model loads."""
     return Preflight(
         target=options.target,
         draft=options.draft,
@@ -266,7 +260,7 @@ def _page(report: Report) -> CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class ServerPair:
-    """Two servers, as they were named."""
+    """Two servers, as the options name them."""
 
     endpoint: str | None
     reference: str | None
@@ -276,7 +270,7 @@ class ServerPair:
     api_key_env: str | None = None
 
     def opened(self) -> tuple[OpenAIServer, OpenAIServer]:
-        """Both servers, once they have answered."""
+        """Connect to both servers, and return them once they have answered."""
         if self.endpoint is None or self.reference is None:
             raise UsageError("give both: --endpoint, the server to check, and --reference, the one without drafts")
         key = self._key()
@@ -296,7 +290,7 @@ class ServerPair:
 
 
 def is_server_mode(context: typer.Context) -> bool:
-    """Whether the command was given servers, and not a pair of models; raises if it was given both."""
+    """Return whether the options name servers, and not a pair of models; raise if they name both."""
     given = [name for name in context.params if _is_given(context, name)]
     own = [name for name in given if name in _OWN]
     if "endpoint" not in given and "reference" not in given:
@@ -312,14 +306,14 @@ def is_server_mode(context: typer.Context) -> bool:
 
 
 def compare_servers(pair: ServerPair, options: CompareOptions) -> Comparison:
-    """Ask both servers and judge their answers, with progress."""
+    """Compare both servers, and show the progress."""
     with ProgressBar() as progress:
         progress.show("connecting")
         return compare(*pair.opened(), options, progress.show)
 
 
 def servers_page(found: Comparison) -> CheckReport:
-    """The findings for people."""
+    """Return the report on the findings as a page."""
     names = " and ".join(dict.fromkeys((found.endpoint["model"], found.reference["model"])))
     return CheckReport(
         title=f"{found.endpoint['url']} against {found.reference['url']}",
@@ -341,7 +335,7 @@ def _shown(context: typer.Context, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The findings, what was compared, and how much of it."""
+    """The report as a page: what was compared, and the findings."""
 
     title: str
     facts: str
@@ -351,14 +345,14 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """All findings in a few words."""
+        """A sentence that sums up all findings."""
         results = [finding.result for finding in self.findings]
         failed, skipped = results.count(FAILED), results.count(SKIPPED)
         says = f"{failed} of {len(results)} checks FAILED" if failed else "all checks hold"
         return f"{says}, {skipped} skipped" if skipped else says
 
     def show(self, console: Console, quick: bool, file: Path | None) -> None:
-        """Print it, and write it to the file if there is one."""
+        """Print the page, and write it to the file if there is one."""
         console.print(self._table())
         for line in (*self._details(), *self._notes()):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -370,7 +364,7 @@ class CheckReport:
             console.print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)
 
     def markdown(self) -> str:
-        """The same for a file."""
+        """Return the page as Markdown."""
         details = [f"- {line}" for line in self._details()]
         return "\n".join(
             [

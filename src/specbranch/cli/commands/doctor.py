@@ -21,7 +21,7 @@ from specbranch.cli.preflight import Preflight, PreflightFinding, State
 from specbranch.engines.kv_cache import cache_size
 from specbranch.engines.registry import ENGINES, check_engine, runs_on_gpu
 from specbranch.errors import EngineError, SpecBranchError
-from specbranch.launch.draft_process import DraftServiceOptions
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.launch.placement import DevicePlacement, choose_device, divide_cores, place_draft, usable_cores
 from specbranch.launch.vllm_install import slow_type_here, target_on_cpu, vllm_note
 from specbranch.machine import cpu_name, instruction_sets, num_gpus, read_topology
@@ -73,7 +73,7 @@ def doctor(
 
 
 def machine() -> Section:
-    """The processor and its instruction sets, cores, memory and GPUs."""
+    """Describe the processor with its instruction sets, the cores, memory and GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     named = instruction_sets(text)
@@ -92,7 +92,7 @@ def machine() -> Section:
 
 
 def software() -> Section:
-    """Versions, and what is missing for what."""
+    """Describe the installed versions, and what to install for what is missing."""
     versions = {name: _version(name) for name in _PACKAGES}
     return {
         "python": platform.python_version(),
@@ -108,7 +108,7 @@ def software() -> Section:
 
 
 def choices(draft: str | None, engine: str | None, device: str) -> Section:
-    """What would be chosen for a draft on this machine, and why."""
+    """Describe what specbranch would choose for a draft on this machine, and why."""
     place = place_draft(device, draft, engine, ParallelLayout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
     free = specbranch_machine.free_host_memory()
@@ -127,13 +127,12 @@ def choices(draft: str | None, engine: str | None, device: str) -> Section:
 def _findings(target: str | None, draft: str | None, engine: str | None, device: str) -> list[PreflightFinding]:
     if target is None:
         return []
-    place = place_draft(device, draft, engine, ParallelLayout())
-    options = DraftServiceOptions(draft, engine=engine, device=place.device) if draft else None
-    return Preflight(target=target, draft=options, is_server=True).findings()
+    options = DraftServiceOptions(draft, engine=engine, device=device) if draft else None
+    return Preflight(target=target, draft=place_pair(options, ParallelLayout()).draft, is_server=True).findings()
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Where a draft of the torch engine would run beside a target on one device."""
+    """Choose the device of a draft of the torch engine next to a target on one device."""
     return choose_device(
         device,
         num_gpus=num_gpus(),
@@ -156,7 +155,7 @@ def _engine_state(name: str) -> str:
 
 
 def _missing() -> list[str]:
-    """What to install for what does not work yet."""
+    """Return the extras to install for what does not work yet."""
     extras = {"vllm" if num_gpus() else "cpu": "vllm", "llamacpp": "llama_cpp", "torch": "transformers"}
     extras |= {"metrics": "prometheus_client", "bench": "matplotlib"}
     return [f"specbranch[{extra}]" for extra, module in extras.items() if importlib.util.find_spec(module) is None]

@@ -1,4 +1,4 @@
-"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that runs beside the target."""
+"""`specbranch generate`: one answer or a chat in the terminal, with a draft model next to the target."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from specbranch.cli.pair import (
 from specbranch.cli.terminal import COMMANDS, Chat, DraftHighlighter, Message, StreamedAnswer, TerminalView
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.placement import place_draft
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.launch.vllm_engine import Request
 from specbranch.launch.vllm_install import slow_type_here
 from specbranch.plugins.vllm.layout import ParallelLayout
@@ -120,19 +120,25 @@ def generate(
             raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
         section = {"planner": planner, "settings": parse_key_values("--set", settings), "predictor": predictor}
         given = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, None if bare else draft, draft_engine, ParallelLayout.of_arguments(given))
+        how = None
+        if draft is not None and not bare:
+            how = DraftServiceOptions(
+                draft,
+                engine=draft_engine,
+                device=draft_device,
+                dtype=draft_dtype,
+                timeline=timeline,
+                extra=draft_arguments(draft_arg),
+            )
+        place = place_pair(how, ParallelLayout.of_arguments(given), target_cores, draft_cores)
         options = LocalPairOptions(
             target=target,
-            draft=None if bare else draft,
+            draft=place.draft,
             section={**section, "deadline_ms": deadline_ms, "is_gated": False},
             gamma=gamma or draft_length_limit(planner),
-            draft_engine=draft_engine,
-            draft_device=device.device,
-            draft_dtype=draft_dtype,
-            draft_arguments=draft_arguments(draft_arg),
             remote=None if bare else remote_draft(draft_address, draft_keys),
-            target_cores=target_cores,
-            draft_cores=draft_cores,
+            # Without a draft on this machine the target is not pinned, unless the user names its cores.
+            target_cores=place.target_cores if how or target_cores is not None else None,
             timeline=timeline,
             arguments={"max_model_len": max_model_len, "dtype": dtype, **given},
         )
@@ -140,7 +146,7 @@ def generate(
         if is_chat and (as_json or compare or raw or prompt is not None):
             raise UsageError("a chat takes none of --prompt, --raw, --json and --compare")
         _check(options, compare)
-        warn(device.warning)
+        warn(place.warning)
         if options.is_drafting:
             warn(slow_type_here(target, options.arguments["dtype"]))
         messages = [] if is_chat else _messages(system, sys.stdin.read() if prompt is None else prompt)
@@ -158,19 +164,26 @@ def generate(
                 _end_answer(talk, answer)
                 document = answer.as_json()
         if compare:
-            # Only now: the pair has left the cores and the memory.
+            # Only now, when the pair has released the cores and the memory.
             plain = plain or answer_alone(options, cores or (), encoded, sampling)
             document |= {"plain": plain.as_json(), "plain_cores": cores, **compare_answers(answer, plain)}
             _tell(comparison_line(answer, plain, cores, is_greedy=not temperature))
         if as_json:
-            print_json({"target": target, "draft": options.draft, "planner": None if bare else planner, **document})
+            print_json(
+                {
+                    "target": target,
+                    "draft": options.draft.model if options.draft else None,
+                    "planner": None if bare else planner,
+                    **document,
+                }
+            )
         if timeline and not as_json:
             _print_timeline(timeline)
 
 
 @dataclass(slots=True)
 class _Talk:
-    """The loaded pair, how to sample, and where to show the answer (None: nowhere)."""
+    """The loaded pair, the sampling parameters, and the screen for the answer (None: no screen)."""
 
     pair: LocalPair
     sampling: dict[str, Any]
@@ -179,7 +192,7 @@ class _Talk:
     screen: TerminalView | None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt; one that leaves no room for an answer raises."""
+        """Return the tokens of the prompt; raise if it leaves no room for an answer."""
         target = self.pair.target
         if self.is_raw:
             prompt = target.encode(messages[-1]["content"])
@@ -196,15 +209,15 @@ class _Talk:
         return prompt
 
     def answer(self, prompt: Sequence[int], **sampling: Any) -> StreamedAnswer:
-        """Let the target answer, and stream the answer. Ctrl-C stops it after the current step."""
+        """Decode and show an answer, and return it; Ctrl-C stops it after the current step."""
         tokenizer = self.pair.target.llm.get_tokenizer()
-        painter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
+        highlighter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         waited_s = self.pair.wait_s()
         answer = StreamedAnswer(time.monotonic())
         stream = self.pair.target.stream([Request(prompt, {**self.sampling, **sampling})])
         with self.screen or contextlib.nullcontext(), CtrlCGuard() as interrupt, contextlib.closing(stream):
             for piece in stream:
-                runs = painter.split(piece.tokens, piece.text)
+                runs = highlighter.split(piece.tokens, piece.text)
                 answer.take(piece, runs)
                 if self.screen:
                     self.screen.write(runs)
@@ -212,7 +225,7 @@ class _Talk:
                 if interrupt.is_asked:
                     answer.is_stopped = True
                     break
-        answer.wait_s = self.pair.wait_s() - waited_s  # not in every step: it is a call into all workers
+        answer.wait_s = self.pair.wait_s() - waited_s  # once, because it calls all workers
         return answer
 
 
@@ -225,7 +238,7 @@ def _check(options: LocalPairOptions, compare: bool) -> None:
 
 
 def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
-    """Let the loaded target answer without drafts: nothing that the draft uses could be of use to it."""
+    """Return an answer of the loaded target without drafts, for a draft that uses none of the target's cores."""
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
     quiet.answer(prompt, max_tokens=_WARM_TOKENS)
@@ -268,7 +281,7 @@ def _end_answer(talk: _Talk, answer: StreamedAnswer) -> None:
 
 
 def _tell(line: str) -> None:
-    """Print a line about the answer to stderr; stdout holds nothing but the answer."""
+    """Print a line about the answer to stderr, because stdout holds only the answer."""
     Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -45,8 +45,8 @@ from specbranch.core.planners import planner_names
 from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.registry import engine_for, open_engine
 from specbranch.errors import EngineError, SpecBranchError, UsageError
-from specbranch.launch.draft_process import DraftServiceOptions
-from specbranch.launch.placement import divide_cores, parse_ints, pin_process, place_draft
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
+from specbranch.launch.placement import parse_ints, pin_process
 from specbranch.launch.vllm_flags import flags_of
 from specbranch.launch.vllm_install import slow_type_here, types_here
 from specbranch.machine import provenance
@@ -54,7 +54,7 @@ from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.trace import write_trace
 
-MIN_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
+MIN_GAIN = 0.1  # a smaller gain is within the error of a forecast
 _ERRORS = (
     "forecast error in our own runs: 3 to 20 % up to 4 requests at once; at 8 requests a third to a half too high. "
     "Prefill is not included."
@@ -104,27 +104,21 @@ def plan(
         if 0 in at_once:
             raise UsageError(f"--concurrency is {concurrency}; give numbers from 1 on")
         given = vllm_arguments(context, vllm_arg)
-        device = place_draft(draft_device, draft, draft_engine, ParallelLayout.of_arguments(given))
-        cores = divide_cores(device.device, target_cores, draft_cores)
+        how = DraftServiceOptions(draft, engine=draft_engine, device=draft_device, dtype=draft_dtype)
+        place = place_pair(how, ParallelLayout.of_arguments(given), target_cores, draft_cores)
+        assert place.draft is not None, "a draft was given"
         options = PairOptions(
             target=target,
-            draft=draft,
+            draft=place.draft,
             messages=MESSAGES if prompts is None else read_prompts("own", prompts, num_prompts, field),
             max_tokens=max_tokens,
             dtype=dtype,
-            draft_engine=draft_engine,
-            draft_device=device.device,
-            draft_dtype=draft_dtype,
-            target_cores=cores.target,
-            draft_cores=cores.draft,
+            target_cores=place.target_cores,
             arguments={"enforce_eager": installed.runs_on_cpu(), **given},
         )
-        how = DraftServiceOptions(
-            draft, engine=draft_engine, device=device.device, dtype=draft_dtype, cores=cores.draft
-        )
         arguments = options.target_options().arguments
-        Preflight(target=target, draft=how, arguments=arguments, target_cores=cores.target).run()
-        warn(device.warning)
+        Preflight(target=target, draft=place.draft, arguments=arguments, target_cores=place.target_cores).run()
+        warn(place.warning)
         warn(slow_type_here(target, arguments["dtype"]))
         with ProgressBar() as progress:
             surveys = survey_types(options, types_here(target, draft, dtype), progress.show)
@@ -154,11 +148,11 @@ def plan(
 def _chosen_flags(
     options: PairOptions, device: str, target_cores: str | None, draft_cores: str | None, vllm: dict[str, Any]
 ) -> list[str]:
-    """Flags of `specbranch serve` for what was chosen here and is not the default."""
+    """Return the flags of `specbranch serve` for all choices that are not the default."""
     values = {
         "--draft-device": None if device == "auto" else device,
-        "--draft-engine": options.draft_engine,
-        "--draft-dtype": None if options.draft_dtype == "auto" else options.draft_dtype,
+        "--draft-engine": options.draft.engine,
+        "--draft-dtype": None if options.draft.dtype == "auto" else options.draft.dtype,
         "--target-cores": target_cores,
         "--draft-cores": draft_cores,
         "--dtype": None if options.dtype == "auto" else options.dtype,
@@ -182,7 +176,7 @@ def _print(console: Console, types: Sequence[TypeForecast], pair: Sequence[str],
 
 
 def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """What was measured and what to do; the last line is a command to copy. `chosen` names no type if several are."""
+    """Describe the measurements and the advice in lines; the last one is a command. `chosen` has at most one dtype."""
     with_drafts, without = fastest(types), fastest_bare(types)
     advice, best = with_drafts.advice, with_drafts.best
     gain = with_drafts.best_per_s / without.bare_per_s
@@ -209,7 +203,7 @@ def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequen
 
 
 def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) -> str:
-    """The command that serves as forecast."""
+    """Return the command that serves with the forecast settings."""
     gamma = best.method.settings.get("gamma")
     longest = [] if gamma is None else ["--gamma", str(gamma)]
     return shlex.join(["specbranch", "serve", *pair, "--planner", best.method.planner, *longest, *chosen])
@@ -233,7 +227,7 @@ def _measured(survey: Survey, advice: Advice) -> list[str]:
 
 
 def _type_lines(types: Sequence[TypeForecast]) -> list[str]:
-    """Speeds in every data type of the target, if there are several, and the fastest."""
+    """Describe the speeds in every data type of the target, if there are several."""
     if len(types) == 1:
         return []
     speeds = "; ".join(f"{one.dtype} {one.bare_per_s:.1f} and {one.best_per_s:.1f}" for one in types)
@@ -250,7 +244,7 @@ def _type_flag(types: Sequence[TypeForecast], one: TypeForecast) -> list[str]:
 
 
 def _rivals(advice: Advice, best: Forecast) -> str:
-    """Planners that a forecast cannot tell from the best one."""
+    """Name the planners whose forecast is within the error of the best one's."""
     near = [
         f"{one.method.planner} ({one.speed:.2f})"
         for one in advice.forecasts
@@ -281,7 +275,7 @@ def _requests(count: int) -> str:
 
 
 def _without_draft(chosen: Sequence[str]) -> list[str]:
-    """The flags that also make sense without a draft."""
+    """Return the flags that also apply without a draft."""
     words = list(chosen)
     for flag in ("--draft-device", "--draft-engine", "--draft-dtype", "--draft-cores"):
         if flag in words:
@@ -339,7 +333,7 @@ def _row_counts(rows: str) -> list[int]:
 
 
 def _options(model: str, device: str, threads: int | None, dtype: str, context: int, max_rows: int) -> EngineOptions:
-    """An engine's default limits, raised where this measurement needs more."""
+    """Return the engine's options, with default limits that are raised if this measurement needs more."""
     usual = EngineOptions(model=model)
     return EngineOptions(
         model=model,

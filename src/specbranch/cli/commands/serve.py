@@ -43,8 +43,8 @@ from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.engines.models import resolve_model
 from specbranch.engines.registry import engine_for
 from specbranch.errors import SpecBranchError, UsageError
-from specbranch.launch.draft_process import DraftServiceOptions, DraftSupervisor, RemoteDraft
-from specbranch.launch.placement import CoreSplit, divide_cores, place_draft
+from specbranch.launch.child import name_cores
+from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, RemoteDraft, place_pair
 from specbranch.launch.vllm_flags import Flags, layout_of
 from specbranch.launch.vllm_install import slow_type_here
 from specbranch.launch.vllm_server import HttpEndpoint, VllmServeCommand, VllmServer
@@ -58,20 +58,18 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All that was asked for, before anything is started. Without a draft of either kind, vLLM is bare."""
+    """The parsed command line. Without `draft` and `remote`, vLLM is bare."""
 
     target: str
     draft: DraftServiceOptions | None
     remote: RemoteDraft | None
-    engine: str
-    cores: CoreSplit
+    target_cores: Sequence[int] | None
     gamma: int
     section: dict[str, Any]
     flags: Flags
-    on_cpu: bool
 
     def options(self, address: str | None) -> VllmServeCommand:
-        """Options of vLLM; `address` is where the draft service listens that we start, if we do."""
+        """Return the options of vLLM; `address` is that of the draft service that this command starts, if any."""
         where = self.remote.section if self.remote else {"address": address}
         return VllmServeCommand(
             model=resolve_model(self.target),
@@ -79,14 +77,14 @@ class _Plan:
             settings=self._merged(where) if self.is_drafting else None,
             num_speculative_tokens=self.gamma,
             flags=self.flags,
-            cores=self.cores.target,
+            cores=self.target_cores,
         )
 
     def check(self) -> None:
-        """Raise now what would otherwise come to light after models are loaded."""
+        """Raise now for what would otherwise fail after models are loaded."""
         if self.is_drafting:
             self.settings()
-        self.options("ipc://unused" if self.draft else None)  # refuses flags that it sets itself
+        self.options("ipc://unused" if self.draft else None)  # raises for flags that it sets itself
         Preflight(target=self.target, draft=self.draft, remote=self.remote, flags=self.flags, is_server=True).run()
 
     @property
@@ -95,7 +93,7 @@ class _Plan:
         return self.draft is not None or self.remote is not None
 
     def settings(self) -> ProposerSettings:
-        """The proposer's settings; raises now what vLLM's worker would raise minutes later."""
+        """Return the proposer's settings; raise now for settings that vLLM's worker would refuse minutes later."""
         settings = self._merged(self.remote.section if self.remote else {})
         settings.client_options(self.gamma)
         return settings
@@ -151,36 +149,31 @@ def serve(
         if no_gate:
             section["is_gated"] = False
         flags = Flags(context.args)
-        device = place_draft(draft_device, draft, draft_engine, layout_of(flags))
-        cores = divide_cores(device.device, target_cores, draft_cores)
-        engine, options = "", None
+        options = None
         if draft is not None:
-            engine = draft_engine or engine_for(draft)
             check_directory("--timeline", timeline)
             check_directory("--record", record)
             options = DraftServiceOptions(
                 model=draft,
-                engine=engine,
-                device=device.device,
+                engine=draft_engine or engine_for(draft),
+                device=draft_device,
                 dtype=draft_dtype,
-                cores=cores.draft,
                 timeline=timeline,
                 record=record,
                 extra=draft_arguments(draft_arg),
             )
+        place = place_pair(options, layout_of(flags), target_cores, draft_cores)
         plan = _Plan(
             target=target,
-            draft=options,
+            draft=place.draft,
             remote=remote_draft(draft_address, draft_keys),
-            engine=engine,
-            cores=cores,
+            target_cores=place.target_cores,
             gamma=gamma or draft_length_limit(planner),
             section=section,
             flags=flags,
-            on_cpu=installed.runs_on_cpu(),
         )
         plan.check()
-        warn(device.warning)
+        warn(place.warning)
         if plan.is_drafting:
             warn(slow_type_here(target, flags.value("--dtype")))
         code = _run(plan, console_for(False))
@@ -188,34 +181,32 @@ def serve(
 
 
 def _run(plan: _Plan, console: Console) -> int:
-    """Start draft and target, watch them, stop them; returns the exit code."""
+    """Start draft and target, watch them, stop them, and return the exit code."""
     settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
-    voice = _StatusLine(console)
+    status = _StatusLine(console)
     with contextlib.ExitStack() as stack:
-        supervisor = (
-            DraftSupervisor(plan.draft, on_event=voice.event, on_progress=voice.progress) if plan.draft else None
-        )
-        if supervisor:
-            stack.callback(supervisor.stop)
-        server = VllmServer(plan.options(supervisor.address if supervisor else None), show=voice.log_line)
+        draft = DraftProcess(plan.draft, on_progress=status.progress, on_event=status.event) if plan.draft else None
+        if draft:
+            stack.callback(draft.stop)
+        server = VllmServer(plan.options(draft.address if draft else None), show=status.log_line)
         stack.callback(server.kill)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            console.print(_summary(plan, settings, supervisor.address if supervisor else None, endpoint))
-            with voice.starting():
-                if supervisor:
-                    supervisor.start()
+            console.print(_summary(plan, settings, draft.address if draft else None, endpoint))
+            with status.starting():
+                if draft:
+                    draft.start()  # before the target, whose memory is limited to what the draft leaves free
                 with _uninterrupted():
                     server.start()
-                code = _await_ready(server, endpoint, voice)
-            return _watch(server, voice) if code is None else _failed(server, code, voice)
+                code = _await_ready(server, endpoint, status)
+            return _watch(server, status) if code is None else _failed(server, code, status)
         except KeyboardInterrupt:
-            voice.event("stopping; press Ctrl-C again to kill")
-            return _stop(server, supervisor)
+            status.event("stopping; press Ctrl-C again to kill")
+            return _stop(server, draft)
 
 
 class _StatusLine:
-    """What is said on the screen, and how long the start takes. Lines of vLLM's log pass through it."""
+    """The output of the command: our own lines, the stages of the start, and the lines of vLLM's log."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -224,7 +215,7 @@ class _StatusLine:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """A line that shows the stages of the start."""
+        """Show the stages of the start in one line until the block ends."""
         with ProgressBar() as progress:
             self._progress = progress
             try:
@@ -233,20 +224,20 @@ class _StatusLine:
                 self._progress = None
 
     def elapsed_s(self) -> float:
-        """Time since the command began."""
+        """Return the time since the command began."""
         return time.monotonic() - self._begin_s
 
     def event(self, line: str) -> None:
-        """One line of our own."""
+        """Print one line of our own."""
         self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def progress(self, stage: str) -> None:
-        """What the start is busy with."""
+        """Show the current stage of the start."""
         if self._progress is not None:
             self._progress.show(stage)
 
     def log_line(self, line: str) -> None:
-        """One line of vLLM's log."""
+        """Print one line of vLLM's log."""
         progress = self._progress  # another thread sets it
         if progress is not None:
             progress.print(line)
@@ -256,7 +247,7 @@ class _StatusLine:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM: a process that is being started would be left behind."""
+    """Delay Ctrl-C and SIGTERM: they would leave a process that is just being started without a parent."""
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -271,60 +262,60 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _stop(server: VllmServer, supervisor: DraftSupervisor | None) -> int:
+def _stop(server: VllmServer, draft: DraftProcess | None) -> int:
     try:
         server.stop()
-        if supervisor:
-            supervisor.stop()
+        if draft:
+            draft.stop()
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         server.kill()
-        if supervisor:
-            supervisor.kill()
+        if draft:
+            draft.kill()
         return _KILLED
     return 0
 
 
-def _await_ready(server: VllmServer, endpoint: HttpEndpoint, voice: _StatusLine) -> int | None:
-    """Wait until vLLM answers; its exit code if it ends before."""
+def _await_ready(server: VllmServer, endpoint: HttpEndpoint, status: _StatusLine) -> int | None:
+    """Wait until vLLM answers; return its exit code if it ends first."""
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:
             server.unpin_frontend()
             server.clear_failures()
             return None
-        voice.progress(server.stage)
+        status.progress(server.stage)
         time.sleep(_POLL_S)
     return code
 
 
-def _failed(server: VllmServer, code: int, voice: _StatusLine) -> int:
-    voice.event(f"vLLM did not start: {server.cause()}")
+def _failed(server: VllmServer, code: int, status: _StatusLine) -> int:
+    status.event(f"vLLM did not start: {server.cause()}")
     return _exit_code(code)
 
 
-def _watch(server: VllmServer, voice: _StatusLine) -> int:
-    """Wait until vLLM ends."""
-    voice.event(f"ready in {voice.elapsed_s():.0f} s")
+def _watch(server: VllmServer, status: _StatusLine) -> int:
+    """Wait until vLLM ends, and return the exit code of the command."""
+    status.event(f"ready in {status.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)
-    voice.event(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
+    status.event(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
     return _exit_code(code)
 
 
 def _exit_code(code: int) -> int:
-    """As a shell has it: signals count from 128."""
+    """Convert an exit code to that of a shell, which adds 128 to the number of a signal."""
     return code if code >= 0 else 128 - code
 
 
 def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None, endpoint: HttpEndpoint) -> Table:
     table = Table.grid(padding=(0, 2))
-    device = "CPU" if plan.on_cpu else "GPU"
-    rows = {"target": f"{plan.target} on {device}, {_core_words(plan.cores.target)}"}
+    device = "CPU" if installed.runs_on_cpu() else "GPU"
+    rows = {"target": f"{plan.target} on {device}, {name_cores(plan.target_cores)}"}
     if settings:
         planned = settings.client_options(plan.gamma).settings
         rows |= {
-            "draft": _draft_words(plan),
+            "draft": _describe_draft(plan),
             "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
             "deadline": f"{settings.deadline_ms:g} ms",
             "socket": address or ", ".join(normalize_addresses(settings.address)),
@@ -337,15 +328,9 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
     return table
 
 
-def _draft_words(plan: _Plan) -> str:
+def _describe_draft(plan: _Plan) -> str:
     if plan.draft:
-        return f"{plan.draft.model} in {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}"
+        return f"{plan.draft.model} in {plan.draft.engine} on {plan.draft.device}, {name_cores(plan.draft.cores)}"
     assert plan.remote is not None, "there is a draft of one kind"
     models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
     return f"{', '.join(models)}, runs already" if models else "not running now; without it vLLM goes on alone"
-
-
-def _core_words(cores: Sequence[int] | None) -> str:
-    if cores is None:
-        return "not pinned"
-    return f"{'core' if len(cores) == 1 else 'cores'} {','.join(str(core) for core in cores)}"
