@@ -1,4 +1,4 @@
-"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that runs beside the target."""
+"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that runs next to the target."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def generate(
                 _end_answer(talk, answer)
                 document = answer.as_json()
         if compare:
-            # Only now: the pair has left the cores and the memory.
+            # Only after the pair has released its cores and memory.
             plain = plain or answer_alone(options, cores or (), encoded, sampling)
             document |= {"plain": plain.as_json(), "plain_cores": cores, **compare_answers(answer, plain)}
             _tell(comparison_line(answer, plain, cores, is_greedy=not temperature))
@@ -170,7 +170,7 @@ def generate(
 
 @dataclass(slots=True)
 class _Talk:
-    """The loaded pair, how to sample, and where to show the answer (None: nowhere)."""
+    """The loaded pair, the sampling parameters, and the view that shows answers (None: no view)."""
 
     pair: LocalPair
     sampling: dict[str, Any]
@@ -179,7 +179,7 @@ class _Talk:
     screen: TerminalView | None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt; one that leaves no room for an answer raises."""
+        """Return the prompt's tokens; raise `UsageError` if they leave no room for an answer."""
         target = self.pair.target
         if self.is_raw:
             prompt = target.encode(messages[-1]["content"])
@@ -196,7 +196,7 @@ class _Talk:
         return prompt
 
     def answer(self, prompt: Sequence[int], **sampling: Any) -> StreamedAnswer:
-        """Let the target answer, and stream the answer. Ctrl-C stops it after the current step."""
+        """Generate the target's answer and stream it to the view. Ctrl-C stops it after the current step."""
         tokenizer = self.pair.target.llm.get_tokenizer()
         painter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         waited_s = self.pair.wait_s()
@@ -212,7 +212,7 @@ class _Talk:
                 if interrupt.is_asked:
                     answer.is_stopped = True
                     break
-        answer.wait_s = self.pair.wait_s() - waited_s  # not in every step: it is a call into all workers
+        answer.wait_s = self.pair.wait_s() - waited_s  # once at the end, because it calls all workers
         return answer
 
 
@@ -225,7 +225,7 @@ def _check(options: LocalPairOptions, compare: bool) -> None:
 
 
 def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
-    """Let the loaded target answer without drafts: nothing that the draft uses could be of use to it."""
+    """Let the loaded target answer without drafts. Only fair if the draft's device is of no use to the target."""
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
     quiet.answer(prompt, max_tokens=_WARM_TOKENS)

@@ -1,4 +1,4 @@
-"""`specbranch plan` and `profile`: does drafting pay for a pair here, and what does a draft step cost?"""
+"""`specbranch plan` and `profile`: forecast if drafting pays for a pair here, and measure the cost of a draft step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.trace import write_trace
 
-MIN_GAIN = 0.1  # a smaller gain than this is within the error of a forecast, and not promised
+MIN_GAIN = 0.1  # smaller gains are within the error of a forecast
 _ERRORS = (
     "forecast error in our own runs: 3 to 20 % up to 4 requests at once; at 8 requests a third to a half too high. "
     "Prefill is not included."
@@ -154,7 +154,7 @@ def plan(
 def _chosen_flags(
     options: PairOptions, device: str, target_cores: str | None, draft_cores: str | None, vllm: dict[str, Any]
 ) -> list[str]:
-    """Flags of `specbranch serve` for what was chosen here and is not the default."""
+    """Return flags of `specbranch serve` for all choices made here that are not the default."""
     values = {
         "--draft-device": None if device == "auto" else device,
         "--draft-engine": options.draft_engine,
@@ -182,7 +182,7 @@ def _print(console: Console, types: Sequence[TypeForecast], pair: Sequence[str],
 
 
 def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """What was measured and what to do; the last line is a command to copy. `chosen` names no type if several are."""
+    """Say what was measured and what to do; the last line is a command. With several types, `chosen` has no --dtype."""
     with_drafts, without = fastest(types), fastest_bare(types)
     advice, best = with_drafts.advice, with_drafts.best
     gain = with_drafts.best_per_s / without.bare_per_s
@@ -209,7 +209,7 @@ def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequen
 
 
 def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) -> str:
-    """The command that serves as forecast."""
+    """Return the command that serves the pair as forecast."""
     gamma = best.method.settings.get("gamma")
     longest = [] if gamma is None else ["--gamma", str(gamma)]
     return shlex.join(["specbranch", "serve", *pair, "--planner", best.method.planner, *longest, *chosen])
@@ -233,7 +233,7 @@ def _measured(survey: Survey, advice: Advice) -> list[str]:
 
 
 def _type_lines(types: Sequence[TypeForecast]) -> list[str]:
-    """Speeds in every data type of the target, if there are several, and the fastest."""
+    """Return the speeds in every data type of the target, and the fastest; nothing if there is only one type."""
     if len(types) == 1:
         return []
     speeds = "; ".join(f"{one.dtype} {one.bare_per_s:.1f} and {one.best_per_s:.1f}" for one in types)
@@ -250,7 +250,7 @@ def _type_flag(types: Sequence[TypeForecast], one: TypeForecast) -> list[str]:
 
 
 def _rivals(advice: Advice, best: Forecast) -> str:
-    """Planners that a forecast cannot tell from the best one."""
+    """Name the planners whose forecast is too close to the best one to tell them apart."""
     near = [
         f"{one.method.planner} ({one.speed:.2f})"
         for one in advice.forecasts
@@ -281,7 +281,7 @@ def _requests(count: int) -> str:
 
 
 def _without_draft(chosen: Sequence[str]) -> list[str]:
-    """The flags that also make sense without a draft."""
+    """Return the flags without those that only concern a draft."""
     words = list(chosen)
     for flag in ("--draft-device", "--draft-engine", "--draft-dtype", "--draft-cores"):
         if flag in words:
@@ -339,7 +339,7 @@ def _row_counts(rows: str) -> list[int]:
 
 
 def _options(model: str, device: str, threads: int | None, dtype: str, context: int, max_rows: int) -> EngineOptions:
-    """An engine's default limits, raised where this measurement needs more."""
+    """Return an engine's default limits, raised where this measurement needs more."""
     usual = EngineOptions(model=model)
     return EngineOptions(
         model=model,

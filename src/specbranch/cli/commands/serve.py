@@ -1,4 +1,4 @@
-"""`specbranch serve`: a draft service and `vllm serve` with our proposer, as one command; or bare vLLM."""
+"""`specbranch serve`: start a draft service and `vllm serve` with our proposer as one command; or bare vLLM."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All that was asked for, before anything is started. Without a draft of either kind, vLLM is bare."""
+    """All options of the command, before anything starts. Without a local or remote draft, vLLM runs bare."""
 
     target: str
     draft: DraftServiceOptions | None
@@ -71,7 +71,7 @@ class _Plan:
     on_cpu: bool
 
     def options(self, address: str | None) -> VllmServeCommand:
-        """Options of vLLM; `address` is where the draft service listens that we start, if we do."""
+        """Return vLLM's command; `address` is that of the draft service to be started here, if any."""
         where = self.remote.section if self.remote else {"address": address}
         return VllmServeCommand(
             model=resolve_model(self.target),
@@ -83,10 +83,10 @@ class _Plan:
         )
 
     def check(self) -> None:
-        """Raise now what would otherwise come to light after models are loaded."""
+        """Raise for errors that would otherwise appear only after models are loaded."""
         if self.is_drafting:
             self.settings()
-        self.options("ipc://unused" if self.draft else None)  # refuses flags that it sets itself
+        self.options("ipc://unused" if self.draft else None)  # raises for flags that this command sets itself
         Preflight(target=self.target, draft=self.draft, remote=self.remote, flags=self.flags, is_server=True).run()
 
     @property
@@ -95,7 +95,7 @@ class _Plan:
         return self.draft is not None or self.remote is not None
 
     def settings(self) -> ProposerSettings:
-        """The proposer's settings; raises now what vLLM's worker would raise minutes later."""
+        """Return the proposer's settings; raise now what vLLM's worker would raise minutes later."""
         settings = self._merged(self.remote.section if self.remote else {})
         settings.client_options(self.gamma)
         return settings
@@ -188,7 +188,7 @@ def serve(
 
 
 def _run(plan: _Plan, console: Console) -> int:
-    """Start draft and target, watch them, stop them; returns the exit code."""
+    """Start draft and target, watch them, stop them; return the exit code."""
     settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
     voice = _StatusLine(console)
     with contextlib.ExitStack() as stack:
@@ -215,7 +215,7 @@ def _run(plan: _Plan, console: Console) -> int:
 
 
 class _StatusLine:
-    """What is said on the screen, and how long the start takes. Lines of vLLM's log pass through it."""
+    """Print events, progress and vLLM's log lines, and measure how long the start takes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -224,7 +224,7 @@ class _StatusLine:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """A line that shows the stages of the start."""
+        """Show a progress line with the stages of the start."""
         with ProgressBar() as progress:
             self._progress = progress
             try:
@@ -233,20 +233,20 @@ class _StatusLine:
                 self._progress = None
 
     def elapsed_s(self) -> float:
-        """Time since the command began."""
+        """Return the time since the command began."""
         return time.monotonic() - self._begin_s
 
     def event(self, line: str) -> None:
-        """One line of our own."""
+        """Print one line of our own."""
         self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def progress(self, stage: str) -> None:
-        """What the start is busy with."""
+        """Show the current stage of the start."""
         if self._progress is not None:
             self._progress.show(stage)
 
     def log_line(self, line: str) -> None:
-        """One line of vLLM's log."""
+        """Print one line of vLLM's log."""
         progress = self._progress  # another thread sets it
         if progress is not None:
             progress.print(line)
@@ -256,7 +256,7 @@ class _StatusLine:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM: a process that is being started would be left behind."""
+    """Delay Ctrl-C and SIGTERM, which would orphan a process that is being started."""
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -287,7 +287,7 @@ def _stop(server: VllmServer, supervisor: DraftSupervisor | None) -> int:
 
 
 def _await_ready(server: VllmServer, endpoint: HttpEndpoint, voice: _StatusLine) -> int | None:
-    """Wait until vLLM answers; its exit code if it ends before."""
+    """Wait until vLLM is ready and return None, or its exit code if it ends before."""
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:
             server.unpin_frontend()
@@ -304,7 +304,7 @@ def _failed(server: VllmServer, code: int, voice: _StatusLine) -> int:
 
 
 def _watch(server: VllmServer, voice: _StatusLine) -> int:
-    """Wait until vLLM ends."""
+    """Wait until vLLM ends; return the exit code."""
     voice.event(f"ready in {voice.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)
@@ -313,7 +313,7 @@ def _watch(server: VllmServer, voice: _StatusLine) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """As a shell has it: signals count from 128."""
+    """Convert an exit code as shells do: signals count from 128."""
     return code if code >= 0 else 128 - code
 
 
