@@ -1,9 +1,9 @@
-"""Traces: what a target said, the draft's distribution before each of those tokens, and what was submitted when.
+"""Read and write traces: a target's answers, the draft's distribution before each token, and the submissions.
 
-JSON lines, gzipped if the name ends in `.gz`: a header, then records. A record holds tokens and, for every token, the
-top-k of the draft distribution [ids, probabilities] (null where the draft had none in time) and its entropy in nats. A
-record that names no session is a whole answer; records of one session, each a verdict, follow one another in time and
-make up one answer. So a file that is recorded while a service runs is whole after every line.
+A trace is JSON lines, gzipped if the name ends in `.gz`: a header, then records. A record holds tokens and, for each,
+the top-k of the draft distribution [ids, probabilities] (null if the draft had none in time) and its entropy in nats. A
+record without a session is a whole answer; the records of one session, each a verdict, are in order of time and make up
+one answer. So a file that a service is still writing is valid after every line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TraceError(SpecBranchError, ValueError):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """First line of a trace file. `version` changes when a reader must."""
+    """The first line of a trace file. `version` changes when older readers cannot read the file."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -44,13 +44,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line after the header: a whole answer, or one verdict of a session and when it came, in seconds."""
+    """A line after the header: a whole answer, or one verdict of a session with its time in seconds."""
 
     tokens: list[int]
     heads: list[_TopK | None]  # top-k before each token
     entropy: list[float]
     prompt: list[int] = []
-    foreseen: list[int] = []  # H-RAD's signal behind each token
+    foreseen: list[int] = []  # H-RAD's signal after each token
     session: int | None = None
     at_s: float = 0.0
     submitted: int = 0
@@ -59,7 +59,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One verdict as a service saw it: when, tokens committed, tokens submitted before, whether it was prepared."""
+    """One recorded verdict: its time, the tokens committed and those submitted before, and whether it was a hit."""
 
     at_s: float
     committed: int
@@ -71,8 +71,8 @@ class Moment:
 class Answer:
     """One answer of the target; `distributions[i]` is the draft's before `tokens[i]`, or `NO_DISTRIBUTION`.
 
-    `foreseen[i]` is H-RAD's signal for the window behind that token, if one was asked. An answer recorded by a service
-    has its moments.
+    `foreseen[i]` is H-RAD's signal for the window after that token, if H-RAD was in use. `moments` are the verdicts of
+    an answer that a service recorded.
     """
 
     tokens: tuple[int, ...]
@@ -82,7 +82,7 @@ class Answer:
     moments: tuple[Moment, ...] = ()
 
     def runs(self) -> list[int]:
-        """For every position, and for the end, how many of the draft's first choices are right in a row."""
+        """Return, for every position and the end, how many top-1 tokens of the draft in a row are right from there."""
         runs = [0]
         for token, distribution in zip(reversed(self.tokens), reversed(self.distributions), strict=True):
             runs.append(runs[-1] + 1 if distribution.ids[:1] == (token,) else 0)
@@ -91,7 +91,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Answers with the draft's distributions along them."""
+    """A target's answers with the draft's distributions."""
 
     header: Header
     answers: tuple[Answer, ...]
@@ -102,7 +102,7 @@ class Trace:
         return read_trace(Path(path))
 
     def write(self, path: str | Path) -> None:
-        """Write an answer to a line; the same trace always gives the same bytes. Moments are left out."""
+        """Write one line per answer, without moments; the same trace always gives the same bytes."""
         write_trace(Path(path), self)
 
     @property
@@ -116,7 +116,7 @@ class Trace:
         return all(answer.prompt for answer in self.answers)
 
     def match_share(self, rank: int = 1) -> float:
-        """Share of tokens with a distribution that are among its `rank` most likely: greedy agreement for rank 1."""
+        """Return the share of tokens among their distribution's `rank` most likely; rank 1 is greedy agreement."""
         found = [
             token in distribution.ids[:rank]
             for answer in self.answers
@@ -149,7 +149,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, an answer to a line; the same trace always gives the same bytes. Moments are left out."""
+    """Write a trace, one line per answer, without moments; the same trace always gives the same bytes."""
     records = [
         Record(
             list(a.tokens),
@@ -165,12 +165,12 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def encode_line(line: Header | Record) -> bytes:
-    """One line of a trace file."""
+    """Encode one line of a trace file."""
     return msgspec.json.encode(line) + b"\n"
 
 
 def top_k_of(distribution: Distribution, longest: int | None = None) -> _TopK | None:
-    """The top-k of a distribution as a record holds it."""
+    """Return the top-k of a distribution, at most `longest` tokens, in the form of a record."""
     return (
         (list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]])
         if distribution.ids
