@@ -31,9 +31,9 @@ def ensure_runtime_directory() -> Path:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         flaw = _flaw(directory)
     except OSError as error:
-        raise DirectoryError(f"{directory} cannot be made: {error}; make it, {advice}") from error
+        raise DirectoryError(f"{directory} cannot be created: {error}; create it, {advice}") from error
     if flaw is not None:
-        raise DirectoryError(f"{directory} {flaw}; remove it, give it to you alone (chmod 700), {advice}")
+        raise DirectoryError(f"{directory} {flaw}; remove it, or restrict it to yourself (chmod 700), {advice}")
     return directory
 
 

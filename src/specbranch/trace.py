@@ -185,9 +185,9 @@ def _answer(path: Path, records: Sequence[tuple[int, Record]]) -> Answer:
     moments: list[Moment] = []
     for number, record in records:
         if not len(record.tokens) == len(record.heads) == len(record.entropy) > 0:
-            raise TraceError(f"{path}:{number}: tokens, heads and entropy must be equally many, and at least one")
+            raise TraceError(f"{path}:{number}: tokens, heads and entropy must have one common length, at least 1")
         if record.foreseen and len(record.foreseen) != len(record.tokens):
-            raise TraceError(f"{path}:{number}: signals must be as many as tokens, or none")
+            raise TraceError(f"{path}:{number}: give one signal per token, or none")
         tokens += record.tokens
         distributions += [
             _distribution(path, number, top, h) for top, h in zip(record.heads, record.entropy, strict=True)
@@ -203,7 +203,7 @@ def _distribution(path: Path, number: int, top: _TopK | None, entropy: float) ->
         return NO_DISTRIBUTION
     ids, probs = top
     if not len(ids) == len(probs) > 0:
-        raise TraceError(f"{path}:{number}: top-k needs as many ids as probabilities, and at least one")
+        raise TraceError(f"{path}:{number}: a top-k needs one probability per id, and at least one id")
     return Distribution(tuple(ids), tuple(probs), entropy)
 
 

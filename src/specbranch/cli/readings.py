@@ -350,7 +350,7 @@ class ServiceSource:
         reach = self._stats_client.poll(_ANSWER_S)
         if self._stats_client.refusal is not None:
             raise UsageError(
-                f"the draft service at {self._address} is of an older version, which tells nothing of itself; update it"
+                f"the draft service at {self._address} has an older version that reports no counters; update it"
             )
         if reach is ServiceStatus.ABSENT:
             raise ServiceUnavailable(

@@ -167,13 +167,13 @@ def cache_size(
 ) -> CacheSize:
     """Return the `asked` size, or one that suits the free memory. `most` is all that the engine or model can use."""
     if asked is not None:
-        return CacheSize(asked, bytes_per_token, "as asked for")
+        return CacheSize(asked, bytes_per_token, "as requested")
     if free_bytes is None:
-        return CacheSize(min(USUAL, most), bytes_per_token, "nobody tells how much memory is free")
+        return CacheSize(min(USUAL, most), bytes_per_token, "the amount of free memory is unknown")
     fitting = cache_tokens(bytes_per_token, free_bytes, is_cpu=is_cpu)
     if fitting >= most:
-        return CacheSize(most, bytes_per_token, "the most that this engine takes by itself")
-    return CacheSize(fitting, bytes_per_token, f"by the {free_bytes / 1e9:.1f} GB of memory that are free")
+        return CacheSize(most, bytes_per_token, "the engine's own maximum")
+    return CacheSize(fitting, bytes_per_token, f"from {free_bytes / 1e9:.1f} GB of free memory")
 
 
 def cache_tokens(bytes_per_token: int, free_bytes: int, *, is_cpu: bool) -> int:

@@ -41,7 +41,7 @@ def check_model_exists(what: str, model: str) -> str | None:
         _require_files(what, path)
         return None
     if "://" in model:
-        return f"{what}: {model} was not looked for, because vLLM reads such a store by itself"
+        return f"{what}: {model} was not checked, because vLLM reads such a store itself"
     return _require_elsewhere(what, model)
 
 
@@ -54,7 +54,7 @@ def _require_files(what: str, path: Path) -> None:
         raise EngineError(f"{what} is the file {path}; name a directory with config.json, or a GGUF file")
     with path.open("rb") as file:
         if file.read(len(_GGUF)) != _GGUF:
-            raise EngineError(f"{what} is {path}, which is no GGUF file; was its download interrupted?")
+            raise EngineError(f"{what} is {path}, which is not a GGUF file; was its download interrupted?")
 
 
 def _require_elsewhere(what: str, model: str) -> str | None:
@@ -65,11 +65,11 @@ def _require_elsewhere(what: str, model: str) -> str | None:
         raise EngineError(f"{what}: there is no {path}{_near(path.name, path.parent)}")
     store = os.environ.get("SPECBRANCH_MODELS")
     hint = _near(model, Path(store)) if store else ""
-    places = "it is no path here, not in $SPECBRANCH_MODELS" if store else "it is no path here"
+    places = "it is not a path here, not in $SPECBRANCH_MODELS" if store else "it is not a path here"
     answer = ask_hub(repository)
     if answer.refusal is not None:
         raise EngineError(f"{what}: {model!r} was not found: {places}, and {answer.refusal}{hint}")
-    return answer.unknown and f"{what}: {model!r} was not looked for on the Hugging Face hub: {answer.unknown}"
+    return answer.unknown and f"{what}: {model!r} was not checked on the Hugging Face hub: {answer.unknown}"
 
 
 def _is_path(model: str) -> bool:
@@ -88,7 +88,7 @@ def _near(name: str, directory: Path) -> str:
 def ask_hub(repository: str) -> HubAnswer:
     """Check whether the Hugging Face hub has a model; skip the request if any revision was downloaded before."""
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return HubAnswer(unknown="VLLM_USE_MODELSCOPE is set, so vLLM takes it from ModelScope")
+        return HubAnswer(unknown="VLLM_USE_MODELSCOPE is set, so vLLM downloads it from ModelScope")
     try:
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -98,7 +98,7 @@ def ask_hub(repository: str) -> HubAnswer:
     def ask() -> HubAnswer:
         try:
             if constants.HF_HUB_OFFLINE:
-                return HubAnswer("HF_HUB_OFFLINE forbids to look on the Hugging Face hub")
+                return HubAnswer("HF_HUB_OFFLINE forbids looking on the Hugging Face hub")
             HfApi().model_info(repository, timeout=_HUB_S)
         except GatedRepoError:
             return HubAnswer("on the Hugging Face hub it needs permission: accept its terms and run `hf auth login`")

@@ -135,14 +135,14 @@ def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
     if len(others) > _TOLERANCE * common:
         example = others[len(others) // 2]
         return (
-            f"{_percent(len(others), common)} of the token ids that both have stand for other text; token {example} is "
+            f"{_percent(len(others), common)} of the token ids in both stand for different text; token {example} is "
             f"{_quoted(ours[example])} in the target and {_quoted(theirs[example])} in the draft; {_ADVICE}"
         )
     alone, together = len(ours.keys() ^ theirs.keys()), len(ours.keys() | theirs.keys())
     if alone > _TOLERANCE * together:
         return (
             f"the target has {len(ours)} tokens and the draft {len(theirs)}: {_percent(alone, together)} of the ids "
-            f"are known to one of them only; {_ADVICE}"
+            f"exist in only one of them; {_ADVICE}"
         )
     return None
 
@@ -154,10 +154,10 @@ def fingerprint_mismatch(target: VocabFingerprint, draft: VocabFingerprint) -> s
     ours, theirs = _by_place(target.hashes), _by_place(draft.hashes)
     others, common = len(_others(ours, theirs)), len(ours.keys() & theirs.keys())
     if others > _SAMPLE_TOLERANCE * common:
-        return f"of {common} token ids compared, {others} stand for other text in the draft; {_ADVICE}"
+        return f"of {common} token ids compared, {others} stand for different text in the draft; {_ADVICE}"
     alone, together = len(ours.keys() ^ theirs.keys()), len(ours.keys() | theirs.keys())
     if alone > _SAMPLE_TOLERANCE * together:
-        return f"of {together} token ids compared, {alone} are known to one of them only; {_ADVICE}"
+        return f"of {together} token ids compared, {alone} exist in only one of them; {_ADVICE}"
     return None
 
 
@@ -338,7 +338,7 @@ def read_tokens(path: Path) -> list[str] | None:
         with path.open("rb") as file:
             return _Metadata(path, file).tokens()
     except OSError as error:
-        raise EngineError(f"{path} cannot be read: {error}; check the path and its rights") from error
+        raise EngineError(f"{path} cannot be read: {error}; check the path and its permissions") from error
 
 
 class _Metadata:
@@ -351,7 +351,7 @@ class _Metadata:
 
     def tokens(self) -> list[str] | None:
         if self._take(4) != b"GGUF":
-            raise self._broken("it does not begin like one")
+            raise self._broken("it does not begin with GGUF")
         version, _, num_pairs = _HEAD.unpack(self._take(_HEAD.size))
         if version not in _VERSIONS:
             return None
@@ -367,7 +367,7 @@ class _Metadata:
     def _tokens(self) -> list[str]:
         kind, count = self._items()
         if kind != _STRING:
-            raise self._broken("its tokens are no strings")
+            raise self._broken("its tokens are not strings")
         tokens, read = [], self._file.read
         for _ in range(count):  # `_string` for each would take twice as long
             length = int.from_bytes(read(8), "little")

@@ -115,7 +115,7 @@ def read_hrad_card(directory: Path) -> HradCard:
     except OSError as error:
         raise HradError(f"{error.filename}: {error.strerror}; give the directory of a trained predictor") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HradError(f"{directory / CARD} is no card of a predictor ({error}); train it again") from error
+        raise HradError(f"{directory / CARD} is not a predictor's card ({error}); train it again") from error
     if (card.format, card.version) != (FORMAT, VERSION):
         raise HradError(
             f"{directory / CARD} is {card.format} version {card.version}; this reads {FORMAT} version {VERSION}: "
@@ -168,7 +168,7 @@ def _check_shapes(tensors: Mapping[str, _Array], card: HradCard) -> None:
         tensor = tensors[name]
         if tensor.dtype != np.float32 or tensor.shape != shape or 0 in shape:
             raise HradError(
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, by the card it is float32 {list(shape)}; "
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, but the card says float32 {list(shape)}; "
                 "train the predictor again"
             )
 

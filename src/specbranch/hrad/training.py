@@ -351,7 +351,7 @@ def draw_scores(scores: Mapping[str, Score], shown: str, path: Path) -> None:
     for name, one in scores.items():
         sure, true, _ = zip(*one.bins, strict=True)
         left.plot(sure, true, marker="o", markersize=4, label=f"{name}: error {one.calibration_error:.3f}")
-    left.set(xlabel="how sure it was", ylabel="how often it was right", xlim=(0.3, 1), ylim=(0, 1.02))
+    left.set(xlabel="confidence", ylabel="accuracy", xlim=(0.3, 1), ylim=(0, 1.02))
     left.legend(frameon=False)
     confusion = scores[shown].confusion
     totals = [sum(row) or 1 for row in confusion]
@@ -361,7 +361,7 @@ def draw_scores(scores: Mapping[str, Score], shown: str, path: Path) -> None:
             share = count / totals[row]
             colour = "white" if share > 0.6 else "black"
             right.text(column, row, f"{share:.2f}\n{count}", ha="center", va="center", color=colour)
-    right.set(xticks=range(3), yticks=range(3), xlabel="foreseen", ylabel="what happened", title=shown)
+    right.set(xticks=range(3), yticks=range(3), xlabel="predicted class", ylabel="true class", title=shown)
     right.set_xticklabels(_CLASSES)
     right.set_yticklabels(_CLASSES)
     figure.tight_layout()

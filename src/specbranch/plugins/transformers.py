@@ -103,7 +103,7 @@ class DraftedDecoding:
     def _warn(self, obstacle: str) -> None:
         if obstacle not in self._warned:
             self._warned.add(obstacle)
-            log.warning("nothing is drafted for %s; such texts are decoded without drafts", obstacle)
+            log.warning("drafts do not support %s; such texts are decoded without drafts", obstacle)
 
 
 class ServiceCandidates(CandidateGenerator):
@@ -163,7 +163,7 @@ def _obstacle(
     if remembering := _names(one for one in logits_processor if isinstance(one, _WITH_MEMORY)):
         return f"{remembering}, which would remember rejected tokens"
     if late := _names(one for one in stopping_criteria if not isinstance(one, _SEEN_IN_TIME)):
-        return f"{late}, which would be looked at between steps only"
+        return f"{late}, which is checked only between steps"
     return None
 
 

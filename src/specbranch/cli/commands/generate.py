@@ -138,7 +138,7 @@ def generate(
         )
         is_chat = chat or (prompt is None and sys.stdin.isatty())
         if is_chat and (as_json or compare or raw or prompt is not None):
-            raise UsageError("a chat takes none of --prompt, --raw, --json and --compare")
+            raise UsageError("a chat does not go with --prompt, --raw, --json or --compare")
         _check(options, compare)
         warn(device.warning)
         if options.is_drafting:

@@ -190,7 +190,7 @@ def _ask_to_drain(connection: MessageChannel, request: Drain) -> Draining | None
         for reply in connection.iter_replies(time.monotonic() + _ANSWER_S):
             if isinstance(reply, ErrorReply):
                 raise UsageError(
-                    f"the draft service refuses: {reply.reason} (one that is of an older version cannot be drained)"
+                    f"the draft service refuses: {reply.reason} (one of an older version cannot be drained)"
                 )
             if isinstance(reply, Draining) and reply.round == request.round:
                 return reply

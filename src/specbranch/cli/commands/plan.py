@@ -417,6 +417,6 @@ def _bound_line(result: Profile) -> str:
         return f"memory: the bandwidth of {result.info.device} is unknown"
     read = f"memory: reads {result.bandwidth / 1e9:.1f} GB/s"
     if result.weight_bytes is None or result.bound_s is None:
-        return f"{read}; this engine does not tell the size of its weights"
+        return f"{read}; the size of this engine's weights is unknown"
     size = f"{result.weight_bytes / 1e6:.0f} MB of weights"
     return f"{read}; {size} take {1e3 * result.bound_s:.3g} ms, {result.bound_share:.0%} of a step with one row"

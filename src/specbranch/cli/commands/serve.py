@@ -342,7 +342,7 @@ def _draft_words(plan: _Plan) -> str:
         return f"{plan.draft.model} in {plan.engine} on {plan.draft.device}, {_core_words(plan.cores.draft)}"
     assert plan.remote is not None, "there is a draft of one kind"
     models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
-    return f"{', '.join(models)}, runs already" if models else "not running now; without it vLLM goes on alone"
+    return f"{', '.join(models)}, already running" if models else "not running now; vLLM starts without drafts"
 
 
 def _core_words(cores: Sequence[int] | None) -> str:

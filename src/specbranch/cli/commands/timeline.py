@@ -56,7 +56,7 @@ def timeline(
         if plot:
             check_plot(plot)
         if replay and replay.suffix != ".html":
-            raise UsageError(f"--replay {replay}: a page in HTML is written; end its name in .html")
+            raise UsageError(f"--replay {replay}: the page is HTML; give a name that ends in .html")
         stretch = _stretch(start, end)
         read = read_timeline(file).between(*stretch)
         found = [time_shares(read, lane) for lane in read.targets]

@@ -126,7 +126,7 @@ def _require_dense(options: EngineOptions) -> None:
     section = (read_config(options.model) or {}).get("quantization_config")
     if section and (options.device == "cpu" or options.dtype != "auto"):
         raise EngineError(
-            f"{options.model} is quantized already ({section.get('quant_method', 'by an unknown method')}), and the "
+            f"{options.model} is quantized already ({section.get('quant_method', 'an unknown method')}), and the "
             "torch engine quantizes dense weights itself; give the dense checkpoint that it was made from"
         )
 

@@ -61,7 +61,7 @@ class ParallelLayout:
         if self.executor == _EVERY_RANK and self.tensor > 1:
             raise LayoutError(
                 f"the executor {_EVERY_RANK} runs a scheduler in each of the {self.tensor} ranks, and only one of them "
-                "would get drafts: their outputs would part. Use the executor mp or ray, or serve without a draft"
+                "would get drafts: their outputs would diverge. Use the executor mp or ray, or serve without a draft"
             )
         if self.executor == _ONE_PROCESS and self.tensor > 1:
             raise LayoutError(
