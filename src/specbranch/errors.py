@@ -1,4 +1,4 @@
-"""The base classes of all errors that this package raises on purpose."""
+"""The errors that this package raises on purpose, and a short form for the messages of other errors."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ class UsageError(SpecBranchError, ValueError):
 
 class FlagError(SpecBranchError, ValueError):
     """A flag of vLLM cannot be used here; the message says what to do instead."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; those of Transformers can fill a page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -146,13 +146,13 @@ def read_topology(system: Path = Path("/sys")) -> Topology:
     """Read this machine's topology; return an empty one if the system does not report it."""
     cores = {}
     for file in system.glob("devices/system/node/node*/cpulist"):
-        numbers = parse_cores(_text(file))
+        numbers = parse_cores(_read(file))
         if numbers:  # some nodes are memory only
             cores[int(file.parent.name.removeprefix("node"))] = numbers
     gpus: Counter[int] = Counter()
     for device in system.glob("bus/pci/devices/*"):
-        node = _text(device / "numa_node")
-        is_gpu = _text(device / "vendor") in _GPU_VENDORS and _text(device / "class").startswith(_GPU_CLASSES)
+        node = _read(device / "numa_node")
+        is_gpu = _read(device / "vendor") in _GPU_VENDORS and _read(device / "class").startswith(_GPU_CLASSES)
         if is_gpu and node.isdecimal():  # it is -1 if no node is nearer than the others
             gpus[int(node)] += 1
     return Topology(cores, gpus)
@@ -191,10 +191,3 @@ def _list_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return sum(read_topology().gpus.values())
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -171,11 +171,9 @@ def encode_line(line: Header | Record) -> bytes:
 
 def top_k_of(distribution: Distribution, longest: int | None = None) -> _TopK | None:
     """Return the top-k of a distribution, at most `longest` tokens, in the form of a record."""
-    return (
-        (list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]])
-        if distribution.ids
-        else None
-    )
+    if not distribution.ids:
+        return None
+    return list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]]
 
 
 def _answer(path: Path, records: Sequence[tuple[int, Record]]) -> Answer:

@@ -237,33 +237,9 @@ def _between(now: StatsReading, earlier: StatsReading) -> ReadingSpan:
     )
 
 
-def _hit_rate(span: ReadingSpan) -> float | None:
-    return _ratio(span.stats.hits, span.stats.rounds)
-
-
 def _tokens(span: ReadingSpan) -> float | None:
     """Return the tokens per round, including the target's own."""
     return 1.0 + span.stats.accepted_per_round if span.stats.rounds else None
-
-
-def _accepted(span: ReadingSpan) -> float | None:
-    return _ratio(span.stats.accepted, span.stats.submitted)
-
-
-def _wait_ms(span: ReadingSpan) -> float | None:
-    return _ratio(1000.0 * span.stats.wait_s, span.target_steps)
-
-
-def _rows(span: ReadingSpan) -> float | None:
-    return _ratio(span.stats.rows, span.draft_steps)
-
-
-def _busy(span: ReadingSpan) -> float | None:
-    return _ratio(span.draft_step_s, span.seconds)
-
-
-def _step_ms(span: ReadingSpan) -> float | None:
-    return _ratio(1000.0 * span.draft_step_s, span.draft_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,21 +252,29 @@ class _TopRow:
 
 _VERDICTS = (
     _TopRow("verdicts", "verdicts", "", lambda span: span.amount(span.stats.rounds)),
-    _TopRow("hit_rate", "hit rate", "%", _hit_rate),
+    _TopRow("hit_rate", "hit rate", "%", lambda span: _ratio(span.stats.hits, span.stats.rounds)),
     _TopRow("tokens_per_round", "tokens a round", "tokens", _tokens),
-    _TopRow("accepted_share", "accepted of submitted", "%", _accepted),
+    _TopRow(
+        "accepted_share", "accepted of submitted", "%", lambda span: _ratio(span.stats.accepted, span.stats.submitted)
+    ),
     _TopRow("rejected", "rolled back: rejected", "", lambda span: span.amount(span.stats.rejected)),
     _TopRow("unused", "rolled back: unused", "", lambda span: span.amount(span.stats.unused)),
     _TopRow("cut", "rolled back: cut", "", lambda span: span.amount(span.stats.cut)),
 )
 _STEPS = (
     _TopRow("draft_steps", "draft steps", "", lambda span: span.amount(span.draft_steps)),
-    _TopRow("rows_per_step", "rows of a draft step", "rows", _rows),
-    _TopRow("draft_step_ms", "time of a draft step", "ms", _step_ms),
-    _TopRow("busy", "busy with draft steps", "%", _busy),
+    _TopRow("rows_per_step", "rows of a draft step", "rows", lambda span: _ratio(span.stats.rows, span.draft_steps)),
+    _TopRow(
+        "draft_step_ms", "time of a draft step", "ms", lambda span: _ratio(1000.0 * span.draft_step_s, span.draft_steps)
+    ),
+    _TopRow("busy", "busy with draft steps", "%", lambda span: _ratio(span.draft_step_s, span.seconds)),
 )
 _ROWS = (_TopRow("draft_rows", "draft rows", "", lambda span: span.amount(span.stats.rows)),)
-_WAIT = (_TopRow("wait_ms", "wait of a target's step", "ms", _wait_ms),)
+_WAIT = (
+    _TopRow(
+        "wait_ms", "wait of a target's step", "ms", lambda span: _ratio(1000.0 * span.stats.wait_s, span.target_steps)
+    ),
+)
 
 
 class ServiceUnavailable(SpecBranchError, RuntimeError):

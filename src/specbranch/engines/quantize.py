@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.engines.models import load_config
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, first_line
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
@@ -127,7 +127,7 @@ def find_layers(source: Path) -> Layers:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        raise QuantizeError(f"Transformers does not know the model of {source}: {_first_line(error)}") from error
+        raise QuantizeError(f"Transformers does not know the model of {source}: {first_line(error)}") from error
     if config.get_text_config() is not config:
         raise QuantizeError(f"{source} is a model for more than text; only language models can be quantized here")
     for count in _EXPERTS:
@@ -194,7 +194,3 @@ def _copy_rest(source: Path, out: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS):
             shutil.copy(file, out)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

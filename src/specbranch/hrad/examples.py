@@ -34,6 +34,7 @@ _SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "tr
 Array = NDArray[Any]
 CollectProgress = Callable[[int, int], None]
 _TOP_K = 10
+_TRACE_SUFFIX = ".jsonl.gz"
 _ATTENTION = "specbranch-collect"  # name in the registries of Transformers
 _TOKENS_AT_ONCE = 24_576  # of prompts in a batch; their hidden states are all in memory
 _DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary needs much memory
@@ -112,14 +113,7 @@ def name_of(text: str) -> int:
 def positions(answer: Answer) -> tuple[Array, Array, Array]:
     """Return distributions, runs and tokens left for each position of an answer except the last."""
     nexts = answer.distributions[1:]
-    looks = [
-        [
-            float(distribution.probs[0]),
-            float(distribution.probs[1]) if len(distribution.probs) > 1 else 0.0,
-            distribution.entropy,
-        ]
-        for distribution in nexts
-    ]
+    looks = [[float(one.probs[0]), float(one.probs[1]) if len(one.probs) > 1 else 0.0, one.entropy] for one in nexts]
     left = np.arange(len(nexts), 0, -1, dtype=np.int32)
     return np.array(looks, dtype=np.float32).reshape(-1, 3), np.array(answer.runs()[1:-1], dtype=np.int32), left
 
@@ -141,11 +135,7 @@ def part_path(directory: Path, number: int) -> Path:
 
 def trace_path(directory: Path, number: int) -> Path:
     """Return the path of a part's answers."""
-    return _beside(part_path(directory, number))
-
-
-def _beside(part: Path) -> Path:
-    return part.with_suffix(".jsonl.gz")
+    return part_path(directory, number).with_suffix(_TRACE_SUFFIX)
 
 
 def write_examples_card(directory: Path, card: ExamplesCard) -> None:
@@ -187,7 +177,7 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
     for path in sorted(directory.glob("part-*.safetensors")):
         part = load_file(str(path))
         row = 0
-        for answer in read_trace(_beside(path)).answers:
+        for answer in read_trace(path.with_suffix(_TRACE_SUFFIX)).answers:
             if len(answer.tokens) > 1:  # one token has no position
                 found.append((card.tasks[part["tasks"][row]], int(part["prompts"][row]), answer))
             row += len(answer.tokens) - 1

@@ -140,9 +140,8 @@ class Loop:
             for session in active
             if (nodes := session.rows())
         ]
-        granted = select_rows(
-            requests, self._draft.row_limit, prefill_chunk=1
-        ).requests  # nothing is ever in prefill here
+        # Nothing is ever in prefill here, so any chunk will do.
+        granted = select_rows(requests, self._draft.row_limit, prefill_chunk=1).requests
         rows = [(request.session, node) for request in granted for node in request.granted]
         if rows:
             distributions, step_s = self._draft.run(rows)

@@ -124,15 +124,8 @@ def fit_shape(trace: Trace) -> Shape:
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
     # A distribution that is nearly certain shows little of how the rest is spread.
-    doubtful = [
-        distribution
-        for answer in trace.answers
-        for distribution in answer.distributions
-        if distribution.confidence < 0.95
-    ]
-    second = sum(float(distribution.probs[1]) / (1 - float(distribution.probs[0])) for distribution in doubtful) / len(
-        doubtful
-    )
+    doubtful = [one for answer in trace.answers for one in answer.distributions if one.confidence < 0.95]
+    second = sum(float(one.probs[1]) / (1 - float(one.probs[0])) for one in doubtful) / len(doubtful)
     products = [(a - mean) * (b - mean) for run in runs for a, b in pairwise(run)]
     return Shape(mean, mean * (1 - mean) / variance - 1, second, sum(products) / len(products) / variance)
 

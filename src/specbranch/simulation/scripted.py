@@ -30,7 +30,7 @@ from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.engines.base import DraftEngine, EngineInfo, Row, check_length, check_rows
 from specbranch.engines.tree_cache import EngineRow, TreeCache
-from specbranch.trace import Answer, Trace
+from specbranch.trace import NO_DISTRIBUTION, Answer, Trace
 
 State = Hashable
 Rule = Literal["match", "reject", "serve"]
@@ -236,21 +236,18 @@ def candidates(session: Session, vocab_len: int) -> list[Candidates]:
     """Return the draft's candidates for rule B at each submitted position and at the branch point."""
     positions = [session.tree.root, *(session.tree.submitted or ())]
     return [
-        Candidates(
-            node.distribution.dense(vocab_len) if node.distribution else Distribution((), (), 0.0).dense(vocab_len),
-            tuple(c.token for c in node.children),
-        )
+        Candidates((node.distribution or NO_DISTRIBUTION).dense(vocab_len), tuple(c.token for c in node.children))
         for node in positions
     ]
 
 
 def served_candidates(session: Session, vocab_len: int) -> list[Candidates]:
     """Return candidates as a served engine gets them: one token per position, sampled or certain; none at the end."""
-    told = []
+    offered = []
     for node in session.tree.submitted or ():
         q = node.sampled_from or Distribution((node.token,), (1,), 0.0)
-        told.append(Candidates(q.dense(vocab_len), (node.token,)))
-    return [*told, Candidates(Distribution((), (), 0.0).dense(vocab_len), ())]
+        offered.append(Candidates(q.dense(vocab_len), (node.token,)))
+    return [*offered, Candidates(NO_DISTRIBUTION.dense(vocab_len), ())]
 
 
 def prompt_of(trace: Trace, index: int) -> tuple[int, ...]:

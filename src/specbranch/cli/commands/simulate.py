@@ -38,8 +38,6 @@ _COLUMNS = (
     "wait",
     "rows\n/round",
 )
-
-
 _LEGEND = (
     "speed: relative to decoding without drafts. hit rate: verdicts for which a branch was ready.",
     "rejected, unused, cut: draft tokens rolled back per emitted token, by cause; losing: the part of them on",

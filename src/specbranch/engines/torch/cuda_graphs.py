@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from specbranch.core.distribution import Distribution
 from specbranch.engines.torch.attention import Attention, Bucket, Buckets, GatherAttention, PagedBackend, StaticBuffers
 from specbranch.engines.torch.kv_store import Batch, KVStore
-from specbranch.engines.torch.model import FusedModel, first_line
+from specbranch.engines.torch.model import FusedModel
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host
+from specbranch.errors import first_line
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):

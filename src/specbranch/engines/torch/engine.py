@@ -20,10 +20,10 @@ from specbranch.engines.torch.attention import Buckets, SpanAttention
 from specbranch.engines.torch.cuda_graphs import FixedShapeRunner, choose_step_runner
 from specbranch.engines.torch.kv_store import Batch, KVStore, build_batch
 from specbranch.engines.torch.loading import load, weight_bytes
-from specbranch.engines.torch.model import first_line, sliding_window, unsupported
+from specbranch.engines.torch.model import sliding_window, unsupported
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host, unpack_top_k
 from specbranch.engines.vocabulary import read_fingerprint
-from specbranch.errors import EngineError, EngineFull
+from specbranch.errors import EngineError, EngineFull, first_line
 from specbranch.extensions import optional_import
 from specbranch.machine import free_host_memory
 

@@ -59,14 +59,6 @@ def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     )
 
 
-def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """Build a plain linear layer with these weights."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-    return linear
-
-
 class QuantizedLinear(nn.Module):
     """Several linear layers of the same input as one, with 8-bit weights; inputs and outputs are float32."""
 
@@ -117,9 +109,8 @@ class Int8Linear(QuantizedLinear):
         count = len(rows)
         scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_MIN_PEAK).div_(_MAX_INT8)
         integers = self._few if count <= _MIN_ROWS else torch.empty(rows.shape, dtype=torch.uint8)
-        integers[:count].copy_(
-            torch.div(rows, scales).add_(_ZERO_POINT + 0.5)
-        )  # the copy truncates: 0.5 makes it round
+        # The copy truncates: 0.5 makes it round.
+        integers[:count].copy_(torch.div(rows, scales).add_(_ZERO_POINT + 0.5))
         out = _int8_product(integers, self._packed, self._scales, self._zeros)[:count].sub_(self._shift)
         return out.mul_(scales) if base is None else torch.addcmul(base, out, scales)
 

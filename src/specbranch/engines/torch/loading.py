@@ -21,11 +21,10 @@ from specbranch.engines.torch.model import (
     LinearType,
     PlainModel,
     can_fuse,
-    first_line,
     require_full_attention,
     text_config,
 )
-from specbranch.errors import EngineError
+from specbranch.errors import EngineError, first_line
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):

@@ -260,11 +260,6 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; those of Transformers can fill a page."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def unsupported(name: str, why: str) -> EngineError:
     """Build the error for a class of models that this engine cannot run."""
     return EngineError(

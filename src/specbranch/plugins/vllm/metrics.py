@@ -68,9 +68,8 @@ _GAUGES: dict[str, tuple[str, Callable[[StatsReply], float]]] = {
 
 
 _REACHES = list(ServiceStatus)  # best first
-_Group = tuple[
-    list[PublishedStats], list[StatsClient], ServiceStatus
-]  # engines, their services, and the best status among these
+# Engines, their services, and the best status among these.
+_Group = tuple[list[PublishedStats], list[StatsClient], ServiceStatus]
 _PERIOD_S = 1.0
 
 
