@@ -87,10 +87,10 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
 
     torch.manual_seed(options.seed)
     window = options.window
-    lens = _lens(train, inputs, options.rank)
+    whitening = _fit_whitening(train, inputs, options.rank)
     wide, narrow = options.hidden
     body = nn.Sequential(
-        nn.Linear(lens.directions.shape[1], wide), nn.ReLU(), nn.Dropout(options.dropout),
+        nn.Linear(whitening.directions.shape[1], wide), nn.ReLU(), nn.Dropout(options.dropout),
         nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(options.dropout),
     )  # fmt: skip
     to_class, to_survival = nn.Linear(narrow, 3), nn.Linear(narrow, window)
@@ -106,7 +106,7 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
         each = nn.functional.binary_cross_entropy_with_logits(to_survival(x), stands, reduction="none")
         return classes + (each * is_asked).sum() / is_asked.sum()
 
-    seen, seen_held_out = lens.transform(train), lens.transform(held_out)
+    seen, seen_held_out = whitening.transform(train), whitening.transform(held_out)
     order = np.random.default_rng(options.seed)
     best, best_loss, stale, epoch = _arrays(body, to_class, to_survival), float("inf"), 0, 0
     for epoch in range(1, options.epochs + 1):
@@ -126,8 +126,8 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
             stale += 1
         if stale >= options.patience:
             break
-    best["w0"] = lens.directions @ best["w0"]  # fold the whitening into the first layer
-    return Network(inputs, {"mean": lens.mean, "scale": lens.scale, **best}, epoch)
+    best["w0"] = whitening.directions @ best["w0"]  # fold the whitening into the first layer
+    return Network(inputs, {"mean": whitening.mean, "scale": whitening.scale, **best}, epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class _Whitening:
         )
 
 
-def _lens(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
+def _fit_whitening(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
     """Compute the whitening from `most` sampled examples. Inputs from the draft's distribution are not projected."""
     import torch
 
