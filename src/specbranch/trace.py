@@ -82,7 +82,7 @@ class Answer:
     moments: tuple[Moment, ...] = ()
 
     def runs(self) -> list[int]:
-        """Return, for every position and the end, how many top-1 tokens of the draft in a row are right from there."""
+        """Return for every position and the end how many consecutive top-1 tokens of the draft are right from there."""
         runs = [0]
         for token, distribution in zip(reversed(self.tokens), reversed(self.distributions), strict=True):
             runs.append(runs[-1] + 1 if distribution.ids[:1] == (token,) else 0)

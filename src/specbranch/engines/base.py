@@ -61,7 +61,7 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def check_length(handle: int, held: int, length: int) -> None:
-    """Raise `ValueError` if `length` is not a prefix length of a handle with `held` tokens, in `fork` or `truncate`."""
+    """Raise `ValueError` unless a handle with `held` tokens has a prefix of `length`, for `fork` and `truncate`."""
     if not 0 <= length <= held:
         raise ValueError(f"handle {handle} holds {held} tokens, not {length}")
 

@@ -184,7 +184,7 @@ def _path(tip: Node) -> list[Node]:
 
 
 def _shared_len(path: Sequence[Node], tokens: Sequence[int]) -> int:
-    """Return how many committed tokens a handle holds whose nodes are `path`, from a former root down.
+    """Return how many committed tokens a handle holds, given its nodes (`path`) from a former root down.
 
     A former root and all tokens before it are committed; drafted tokens below it count while they equal `tokens`.
     """

@@ -263,7 +263,7 @@ def _size_of(config: _Config | None) -> int | None:
 
 
 def _without_padding(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Return the tokens without padding, which converters to GGUF name [PAD7], after the id."""
+    """Return the tokens without padding, which converters to GGUF name after its id, such as [PAD7]."""
     return {token_id: text for token_id, text in tokens if text[:4] != "[PAD" or text != f"[PAD{token_id}]"}
 
 

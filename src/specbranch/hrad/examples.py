@@ -1,7 +1,7 @@
 """Collect H-RAD's training examples from a pair of models; store and read them.
 
 A position is a token that the target generated. Its features are the hidden states at the position that predicted it,
-and its own embedding; its run is how many top-1 tokens of the draft in a row were right from there on. On the target's
+and its own embedding; its run is how many consecutive top-1 tokens of the draft were right from there. On the target's
 sequence that equals drafting a window and comparing it: a greedy draft leaves the sequence only where it is rejected.
 
 Features cost no extra step: they are kept while the target generates the token. Each batch is one part on disk, so an

@@ -38,7 +38,7 @@ class DraftLane(Protocol):
     row_limit: int
 
     def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
-        """Return the distribution after each node, and how long the step takes."""
+        """Run a draft step; return the distribution after each node, and how long the step takes."""
         ...
 
 

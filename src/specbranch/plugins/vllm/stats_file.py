@@ -52,7 +52,7 @@ _decoder = msgspec.msgpack.Decoder(PublishedStats)
 
 
 class StatsFile:
-    """The writer's side. `publish` never raises, and skips stats that are too long."""
+    """The writer's side of the file. `publish` never raises, and skips stats that are too long."""
 
     def __init__(self, path: Path, model: str, engine: int) -> None:
         self.model = model
