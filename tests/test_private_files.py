@@ -92,7 +92,7 @@ def test_a_default_directory_that_cannot_be_made_is_refused(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file" / "own"))
 
-    with pytest.raises(AddressError, match="cannot be made"):
+    with pytest.raises(AddressError, match="cannot be created"):
         side(default_address())
 
 

@@ -58,8 +58,8 @@ HEADER = '{"format":"specbranch-trace","version":1}\n'
         ('{"version":2}\n', "version 2; this reads"),
         (HEADER, "no answer"),
         (HEADER + '{"tokens":[1],"heads":[],"entropy":[0.1]}\n', ":2: tokens, heads and entropy"),
-        (HEADER + '{"tokens":[1],"heads":[[[1,2],[0.5]]],"entropy":[0.1]}\n', "as many ids as"),
-        (HEADER + '{"tokens":[1],"heads":[null],"entropy":[0],"foreseen":[1,2]}\n', "signals must be as many"),
+        (HEADER + '{"tokens":[1],"heads":[[[1,2],[0.5]]],"entropy":[0.1]}\n', "one probability per id"),
+        (HEADER + '{"tokens":[1],"heads":[null],"entropy":[0],"foreseen":[1,2]}\n', "one signal per token"),
         (HEADER + '{"tokens":["x"],"heads":[],"entropy":[]}\n', ":2: Expected `int`"),
     ],
 )

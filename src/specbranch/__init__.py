@@ -1,7 +1,7 @@
 """Branch-parallel speculative decoding: a draft prepares for the verdicts that the target is about to return.
 
-Everything in `__all__` is public and stable: it changes only with a notice in the changelog. Names are loaded when they
-are first used, so `import specbranch` is quick and needs no extra.
+Everything in `__all__` is public and stable: it changes only with a notice in the changelog. Names are loaded on first
+use, so `import specbranch` is fast and needs no extra.
 """
 
 from __future__ import annotations

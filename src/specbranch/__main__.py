@@ -1,4 +1,4 @@
-"""`python -m specbranch`."""
+"""Run the command line: `python -m specbranch`."""
 
 from __future__ import annotations
 

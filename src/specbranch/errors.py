@@ -1,23 +1,28 @@
-"""All errors that this package raises on purpose."""
+"""The errors that this package raises on purpose, and a short form for the messages of other errors."""
 
 from __future__ import annotations
 
 
 class SpecBranchError(Exception):
-    """Something that the caller can act on; the message says what to do."""
+    """An error that the caller can act on; the message says how."""
 
 
 class EngineError(SpecBranchError, RuntimeError):
-    """An engine cannot do what was asked. The message names the cause and the way out; users read it."""
+    """An engine cannot do what the caller wants. Users read the message, which names the cause and the way out."""
 
 
 class EngineFull(EngineError):
-    """No room for another handle or for more tokens. Nothing was changed; close something and try again."""
+    """The engine has no room for another handle or more tokens. It changed nothing; close a handle and try again."""
 
 
 class UsageError(SpecBranchError, ValueError):
-    """Options that are wrong or contradict each other."""
+    """Options are wrong or contradict each other."""
 
 
 class FlagError(SpecBranchError, ValueError):
-    """A flag of vLLM that cannot be used here; the message says what to do instead."""
+    """A flag of vLLM cannot be used here; the message says what to do instead."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; those of Transformers can fill a page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

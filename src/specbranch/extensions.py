@@ -1,12 +1,12 @@
-"""What other packages bring: planners by entry points, and libraries that only some extras install.
+"""Load what other packages provide: planners by entry points, and libraries that only some extras install.
 
 A package names its planner class in its pyproject.toml:
 
     [project.entry-points."specbranch.planners"]
     mine = "my_package:MyPlanner"
 
-Then `mine` is a planner wherever a name is asked for: in the simulator, in a draft service, in vLLM. Engines join in
-the same way by the group `specbranch.engines` (`specbranch.engines.registry`).
+Then `mine` can be used wherever a planner is named: in the simulator, in a draft service, in vLLM. Engines use the
+group `specbranch.engines` in the same way (`specbranch.engines.registry`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ log = logging.getLogger(__name__)
 
 PLANNERS_GROUP = "specbranch.planners"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# On PyPI torch comes with several gigabytes for CUDA.
+# From PyPI, torch comes with several gigabytes for CUDA.
 _MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
 
 
 @cache
 def load_planners() -> None:
-    """Register the planners of all installed packages, once. One that cannot be loaded is left out with a warning."""
+    """Register the planners of all installed packages, once. Skip one that cannot be loaded, with a warning."""
     for package, point in has_entry_point(PLANNERS_GROUP):
         try:
             register_planner(point.name)(point.load())
-        except Exception as error:  # code of another package: anything can go wrong in it
+        except Exception as error:  # code of another package can raise anything
             log.warning("planner %r of package %s cannot be used: %s", point.name, package, error)
 
 
 def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
-    """Entry points of a group, with the names of their packages; of two copies of a package only the first."""
+    """Yield the entry points of a group with their package's name; of two copies of a package only the first."""
     seen: set[str] = set()
-    # Package by package: `entry_points()` fails as a whole if one of them has a damaged file.
+    # One package at a time: `entry_points()` fails as a whole if one of them has a damaged file.
     for package in distributions():
         damage, points = None, []
         try:
@@ -60,15 +60,15 @@ def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
 
 @contextmanager
 def optional_import(name: str) -> Iterator[None]:
-    """Imports of an engine's libraries; one that fails becomes an error that says what to install."""
+    """Wrap the imports of an engine's libraries: turn a failure into an `EngineError` that says what to install."""
     try:
         yield
-    except (ImportError, OSError, RuntimeError) as missing:  # also a library that lacks another, such as CUDA's
+    except (ImportError, OSError, RuntimeError) as missing:  # a library may also lack another, such as CUDA's
         raise _missing(name, str(missing)) from missing
 
 
 def check_extra(name: str, modules: tuple[str, ...]) -> None:
-    """Raise the same error for a module that is not installed; nothing is imported."""
+    """Raise the same error as `optional_import` if a module is not installed, without importing it."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise _missing(name, f"No module named {module!r}")
@@ -82,7 +82,7 @@ def _missing(name: str, cause: str) -> EngineError:
 
 
 def load_pyplot() -> Any:
-    """Matplotlib's pyplot, drawing to files only."""
+    """Import Matplotlib's pyplot, set to draw to files only."""
     try:
         import matplotlib
 

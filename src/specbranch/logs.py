@@ -1,4 +1,4 @@
-"""Structured logs: one line per event, for people or as JSON for machines."""
+"""Structured logs: one line per event, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LogFormat = Literal["text", "json"]
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
+    """Format a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -37,7 +37,7 @@ def set_up_logs(style: LogFormat, level: str) -> None:
 
 
 class RateLimitedWarning:
-    """Writes warnings, at most one a second, with how many were left out: others must not be able to fill the log."""
+    """Log warnings, at most one a second, with the number of those skipped, so that peers cannot flood the log."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -46,7 +46,7 @@ class RateLimitedWarning:
         self._num_left_out = 0
 
     def __call__(self, message: str, *args: object) -> None:
-        """Write this one, or leave it out."""
+        """Log a warning, or skip and count it."""
         now_s = self._clock()
         if now_s < self._next_s:
             self._num_left_out += 1

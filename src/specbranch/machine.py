@@ -1,4 +1,4 @@
-"""The machine that this runs on: memory, NUMA nodes, GPUs, CPU features, and the provenance of a result."""
+"""Query the machine: memory, NUMA nodes, GPUs, CPU features, and the provenance of a result."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import numpy as np
 from specbranch.version import __version__
 
 _INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-# What a CPU must name for each limit of oneDNN to be one: without it, this limit and none mean the same.
+# The instruction set that makes each limit of oneDNN effective: on a CPU without it, the limit changes nothing.
 _LIMITS = {"AVX512_CORE_VNNI": "amx_int8", "AVX512_CORE": "avx512_vnni", "AVX2_VNNI": "avx_vnni", "AVX2": "avx2"}
 _GPU_VENDORS = ("0x10de", "0x1002", "0x8086")  # Nvidia, AMD, Intel: not the graphics of a server's own board
 _GPU_CLASSES = ("0x03", "0x12")  # display or 3D controller, accelerator
-_LIST_S = 20.0  # the longest time that listing the GPUs may take
+_LIST_S = 20.0  # how long listing the GPUs may take
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that the host has; None where the system does not tell."""
+    """Return the host's memory in bytes; None if the system does not report it."""
     return _meminfo(root, "MemTotal")
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that can be taken without harm, by the system and by a container's limit; None if neither tells."""
+    """Return the bytes that are free in the system and within a container's limit; None if both are unknown."""
     known = [free for free in (_meminfo(root, "MemAvailable"), _left_in_container(root)) if free is not None]
     return min(known) if known else None
 
 
 def process_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that this process holds; None where the system does not tell."""
+    """Return the bytes of memory that this process uses; None if the system does not report it."""
     try:
         pages = (root / "proc/self/statm").read_text().split()[1]
     except OSError:
@@ -53,7 +53,7 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _left_in_container(root: Path) -> int | None:
-    """What the limit of a container (cgroup v2) leaves; the page cache counts as free."""
+    """Return what a container's limit (cgroup v2) leaves, counting the page cache as free; None without a limit."""
     group = root / "sys/fs/cgroup"
     try:
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
@@ -64,19 +64,19 @@ def _left_in_container(root: Path) -> int | None:
 
 
 def _reclaimable(stats: dict[str, str]) -> int:
-    """What the kernel gives back when memory is needed."""
+    """Return the bytes that the kernel can free when memory is needed."""
     return sum(int(stats.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
 
 
 def cache_bytes() -> int | None:
-    """Size of the processor's last cache, where Linux tells it."""
+    """Return the size of the processor's last-level cache; None if Linux does not report it."""
     sizes = [_read(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     kib = [int(size[:-1]) for size in sizes if size[:-1].isdigit() and size.endswith("K")]
     return max(kib) * 1024 if kib else None
 
 
 def provenance() -> dict[str, Any]:
-    """Where the figures come from, without the name of the host."""
+    """Return the versions and hardware that a result depends on, without the host's name."""
     cpuinfo = _read(Path("/proc/cpuinfo"))
     return {
         "version": __version__,
@@ -91,7 +91,7 @@ def provenance() -> dict[str, Any]:
 
 
 def commit(directory: Path) -> str | None:
-    """The commit that a checkout stands at, with `+` if it was changed since; None for an installed package."""
+    """Return a checkout's commit, with `+` if it has uncommitted changes; None for an installed package."""
     try:
         command = ["git", "-C", str(directory), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
@@ -101,7 +101,7 @@ def commit(directory: Path) -> str | None:
 
 
 def commit_note(source: Mapping[str, Any]) -> str | None:
-    """What a reader must know of a result without a clean commit, from its provenance; None where it has one."""
+    """Return a note for readers of a result that has no clean commit in its provenance; None if it has one."""
     recorded = source.get("commit")
     if not recorded:
         return "No clean commit: the file does not say which code made it."
@@ -111,19 +111,19 @@ def commit_note(source: Mapping[str, Any]) -> str | None:
 
 
 def cpu_name(cpuinfo: str) -> str | None:
-    """The model name in the text of /proc/cpuinfo."""
+    """Return the model name in the text of /proc/cpuinfo."""
     names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     return names[0] if names else None
 
 
 def instruction_sets(cpuinfo: str) -> list[str]:
-    """Of the instruction sets that decide how fast a model runs, those in the text of /proc/cpuinfo."""
+    """Return which of the instruction sets that matter for speed are in the text of /proc/cpuinfo."""
     lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("flags")]
     return [name for name in _INSTRUCTION_SETS if lines and name in lines[0]]
 
 
 def onednn_limits(named: Sequence[str]) -> list[str]:
-    """Values of ONEDNN_MAX_CPU_ISA that make a CPU with these instruction sets behave like others; ALL is no limit."""
+    """Return values of ONEDNN_MAX_CPU_ISA that make such a CPU act like ones with fewer instruction sets, and ALL."""
     return ["ALL", *(limit for limit, needed in _LIMITS.items() if needed in named)]
 
 
@@ -136,30 +136,30 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The cores of each NUMA node, and how many GPUs are attached to it."""
+    """The cores of each NUMA node, and the number of GPUs attached to it."""
 
     cores: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     gpus: Mapping[int, int] = field(default_factory=dict)
 
 
 def read_topology(system: Path = Path("/sys")) -> Topology:
-    """The topology of this machine; empty where the system does not tell."""
+    """Read this machine's topology; return an empty one if the system does not report it."""
     cores = {}
     for file in system.glob("devices/system/node/node*/cpulist"):
-        numbers = parse_cores(_text(file))
+        numbers = parse_cores(_read(file))
         if numbers:  # some nodes are memory only
             cores[int(file.parent.name.removeprefix("node"))] = numbers
     gpus: Counter[int] = Counter()
     for device in system.glob("bus/pci/devices/*"):
-        node = _text(device / "numa_node")
-        is_gpu = _text(device / "vendor") in _GPU_VENDORS and _text(device / "class").startswith(_GPU_CLASSES)
-        if is_gpu and node.isdecimal():  # it is -1 where no node is nearer than the others
+        node = _read(device / "numa_node")
+        is_gpu = _read(device / "vendor") in _GPU_VENDORS and _read(device / "class").startswith(_GPU_CLASSES)
+        if is_gpu and node.isdecimal():  # it is -1 if no node is nearer than the others
             gpus[int(node)] += 1
     return Topology(cores, gpus)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """The cores of a list such as 0-3,8."""
+    """Parse a list of cores such as 0-3,8."""
     cores: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -168,12 +168,12 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def num_gpus() -> int:
-    """How many GPUs programs see here, by Nvidia's own tool or else by the bus, and by CUDA_VISIBLE_DEVICES."""
+    """Return the number of GPUs that nvidia-smi, or else the PCI bus, lists and that CUDA_VISIBLE_DEVICES allows."""
     return visible_gpus(_list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(num_installed: int, visible: str | None) -> int:
-    """How many of the GPUs a value of CUDA_VISIBLE_DEVICES leaves; CUDA stops at the first one that is not there."""
+    """Return how many GPUs a value of CUDA_VISIBLE_DEVICES leaves; CUDA stops at the first invalid entry."""
     if visible is None or not num_installed:
         return num_installed
     count = 0
@@ -191,10 +191,3 @@ def _list_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return sum(read_topology().gpus.values())
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -1,7 +1,7 @@
-"""Files and directories that only this user may touch.
+"""Create and check files and directories that other users must not change.
 
-The default one is this user's alone. One that was chosen by name may be seen by others, but changed only by its owner
-and its group.
+The default directory must belong to this user alone. One that the user names may be readable by others, but writable
+only by its owner and group.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from specbranch.errors import SpecBranchError
 
 
 class DirectoryError(SpecBranchError, RuntimeError):
-    """A directory that others could misuse; the message says why and what would help."""
+    """Other users could misuse a directory; the message says why and what helps."""
 
 
 def runtime_directory() -> Path:
-    """The default directory of this user."""
+    """Return this user's default directory."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/specbranch-{os.getuid()}")
 
 
 def ensure_runtime_directory() -> Path:
-    """The default directory, made if it is not there yet; raises unless it is this user's alone."""
+    """Create the default directory if needed and return it; raise `DirectoryError` if others can access it."""
     directory = runtime_directory()
     advice = "or set XDG_RUNTIME_DIR to a directory of your own, or choose an address"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         flaw = _flaw(directory)
     except OSError as error:
-        raise DirectoryError(f"{directory} cannot be made: {error}; make it, {advice}") from error
+        raise DirectoryError(f"{directory} cannot be created: {error}; create it, {advice}") from error
     if flaw is not None:
-        raise DirectoryError(f"{directory} {flaw}; remove it, give it to you alone (chmod 700), {advice}")
+        raise DirectoryError(f"{directory} {flaw}; remove it, or restrict it to yourself (chmod 700), {advice}")
     return directory
 
 
 def is_private(directory: Path) -> bool:
-    """Whether a directory is there and is this user's alone."""
+    """Return whether a directory exists and only this user can access it."""
     try:
         return _flaw(directory) is None
     except OSError:
@@ -46,9 +46,9 @@ def is_private(directory: Path) -> bool:
 
 
 def can_hold_sockets(path: Path) -> bool:
-    """Whether the directory of a socket is there; raises if somebody else could have put the socket into it.
+    """Return whether a socket's directory exists; raise `DirectoryError` if another user could have made the socket.
 
-    In a directory for all, such as /tmp, nobody can replace the file of another, so there the file's owner counts.
+    In a shared directory such as /tmp nobody can replace another user's file, so there the owner of the file counts.
     """
     if path.parent == runtime_directory():
         ensure_runtime_directory()
@@ -71,7 +71,7 @@ def can_hold_sockets(path: Path) -> bool:
 
 
 def _flaw(directory: Path) -> str | None:
-    """Why a directory is not this user's alone; None if it is."""
+    """Say why others can access a directory; return None if they cannot."""
     found = directory.lstat()
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
@@ -91,5 +91,5 @@ def _require_trusted(path: Path, found: os.stat_result) -> None:
 
 
 def open_private(path: Path, mode: Literal["ab", "xb"]) -> BinaryIO:
-    """Open a file to write to; one that is there already keeps its rights."""
+    """Open a file for writing, readable by this user only if it is new; an existing file keeps its permissions."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))

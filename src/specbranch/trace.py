@@ -1,9 +1,9 @@
-"""Traces: what a target said, the draft's distribution before each of those tokens, and what was submitted when.
+"""Read and write traces: a target's answers, the draft's distribution before each token, and the submissions.
 
-JSON lines, gzipped if the name ends in `.gz`: a header, then records. A record holds tokens and, for every token, the
-top-k of the draft distribution [ids, probabilities] (null where the draft had none in time) and its entropy in nats. A
-record that names no session is a whole answer; records of one session, each a verdict, follow one another in time and
-make up one answer. So a file that is recorded while a service runs is whole after every line.
+A trace is JSON lines, gzipped if the name ends in `.gz`: a header, then records. A record holds tokens and, for each,
+the top-k of the draft distribution [ids, probabilities] (null if the draft had none in time) and its entropy in nats. A
+record without a session is a whole answer; the records of one session, each a verdict, are in order of time and make up
+one answer. So a file that a service is still writing is valid after every line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TraceError(SpecBranchError, ValueError):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """First line of a trace file. `version` changes when a reader must."""
+    """The first line of a trace file. `version` changes when older readers cannot read the file."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -44,13 +44,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line after the header: a whole answer, or one verdict of a session and when it came, in seconds."""
+    """A line after the header: a whole answer, or one verdict of a session with its time in seconds."""
 
     tokens: list[int]
     heads: list[_TopK | None]  # top-k before each token
     entropy: list[float]
     prompt: list[int] = []
-    foreseen: list[int] = []  # H-RAD's signal behind each token
+    foreseen: list[int] = []  # H-RAD's signal after each token
     session: int | None = None
     at_s: float = 0.0
     submitted: int = 0
@@ -59,7 +59,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One verdict as a service saw it: when, tokens committed, tokens submitted before, whether it was prepared."""
+    """One recorded verdict: its time, the tokens committed and those submitted before, and whether it was a hit."""
 
     at_s: float
     committed: int
@@ -71,8 +71,8 @@ class Moment:
 class Answer:
     """One answer of the target; `distributions[i]` is the draft's before `tokens[i]`, or `NO_DISTRIBUTION`.
 
-    `foreseen[i]` is H-RAD's signal for the window behind that token, if one was asked. An answer recorded by a service
-    has its moments.
+    `foreseen[i]` is H-RAD's signal for the window after that token, if H-RAD was in use. `moments` are the verdicts of
+    an answer that a service recorded.
     """
 
     tokens: tuple[int, ...]
@@ -82,7 +82,7 @@ class Answer:
     moments: tuple[Moment, ...] = ()
 
     def runs(self) -> list[int]:
-        """For every position, and for the end, how many of the draft's first choices are right in a row."""
+        """Return for every position and the end how many consecutive top-1 tokens of the draft are right from there."""
         runs = [0]
         for token, distribution in zip(reversed(self.tokens), reversed(self.distributions), strict=True):
             runs.append(runs[-1] + 1 if distribution.ids[:1] == (token,) else 0)
@@ -91,7 +91,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Answers with the draft's distributions along them."""
+    """A target's answers with the draft's distributions."""
 
     header: Header
     answers: tuple[Answer, ...]
@@ -102,7 +102,7 @@ class Trace:
         return read_trace(Path(path))
 
     def write(self, path: str | Path) -> None:
-        """Write an answer to a line; the same trace always gives the same bytes. Moments are left out."""
+        """Write one line per answer, without moments; the same trace always gives the same bytes."""
         write_trace(Path(path), self)
 
     @property
@@ -116,7 +116,7 @@ class Trace:
         return all(answer.prompt for answer in self.answers)
 
     def match_share(self, rank: int = 1) -> float:
-        """Share of tokens with a distribution that are among its `rank` most likely: greedy agreement for rank 1."""
+        """Return the share of tokens among their distribution's `rank` most likely; rank 1 is greedy agreement."""
         found = [
             token in distribution.ids[:rank]
             for answer in self.answers
@@ -149,7 +149,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, an answer to a line; the same trace always gives the same bytes. Moments are left out."""
+    """Write a trace, one line per answer, without moments; the same trace always gives the same bytes."""
     records = [
         Record(
             list(a.tokens),
@@ -165,17 +165,15 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def encode_line(line: Header | Record) -> bytes:
-    """One line of a trace file."""
+    """Encode one line of a trace file."""
     return msgspec.json.encode(line) + b"\n"
 
 
 def top_k_of(distribution: Distribution, longest: int | None = None) -> _TopK | None:
-    """The top-k of a distribution as a record holds it."""
-    return (
-        (list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]])
-        if distribution.ids
-        else None
-    )
+    """Return the top-k of a distribution, at most `longest` tokens, in the form of a record."""
+    if not distribution.ids:
+        return None
+    return list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]]
 
 
 def _answer(path: Path, records: Sequence[tuple[int, Record]]) -> Answer:
@@ -185,9 +183,9 @@ def _answer(path: Path, records: Sequence[tuple[int, Record]]) -> Answer:
     moments: list[Moment] = []
     for number, record in records:
         if not len(record.tokens) == len(record.heads) == len(record.entropy) > 0:
-            raise TraceError(f"{path}:{number}: tokens, heads and entropy must be equally many, and at least one")
+            raise TraceError(f"{path}:{number}: tokens, heads and entropy must have one common length, at least 1")
         if record.foreseen and len(record.foreseen) != len(record.tokens):
-            raise TraceError(f"{path}:{number}: signals must be as many as tokens, or none")
+            raise TraceError(f"{path}:{number}: give one signal per token, or none")
         tokens += record.tokens
         distributions += [
             _distribution(path, number, top, h) for top, h in zip(record.heads, record.entropy, strict=True)
@@ -203,7 +201,7 @@ def _distribution(path: Path, number: int, top: _TopK | None, entropy: float) ->
         return NO_DISTRIBUTION
     ids, probs = top
     if not len(ids) == len(probs) > 0:
-        raise TraceError(f"{path}:{number}: top-k needs as many ids as probabilities, and at least one")
+        raise TraceError(f"{path}:{number}: a top-k needs one probability per id, and at least one id")
     return Distribution(tuple(ids), tuple(probs), entropy)
 
 

@@ -272,7 +272,7 @@ def test_what_was_not_compared_is_skipped_and_stops_nothing(monkeypatch: pytest.
     assert {name: one.state for name, one in found.items()} == dict.fromkeys(
         ("target", "draft", "vocabulary", "memory"), "skip"
     ) | {"vLLM": "ok"}
-    assert found["target"].cause == "TARGET: 'owner/target' was not looked for on the Hugging Face hub: it sleeps"
+    assert found["target"].cause == "TARGET: 'owner/target' was not checked on the Hugging Face hub: it sleeps"
     assert "were not compared: the tokens of owner/target and owner/draft" in str(found["vocabulary"].cause)
     assert "the size of owner/target and owner/draft is not known" in str(found["memory"].cause)
     assert found["memory"].as_json()["holds"] is None

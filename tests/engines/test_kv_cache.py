@@ -166,14 +166,14 @@ def test_what_was_asked_for_stands_whatever_is_free() -> None:
     size = cache_size(50_000, 100_000, 1, is_cpu=True)
 
     assert size.tokens == 50_000
-    assert str(size) == "50,000 tokens, 5.0 GB: as asked for"
+    assert str(size) == "50,000 tokens, 5.0 GB: as requested"
 
 
 def test_the_size_says_how_it_was_chosen() -> None:
     assert str(cache_size(None, 10_000, 100 * GB, is_cpu=True)) == (
-        "999,936 tokens, 10.0 GB: by the 100.0 GB of memory that are free"
+        "999,936 tokens, 10.0 GB: from 100.0 GB of free memory"
     )
-    assert "nobody tells" in str(cache_size(None, 1000, None, is_cpu=False))
+    assert "free memory is unknown" in str(cache_size(None, 1000, None, is_cpu=False))
     assert cache_size(None, 1000, None, is_cpu=False).tokens == USUAL
 
 

@@ -288,4 +288,4 @@ def test_a_cache_of_no_given_size_takes_a_share_of_the_memory(
     engine.shutdown()
 
     assert engine.info.max_tokens == 40_000 // 256 * 256
-    assert "the draft's KV cache: 39,936 tokens, 1.1 GB: by the 11.1 GB of memory that are free" in caplog.text
+    assert "the draft's KV cache: 39,936 tokens, 1.1 GB: from 11.1 GB of free memory" in caplog.text

@@ -35,7 +35,7 @@ def test_what_is_there_is_not_refused(store: Path, model: str) -> None:
 
 
 def test_what_is_in_a_store_of_vllm_is_left_to_vllm(store: Path) -> None:
-    assert "s3://bucket/model was not looked for" in str(check_model_exists("TARGET", "s3://bucket/model"))
+    assert "s3://bucket/model was not checked" in str(check_model_exists("TARGET", "s3://bucket/model"))
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_what_is_in_a_store_of_vllm_is_left_to_vllm(store: Path) -> None:
         ("wole.gguf", "there is no wole.gguf"),
         ("a/b/c", "there is no a/b/c"),
         ("empty", "neither config.json nor a GGUF file"),
-        ("broken.gguf", "no GGUF file; was its download interrupted?"),
+        ("broken.gguf", "not a GGUF file; was its download interrupted?"),
         ("notes.txt", "name a directory with config.json, or a GGUF file"),
         ("goood", "not on the Hugging Face hub either; did you mean 'good'?"),
-        ("owner/name", "'owner/name' was not found: it is no path here, not in $SPECBRANCH_MODELS, and not on"),
+        ("owner/name", "'owner/name' was not found: it is not a path here, not in $SPECBRANCH_MODELS, and not on"),
     ],
 )
 def test_what_is_not_there_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch, model: str, cause: str) -> None:

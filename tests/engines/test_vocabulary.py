@@ -123,7 +123,7 @@ def test_no_library_that_runs_models_is_loaded_to_refuse_a_pair(tmp_path: Path) 
 
 def test_the_same_tokens_in_another_order_are_another_vocabulary() -> None:
     for flaw in differences(vocabulary(WORDS), vocabulary(WORDS[1:] + WORDS[:1])):
-        assert flaw is not None and "stand for other text" in flaw
+        assert flaw is not None and "stand for different text" in flaw
 
 
 @pytest.mark.parametrize(("num_changed", "fits"), [(0, True), (50, True), (51, False)])
@@ -146,7 +146,7 @@ def test_a_vocabulary_with_far_more_tokens_is_another_one_in_either_place() -> N
     small, large = vocabulary(WORDS[: NUM // 2], NUM), vocabulary(WORDS, NUM)
     for pair in ((small, large), (large, small)):
         for flaw in differences(*pair):
-            assert flaw is not None and "known to one of them only" in flaw
+            assert flaw is not None and "exist in only one of them" in flaw
     assert differences(vocabulary(WORDS[: NUM - NUM // 200]), vocabulary(WORDS)) == [None, None]
 
 
@@ -324,7 +324,7 @@ def test_a_file_that_is_cut_short_anywhere_is_refused_with_the_way_out(tmp_path:
         ([("a.list", 9, struct.pack("<IQ", 12, 1 << 23))], None, "ends too early"),
         ([("a.list", 9, array(9, []))], None, "unknown type 9"),
         ([("a.thing", 77, b"")], None, "unknown type 77"),
-        ([("tokenizer.ggml.tokens", 9, array(4, [b"\0" * 4]))], None, "no strings"),
+        ([("tokenizer.ggml.tokens", 9, array(4, [b"\0" * 4]))], None, "not strings"),
         ([], 1 << 62, "metadata entries"),
         ([], 7, "ends too early"),
     ],
@@ -340,7 +340,7 @@ def test_a_file_that_claims_what_it_does_not_hold_is_refused_at_once(
 def test_what_is_no_gguf_file_or_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1")
 
-    with pytest.raises(EngineError, match="it does not begin like one"):
+    with pytest.raises(EngineError, match="it does not begin with GGUF"):
         read_tokens(tmp_path / "a.gguf")
     with pytest.raises(EngineError, match="cannot be read"):
         read_tokens(tmp_path / "absent.gguf")

@@ -105,9 +105,9 @@ def shaped(name: str, *shape: int) -> Callable[[Tensors], None]:
     [
         (without("w1"), r"missing or not known \(w1\)"),
         (shaped("w2", 1), r"missing or not known \(w2\)"),
-        (shaped("mean", 3), r"mean is float32 \[3\], by the card it is float32 \[2\]"),
-        (shaped("w_survival", 1, 5), r"by the card it is float32 \[1, 2\]"),
-        (shaped("w_class", 1, 4), r"by the card it is float32 \[1, 3\]"),
+        (shaped("mean", 3), r"mean is float32 \[3\], but the card says float32 \[2\]"),
+        (shaped("w_survival", 1, 5), r"but the card says float32 \[1, 2\]"),
+        (shaped("w_class", 1, 4), r"but the card says float32 \[1, 3\]"),
         (shaped("b0", 7), r"w0 is float32 \[2, 2\]"),
         (shaped("b0"), "w0 is"),
         (lambda tensors: tensors.__setitem__("b1", np.zeros(1)), "b1 is float64"),
@@ -126,10 +126,10 @@ def test_tensors_that_do_not_fit_the_card_are_refused(change: Callable[[Tensors]
     [
         ({"format": "other"}, "is other version 1; this reads specbranch-hrad version 1"),
         ({"version": 2}, "version 2; this reads"),
-        ({"window": 65}, "no card of a predictor"),
-        ({"num_layers": 0}, "no card of a predictor"),
-        ({"hidden_len": "long"}, "no card of a predictor"),
-        ({"hidden_len": 2}, r"hrad.safetensors: tensor mean is float32 \[2\], by the card it is float32 \[4\]"),
+        ({"window": 65}, "not a predictor's card"),
+        ({"num_layers": 0}, "not a predictor's card"),
+        ({"hidden_len": "long"}, "not a predictor's card"),
+        ({"hidden_len": 2}, r"hrad.safetensors: tensor mean is float32 \[2\], but the card says float32 \[4\]"),
     ],
 )
 def test_a_card_of_another_kind_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_missing_or_broken_file_is_named(name: str, tmp_path: Path) -> None:
 def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
     with pytest.raises(HradError, match="card of a predictor is wrong"):
         write_hrad(tmp_path / "one", small_tensors(), {**CARD, "window": 0})
-    with pytest.raises(HradError, match="by the card"):
+    with pytest.raises(HradError, match="the card says"):
         write_hrad(tmp_path / "two", small_tensors(), {**CARD, "window": 3})
 
     assert list(tmp_path.iterdir()) == []

@@ -150,7 +150,7 @@ def test_a_draft_with_other_tokens_is_left_alone_and_told_of_once(
     assert len(client.watched.waits_s) == num_waits
     (line,) = [line for line in caplog.messages if "vocabulary" in line]
     assert line.startswith("nothing is drafted: the draft 'draft' has another vocabulary than the target")
-    assert "of 50 token ids compared, 50 stand for other text" in line and "choose a draft" in line
+    assert "of 50 token ids compared, 50 stand for different text" in line and "choose a draft" in line
 
 
 def test_a_draft_that_is_replaced_by_the_right_one_is_used_and_by_a_wrong_one_no_more(

@@ -1,4 +1,4 @@
-"""The `specbranch` command. Only this layer composes the others."""
+"""The `specbranch` command: puts all subcommands together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console of every command: output, errors, progress, other libraries' noise, and Ctrl-C."""
+"""The console of every command: output, errors, progress, redirected output of libraries, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-_LINES = 10  # at most, for the counts of one stage
-_AGAIN_S = 15.0  # a stage that lasts is named again
+_LINES = 10  # the most lines that a stage's progress takes without a terminal
+_AGAIN_S = 15.0  # after this time a stage that still runs is printed again
 
 
 def console_for(as_json: bool) -> Console:
-    """Standard output for people; standard error if `--json` takes standard output."""
+    """Return the console for people: standard output, or standard error if `--json` uses standard output."""
     return Console(stderr=as_json)
 
 
 def warn(line: str | None) -> None:
-    """Print a warning on standard error, if there is one."""
+    """Print a warning on standard error; do nothing if `line` is None or empty."""
     if line:
         Console(stderr=True).print(f"[bold]specbranch:[/] warning: {escape(line)}", highlight=False, soft_wrap=True)
 
@@ -41,9 +41,9 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def progress_bar(console: Console, takes_output: bool) -> Progress:
-    """A line that disappears at the end: stage, bar and count where there is a total, time.
+    """Make a progress line that disappears at the end: stage, elapsed time and, if a total is known, bar and count.
 
-    With `takes_output`, what Python code prints meanwhile appears above it.
+    With `takes_output`, the output of Python code appears above it.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Count(), TimeElapsedColumn())
     return Progress(
@@ -52,21 +52,21 @@ def progress_bar(console: Console, takes_output: bool) -> Progress:
 
 
 class _Bar(BarColumn):
-    """A bar, where it is known how much there is to do."""
+    """A bar that is empty if the total is unknown."""
 
     def render(self, task: Task) -> Any:
         return super().render(task) if task.total else Text("")
 
 
 class _Count(MofNCompleteColumn):
-    """How much is done, where it is known how much there is to do."""
+    """A count that is empty if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if task.total else Text("")
 
 
 def print_help_alone(context: typer.Context) -> None:
-    """For a command without a subcommand: print its help and exit with code 0."""
+    """Print the help and exit with code 0 if the command was called without a subcommand."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit
@@ -74,7 +74,7 @@ def print_help_alone(context: typer.Context) -> None:
 
 @contextmanager
 def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn exceptions that the user can fix into one line and exit code 2."""
+    """Turn the given exceptions, which the user can fix, into one line on standard error and exit code 2."""
     try:
         yield
     except kinds as error:
@@ -83,14 +83,14 @@ def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class ProgressBar:
-    """A context manager; `show` is called as often as there is news. `console` None means standard error.
+    """Show the progress of a command while the context is open. `console` None means standard error.
 
-    Without a terminal, a stage is named when it begins and every 15 seconds while it lasts.
+    Without a terminal, a stage is printed when it starts, and every 15 seconds while it lasts.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        # On a screen of its own it stands beside what Python code prints, and leaves that where it goes.
+        # If the caller gives a console, Python's output goes elsewhere and must not be redirected to it.
         self._bar = progress_bar(self._console, takes_output=console is None) if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None) if self._bar else None
         self._stage = ""
@@ -101,7 +101,7 @@ class ProgressBar:
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
     def show(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        """Say which stage the command is in, and how much of it is done."""
+        """Show the command's current stage, and how much of it is done."""
         with self._lock:
             is_new = stage != self._stage
             if self._bar is not None and self._task is not None:
@@ -115,7 +115,7 @@ class ProgressBar:
             self._stage = stage
 
     def print(self, line: str) -> None:
-        """Print a line of somebody else's output, above the line that moves."""
+        """Print a line of another program's output above the progress line."""
         with self._lock:
             self._said_s = time.monotonic()
             if self._bar is not None:
@@ -157,7 +157,7 @@ class ProgressBar:
 
 @contextmanager
 def redirect_output(log_file: Path, stage: str) -> Iterator[Callable[[str], None]]:
-    """Send standard output and error of this process to a file, and show the stage; the caller may tell others."""
+    """Redirect this process's standard output and error to a file; show progress, and yield a function to change it."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     saved = [os.dup(number) for number in (1, 2)]
@@ -177,7 +177,7 @@ def redirect_output(log_file: Path, stage: str) -> Iterator[Callable[[str], None
 
 
 class CtrlCGuard:
-    """A context manager for the main thread."""
+    """A context manager that turns the first Ctrl-C into `is_asked`; a second one raises. Needs the main thread."""
 
     def __init__(self) -> None:
         self.is_asked = False

@@ -1,6 +1,6 @@
-"""The options that several commands share, and the values they take.
+"""The options that several commands share, and checks of their values.
 
-Planners and draft engines are strings: other packages may register more of them.
+Planners and draft engines are plain strings, because other packages can register more of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specbranch.launch.draft_process import RemoteDraft
 from specbranch.launch.vllm_flags import Flags
 from specbranch.service.wire.addresses import normalize_addresses
 
-FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM
+FLAGS_GO_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}  # pass unknown flags on to vLLM
 
 _WHERE = "a path, a name in $SPECBRANCH_MODELS, or a Hugging Face name"
 
@@ -173,19 +173,19 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document as the last line; other output goes to stderr.")
 ]
 
-_SET_BY_US = ("listen", "keys", "until-eof")  # options of `specbranch draft` that belong to whoever starts it
-_NEAR = 0.82  # how alike two flags are, from 0 to 1, when one is taken for a misspelling of the other
+_SET_BY_US = ("listen", "keys", "until-eof")  # options of `specbranch draft` that only the starting command may set
+_NEAR = 0.82  # similarity, from 0 to 1, above which a flag counts as a typo of another
 
 
 def example(command: str) -> str:
-    """The last lines of a command's help."""
+    """Return the last lines of a command's help."""
     return f"Example:\n\n{command}"
 
 
 def check_flag_typos(context: typer.Context) -> None:
-    """Raise for an unknown flag that is nearly one of ours: vLLM would refuse it only after the draft has loaded.
+    """Raise `UsageError` for an unknown flag that resembles ours: vLLM would refuse it only after the draft has loaded.
 
-    Unknown flags before TARGET would be taken for it.
+    Also raise if a flag stands before TARGET, because it would be parsed as TARGET.
     """
     target = context.params["target"]
     if target.startswith("-"):
@@ -194,7 +194,7 @@ def check_flag_typos(context: typer.Context) -> None:
 
 
 def check_typos(context: typer.Context, words: list[str]) -> None:
-    """Raise if one of these words, which are no options of the command, is nearly one."""
+    """Raise `UsageError` if one of these words, none of which is an option of the command, is nearly one."""
     ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     for word in words:
         name = word.partition("=")[0]
@@ -205,13 +205,13 @@ def check_typos(context: typer.Context, words: list[str]) -> None:
 
 
 def vllm_arguments(context: typer.Context, given: list[str] | None) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: those of `--vllm-arg`, and the flags of vLLM that the command was given."""
+    """Return arguments for `vllm.LLM`: those of `--vllm-arg`, and vLLM's own flags from the command line."""
     check_flag_typos(context)
     return {**parse_key_values("--vllm-arg", given), **Flags(context.args).arguments()}
 
 
 def draft_arguments(given: list[str] | None) -> list[str]:
-    """The options of `--draft-arg` as words of a command line."""
+    """Return the options of `--draft-arg` as command-line words."""
     words: list[str] = []
     for one in given or ():
         name, is_pair, value = one.partition("=")
@@ -225,20 +225,20 @@ def draft_arguments(given: list[str] | None) -> list[str]:
 
 
 def remote_draft(addresses: list[str] | None, keys: Path | None) -> RemoteDraft | None:
-    """What `--draft-address` and `--draft-keys` name together."""
+    """Return the draft service that `--draft-address` and `--draft-keys` name; None without an address."""
     if keys is not None and not addresses:
         raise UsageError("--draft-keys belongs to --draft-address, which is missing")
     return RemoteDraft(normalize_addresses(addresses), keys) if addresses else None
 
 
 def check_directory(option: str, path: Path | None) -> None:
-    """Raise now if a file could not be written when everything is done."""
+    """Raise `UsageError` if the file's directory does not exist, before the work that the file is for begins."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"{option} is {path}, but there is no directory {path.parent}; create it first")
 
 
 def parse_key_values(option: str, given: Sequence[str] | None) -> dict[str, Any]:
-    """KEY=VALUE pairs as a table; values are JSON if they parse as JSON, else strings."""
+    """Parse KEY=VALUE pairs into a table; values are parsed as JSON if possible, else kept as strings."""
     found: dict[str, Any] = {}
     for one in given or ():
         key, is_pair, value = one.partition("=")

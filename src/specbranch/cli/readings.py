@@ -1,4 +1,4 @@
-"""Counters of a draft service or a vLLM server over time, as `specbranch top` shows them."""
+"""Read the counters of a draft service or a vLLM server, and compute the figures that `specbranch top` shows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from specbranch.service.client.stats import MetricSample, ServiceStatus, StatsCl
 from specbranch.service.wire.messages import PREFIX, REASONS, Overview
 
 _OF_VLLM = "specbranch_"
-_OWN_LABELS = ("cause", "reason")  # all others tell engines apart, whose figures are summed
+_OWN_LABELS = ("cause", "reason")  # kept apart; all other labels tell engines apart, whose figures are summed
 _ANSWER_S = 1.0
-_MAX_BYTES = 1 << 24  # of a page
+_MAX_BYTES = 1 << 24  # of a metrics page
 _HINT = (
     "start one by `specbranch draft MODEL`, or name its ADDRESS; the draft of `specbranch serve` is seen through its "
     "server, by `specbranch top http://HOST:PORT`"
@@ -38,13 +38,13 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsReading:
-    """Counters since the start and, without them, what is true now. None is what the source does not tell.
+    """Counters since the start (`stats`, `*_steps`, `undrafted`, `faults`) and gauges. None is unknown at this source.
 
-    `wait_s` of the stats is the time that targets waited, and `target_steps` the steps in which they could.
+    `stats.wait_s` is the time that targets waited, and `target_steps` counts the steps in which they could wait.
     """
 
     at_s: float
-    model: str  # of the draft or, from vLLM, of the target
+    model: str  # name of the draft or, from vLLM, of the target
     stats: Stats
     target_steps: int
     draft_steps: int | None = None
@@ -62,10 +62,10 @@ class StatsReading:
     memory_bytes: int | None = None
     uptime_s: float | None = None
     states: Sequence[str] = ()  # of the engines of a vLLM server
-    gate: Mapping[str, bool] = field(default_factory=dict)  # by rows in a step: are drafts on, in all engines?
+    gate: Mapping[str, bool] = field(default_factory=dict)  # by rows in a step: whether all engines draft
 
     def follows(self, earlier: StatsReading) -> bool:
-        """Whether this is a later one of the same counters; after a restart they begin anew."""
+        """Return whether this is a later reading of the same counters, which restart at zero with their process."""
         grown = self.stats.since(earlier.stats)
         pairs = [(self.target_steps, earlier.target_steps), (self.draft_steps or 0, earlier.draft_steps or 0)]
         counts = (grown.rounds, grown.hits, grown.submitted, grown.accepted, grown.rows, grown.rolled_back)
@@ -73,12 +73,12 @@ class StatsReading:
 
 
 def from_overview(overview: Overview, at_s: float) -> StatsReading:
-    """The reading of a draft service that was asked by its own protocol."""
+    """Convert a draft service's reply to a reading."""
     return _of_service(overview.figures, printable(overview.settings.get("model", "")), at_s)
 
 
 def from_metrics(samples: Iterable[MetricSample], at_s: float) -> StatsReading | None:
-    """The reading of a page of metrics, of vLLM's or of a draft service's; None if it has none of ours."""
+    """Convert a metrics page of vLLM or a draft service to a reading; return None if it has no metrics of ours."""
     ours = [sample for sample in samples if sample.name.startswith(_OF_VLLM) and 0 <= sample.value < math.inf]
     if any(sample.name.startswith(f"{_OF_VLLM}state") for sample in ours):
         return _of_vllm(ours, at_s)
@@ -87,7 +87,7 @@ def from_metrics(samples: Iterable[MetricSample], at_s: float) -> StatsReading |
 
 
 def printable(text: object) -> str:
-    """What others wrote, without anything that a terminal would obey."""
+    """Remove control characters from text of another program, so that it cannot control the terminal."""
     return "".join(letter for letter in str(text) if letter.isprintable())
 
 
@@ -164,7 +164,7 @@ def _count(figures: Mapping[str, float], name: str) -> int:
 
 
 def _sums(samples: Iterable[MetricSample], prefix: str) -> dict[str, float]:
-    """Values by the names that the draft service itself gives them, summed over engines."""
+    """Return values by the draft service's own names, summed over engines."""
     sums: dict[str, float] = {}
     for sample in samples:
         if sample.name.startswith(prefix):
@@ -176,7 +176,7 @@ def _sums(samples: Iterable[MetricSample], prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class ReadingSpan:
-    """What was counted in a time; `is_whole`: since the start, for which there are sums and no rates."""
+    """The counters of a time span. `is_whole` means since the start, for which sums are shown instead of rates."""
 
     stats: Stats
     target_steps: int
@@ -186,23 +186,23 @@ class ReadingSpan:
     is_whole: bool = True
 
     def amount(self, count: float) -> float | None:
-        """A count as a rate per second, or as it is."""
+        """Return a count as it is if the span is whole, else as a rate per second."""
         return count if self.is_whole else _ratio(count, self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One line: its name for machines and for people, its unit, and both its values; None is not known."""
+    """One line of the view: its name for machines and for people, its unit, and its values; None is unknown."""
 
     name: str
     label: str
-    unit: str  # "": a count, which is a rate over the interval; "%": a share of one
+    unit: str  # "": a count, shown as a rate for the last interval; "%": a share of one
     last: float | None
     total: float | None
 
 
 def top_rows(now: StatsReading, earlier: StatsReading | None) -> list[Measure]:
-    """All lines of a reading; without an earlier one nothing is known of the last interval."""
+    """Return all lines for a reading; without an earlier one, values of the last interval are None."""
     total = _whole(now)
     last = _between(now, earlier) if earlier is not None else None
     lines = (*_VERDICTS, *(_ROWS if now.draft_steps is None else _STEPS), *_WAIT)
@@ -237,33 +237,9 @@ def _between(now: StatsReading, earlier: StatsReading) -> ReadingSpan:
     )
 
 
-def _hit_rate(span: ReadingSpan) -> float | None:
-    return _ratio(span.stats.hits, span.stats.rounds)
-
-
 def _tokens(span: ReadingSpan) -> float | None:
-    """With the target's own token."""
+    """Return the tokens per round, including the target's own."""
     return 1.0 + span.stats.accepted_per_round if span.stats.rounds else None
-
-
-def _accepted(span: ReadingSpan) -> float | None:
-    return _ratio(span.stats.accepted, span.stats.submitted)
-
-
-def _wait_ms(span: ReadingSpan) -> float | None:
-    return _ratio(1000.0 * span.stats.wait_s, span.target_steps)
-
-
-def _rows(span: ReadingSpan) -> float | None:
-    return _ratio(span.stats.rows, span.draft_steps)
-
-
-def _busy(span: ReadingSpan) -> float | None:
-    return _ratio(span.draft_step_s, span.seconds)
-
-
-def _step_ms(span: ReadingSpan) -> float | None:
-    return _ratio(1000.0 * span.draft_step_s, span.draft_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,30 +252,38 @@ class _TopRow:
 
 _VERDICTS = (
     _TopRow("verdicts", "verdicts", "", lambda span: span.amount(span.stats.rounds)),
-    _TopRow("hit_rate", "hit rate", "%", _hit_rate),
+    _TopRow("hit_rate", "hit rate", "%", lambda span: _ratio(span.stats.hits, span.stats.rounds)),
     _TopRow("tokens_per_round", "tokens a round", "tokens", _tokens),
-    _TopRow("accepted_share", "accepted of submitted", "%", _accepted),
+    _TopRow(
+        "accepted_share", "accepted of submitted", "%", lambda span: _ratio(span.stats.accepted, span.stats.submitted)
+    ),
     _TopRow("rejected", "rolled back: rejected", "", lambda span: span.amount(span.stats.rejected)),
     _TopRow("unused", "rolled back: unused", "", lambda span: span.amount(span.stats.unused)),
     _TopRow("cut", "rolled back: cut", "", lambda span: span.amount(span.stats.cut)),
 )
 _STEPS = (
     _TopRow("draft_steps", "draft steps", "", lambda span: span.amount(span.draft_steps)),
-    _TopRow("rows_per_step", "rows of a draft step", "rows", _rows),
-    _TopRow("draft_step_ms", "time of a draft step", "ms", _step_ms),
-    _TopRow("busy", "busy with draft steps", "%", _busy),
+    _TopRow("rows_per_step", "rows of a draft step", "rows", lambda span: _ratio(span.stats.rows, span.draft_steps)),
+    _TopRow(
+        "draft_step_ms", "time of a draft step", "ms", lambda span: _ratio(1000.0 * span.draft_step_s, span.draft_steps)
+    ),
+    _TopRow("busy", "busy with draft steps", "%", lambda span: _ratio(span.draft_step_s, span.seconds)),
 )
 _ROWS = (_TopRow("draft_rows", "draft rows", "", lambda span: span.amount(span.stats.rows)),)
-_WAIT = (_TopRow("wait_ms", "wait of a target's step", "ms", _wait_ms),)
+_WAIT = (
+    _TopRow(
+        "wait_ms", "wait of a target's step", "ms", lambda span: _ratio(1000.0 * span.stats.wait_s, span.target_steps)
+    ),
+)
 
 
 class ServiceUnavailable(SpecBranchError, RuntimeError):
-    """Nothing could be read now; the message says why. It may be back at any time."""
+    """The source cannot be read now; the message says why. It may come back at any time."""
 
 
 @contextlib.contextmanager
 def exit_if_unavailable(address: str, as_json: bool) -> Iterator[None]:
-    """Where nothing can be read, end with code 1: say why and what would help; for machines, as JSON too."""
+    """If the source is unavailable, print why and what helps, as JSON too if `as_json`, and exit with code 1."""
     try:
         yield
     except ServiceUnavailable as outage:
@@ -311,21 +295,21 @@ def exit_if_unavailable(address: str, as_json: bool) -> Iterator[None]:
 
 
 class StatsSource(Protocol):
-    """Somebody who counts."""
+    """A source of counters: a draft service or a metrics page."""
 
     name: str
 
     def read(self) -> StatsReading:
-        """What is true now; raises `ServiceUnavailable`."""
+        """Return the current reading; raise `ServiceUnavailable` if there is none."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         ...
 
 
 def open_source(address: str, keys: Path | None) -> StatsSource:
-    """The source at an address of either kind; raises for one that cannot be right."""
+    """Return the source for an address of either kind; raise if the address cannot be valid."""
     if address.startswith(("http://", "https://")):
         if keys is not None:
             raise UsageError("--keys belongs to a draft service at tcp://HOST:PORT, not to a server's metrics")
@@ -334,7 +318,7 @@ def open_source(address: str, keys: Path | None) -> StatsSource:
 
 
 class ServiceSource:
-    """A draft service."""
+    """A draft service, read by its own protocol."""
 
     def __init__(self, address: str, keys: Path | None) -> None:
         self.name = f"draft service at {address}"
@@ -346,11 +330,11 @@ class ServiceSource:
         return from_overview(self.overview(), time.monotonic())
 
     def overview(self) -> Overview:
-        """What the service says of itself; raises `ServiceUnavailable`."""
+        """Return the service's own figures and settings; raise `ServiceUnavailable` if it does not reply."""
         reach = self._stats_client.poll(_ANSWER_S)
         if self._stats_client.refusal is not None:
             raise UsageError(
-                f"the draft service at {self._address} is of an older version, which tells nothing of itself; update it"
+                f"the draft service at {self._address} has an older version that reports no counters; update it"
             )
         if reach is ServiceStatus.ABSENT:
             raise ServiceUnavailable(
@@ -366,7 +350,7 @@ class ServiceSource:
 
 
 class PageSource:
-    """An endpoint of Prometheus metrics: vLLM's, or that of a draft service with --metrics-port."""
+    """A page of Prometheus metrics: vLLM's, or that of a draft service with --metrics-port."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/").removesuffix("/metrics")

@@ -1,4 +1,4 @@
-"""An answer on the terminal: chat, colours for drafted text, and a line of stats."""
+"""Show an answer on the terminal: chat, colours for drafted text, and a line of stats."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from specbranch.launch.vllm_engine import StepOutput
 
 Message = dict[str, str]
 COMMANDS = "/quit leaves the chat, /clear clears the history, Ctrl-C stops an answer."
-_BROKEN = "\ufffd"  # what a decoder shows for a character that is not complete yet
+_BROKEN = "\ufffd"  # the decoder's symbol for an incomplete character
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 _EVERY_S = 0.1
 
 
 class Chat:
-    """Reads lines until `read` returns None or `/quit`. `answer` gets the history and returns the answer's text.
+    """Run a chat: `read` returns a line, or None at the end; `answer` maps the history to the answer's text.
 
-    `answer` may return None for a question that it cannot take; the question is then dropped.
+    If `answer` returns None, it rejected the question, which is then dropped from the history.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Chat:
         self.history: list[Message] = list(self._start)
 
     def run(self) -> None:
-        """Chat until the user leaves."""
+        """Read and answer lines until the user leaves."""
         while (line := self._read()) is not None:
             said = line.strip()
             if said == "/quit":
@@ -71,21 +71,21 @@ class TextRun:
 
 
 class DraftHighlighter:
-    """Splits the text of one answer into runs. `decode` turns token ids into text.
+    """Split the text of one answer into drafted and other runs. `decode` turns token ids into text.
 
-    Tokens are decoded one by one, in the context of those before, to count the characters of each. A character of
-    several tokens counts for the token that completes it. If the engine's text differs from the decoder's, colours may
-    be off by some characters; the text never is.
+    It decodes tokens one by one, in the context of those before, to count the characters of each. A character that
+    several tokens encode counts for the token that completes it. If the engine's text differs from the decoder's,
+    colours may be some characters off; the text never is.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._window: list[int] = []  # the last complete tokens and those that are not complete yet
+        self._window: list[int] = []  # the last complete tokens, then the incomplete ones
         self._num_complete = 0
-        self._owed: deque[bool] = deque()  # whether each character was drafted that the engine has not sent yet
+        self._owed: deque[bool] = deque()  # for each character still to come from the engine: whether it was drafted
 
     def split(self, tokens: Sequence[int], text: str) -> list[TextRun]:
-        """The engine's next text as runs; all new tokens but the last were drafted."""
+        """Return the engine's next piece of text as runs; all new tokens except the last were drafted."""
         for index, token in enumerate(tokens):
             self._owed.extend([index < len(tokens) - 1] * self._num_new_characters(token))
         runs: list[TextRun] = []
@@ -103,18 +103,18 @@ class DraftHighlighter:
         after = self._decode(self._window)
         if after.endswith(_BROKEN):
             return 0
-        # What was just completed is the context of what comes next.
+        # The tokens just completed are the context of the next ones.
         self._window = self._window[self._num_complete :]
         self._num_complete = len(self._window)
         return max(0, len(after) - len(before))
 
 
-# A model may emit terminal escape sequences.
+# A model may emit terminal escape sequences, so control characters are removed.
 _HARMLESS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
 class TerminalView:
-    """Writes runs of text, drafted ones in green. Inside the context the terminal's last line shows stats."""
+    """Write runs of text, drafted ones in green. While the context is open, the terminal's last line shows stats."""
 
     def __init__(
         self,
@@ -129,11 +129,11 @@ class TerminalView:
         self._has_colors = has_colors
         self._clock = clock
         self._size = size
-        self._shown: tuple[int, int] | None = None  # the terminal size for which the last line is reserved
+        self._shown: tuple[int, int] | None = None  # the terminal size when the last line was reserved
         self._drawn_s = -1.0
 
     def write(self, runs: Iterable[TextRun]) -> None:
-        """Append text."""
+        """Write runs of text to the output."""
         for run in runs:
             text = run.text.translate(_HARMLESS) if self._is_terminal else run.text
             is_green = self._has_colors and run.is_drafted
@@ -141,7 +141,7 @@ class TerminalView:
         self._file.flush()
 
     def show_stats(self, stats: str) -> None:
-        """Rewrite the last line, at most ten times a second."""
+        """Rewrite the stats line, at most ten times a second."""
         if self._shown is None or self._clock() - self._drawn_s < _EVERY_S:
             return
         self._drawn_s = self._clock()
@@ -169,13 +169,13 @@ class TerminalView:
 
     def _reserve_last_line(self) -> None:
         self._shown = self._size()
-        # Setting the scroll region moves the cursor, so it is restored.
+        # Setting the scroll region moves the cursor, so restore it.
         self._file.write(f"{_SAVE}\x1b[1;{max(1, self._shown[1] - 1)}r{_RESTORE}")
 
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer that grows piece by piece. The first piece ends the prefill; every later one is a round."""
+    """An answer that arrives in pieces. The first piece ends the prefill; each later one is a round."""
 
     asked_s: float
     tokens: list[int] = field(default_factory=list)
@@ -185,13 +185,13 @@ class StreamedAnswer:
     wait_s: float = 0.0
     finish_reason: str | None = None
     is_stopped: bool = False  # by the user
-    pieces: list[tuple[float, list[TextRun]]] = field(default_factory=list)  # seconds since it was asked for; text
+    pieces: list[tuple[float, list[TextRun]]] = field(default_factory=list)  # seconds since the request, and text
     _first_s: float | None = None
     _last_s: float | None = None
     _num_first: int = 0
 
     def take(self, piece: StepOutput, runs: list[TextRun]) -> None:
-        """Add the output of one engine step, whose text was split into what was drafted and what was not."""
+        """Add the output of one engine step, and its text as runs."""
         self.pieces.append((piece.at_s - self.asked_s, runs))
         self.text += piece.text
         self.tokens += piece.tokens
@@ -205,7 +205,7 @@ class StreamedAnswer:
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the last."""
+        """Time from the first token to the last."""
         return self._last_s - self._first_s if self._first_s is not None and self._last_s is not None else 0.0
 
     @property
@@ -229,18 +229,18 @@ class StreamedAnswer:
         return min(1.0, self.wait_s / self.decode_s) if self.decode_s else 0.0
 
     def stats(self) -> str:
-        """One line for people."""
+        """Return the stats as one line of text."""
         parts = [f"{len(self.tokens)} tokens", f"{self.tokens_per_s:.1f} tokens/s"]
         if self.first_token_s is not None:
             parts.append(f"first token after {self.first_token_s:.2f} s")
         if self.accepted or self.wait_s:
             parts.append(f"{self.accepted_per_round:.2f} draft tokens accepted per round")
-        if self.wait_s:  # known at the end
+        if self.wait_s:  # only set at the end
             parts.append(f"waited {self.wait_share:.0%}")
         return " · ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """One object for machines."""
+        """Return the answer as one JSON object."""
         names = ("text", "tokens", "tokens_per_s", "first_token_s", "rounds", "accepted", "accepted_per_round")
         pieces = [
             {"at_s": round(at_s, 4), "runs": [[run.text, run.is_drafted] for run in runs]} for at_s, runs in self.pieces

@@ -1,7 +1,7 @@
-"""What a draft engine is: the `DraftEngine` protocol, its rows, and the options that open one.
+"""The draft engine interface: the `DraftEngine` protocol, the rows it runs, and the options that open one.
 
 A handle is one sequence of tokens in an engine's key-value cache. Handles share the cache of their common prefix.
-`registry.register_engine` makes an engine known by name; `tests/engines/conformance.py` checks it.
+`registry.register_engine` registers an engine by name; `tests/engines/conformance.py` checks its behaviour.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What callers need to know of an engine. It does not change while the engine lives.
+    """Describe an engine to its callers. It does not change while the engine lives.
 
-    Callers keep to `row_limit`; the engine itself enforces `max_handles` and `max_tokens`, by `EngineFull`.
+    Callers must respect `row_limit`; the engine itself enforces `max_handles` and `max_tokens` by raising `EngineFull`.
     """
 
-    model: str  # a name for people
-    device: str  # "cpu", or what the engine calls its device
-    vocab_len: int  # tokens are numbers from 0 up to this one, exclusive
+    model: str  # for display
+    device: str  # "cpu", or the engine's name of its device
+    vocab_len: int  # token ids are below this
     row_limit: int  # rows in one step
     max_handles: int  # handles open at once
-    max_tokens: int  # tokens in the cache, shared ones counted once
-    idle_cache_tokens: int = 1 << 30  # of idle sessions, that may stay in the cache without slowing down the others
-    dtype: str = ""  # of the weights, where the engine chose or was told one
-    weight_bytes: int | None = None  # of the model: what one step must at least read; None if the engine cannot tell
-    vocab_fingerprint: bytes = b""  # by `vocabulary.read_fingerprint`; without it targets compare sizes only
+    max_tokens: int  # tokens in the cache; shared ones count once
+    idle_cache_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing the others
+    dtype: str = ""  # of the weights, if known
+    weight_bytes: int | None = None  # size of the weights, which each step must read; None if unknown
+    vocab_fingerprint: bytes = b""  # from `vocabulary.read_fingerprint`; if empty, targets compare only sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens to append to one handle, at least one. Distributions behind the last `num_outputs` of them are returned.
+    """Tokens to append to one handle, at least one. Each of the last `num_outputs` yields a distribution.
 
-    More than one output is a chain that is guessed: each token's distribution confirms the next one or not.
+    With more than one output, the row is a chain of guessed tokens: each distribution confirms the next token or not.
     """
 
     handle: int
@@ -48,9 +48,9 @@ class Row:
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raise `ValueError` unless the rows have different handles, a token and an output each.
+    """Raise `ValueError` unless the rows have distinct handles, and each has tokens and a valid number of outputs.
 
-    Every engine's `run` must check.
+    Every engine's `run` must call this or check the same.
     """
     if len({row.handle for row in rows}) < len(rows):
         raise ValueError("one step takes at most one row per handle")
@@ -61,7 +61,7 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def check_length(handle: int, held: int, length: int) -> None:
-    """Raise `ValueError` unless a handle with `held` tokens has a prefix of `length`. For `fork` and `truncate`."""
+    """Raise `ValueError` unless a handle with `held` tokens has a prefix of `length`, for `fork` and `truncate`."""
     if not 0 <= length <= held:
         raise ValueError(f"handle {handle} holds {held} tokens, not {length}")
 
@@ -69,56 +69,56 @@ def check_length(handle: int, held: int, length: int) -> None:
 class DraftEngine(Protocol):
     """A language model that appends tokens to many sequences in one batch and returns next-token distributions.
 
-    Made from `EngineOptions` by a class or a function, which loads the model and raises `EngineError` if it cannot.
+    Open one from `EngineOptions` with a class or a function, which loads the model or raises `EngineError`.
 
-    Threads: methods are called by one thread at a time, though not always by the same one; an engine needs no locks.
-    Only `info` may be read by any thread at any time.
+    Threads: only one thread calls methods at a time, though not always the same one, so an engine needs no locks.
+    Any thread may read `info` at any time.
 
-    Errors: `EngineFull` where there is no room, `ValueError` for a wrong length or wrong rows, `KeyError` for a handle
-    that is not open. All three leave the engine as it was. Any other exception means that a step failed; see `run`.
+    Errors: `EngineFull` if there is no room, `ValueError` for a wrong length or wrong rows, `KeyError` for a handle
+    that is not open. All three leave the engine unchanged. Any other exception means that a step failed; see `run`.
     """
 
     @property
     def info(self) -> EngineInfo:
-        """Model, device and limits. Read often, so it must be cheap; always the same, also after `shutdown`."""
+        """Model, device and limits. Cheap to read and constant, even after `shutdown`."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the cache now, shared ones counted once; 0 when no handle is open. Read before every step."""
+        """Tokens in the cache now; shared ones count once. 0 when no handle is open. Callers read it every step."""
         ...
 
     def open(self) -> int:
-        """A new handle with no tokens.
+        """Open a handle with no tokens and return it.
 
-        A handle is any number of zero or more that no open handle has; numbers of closed handles may be used again.
+        A handle is any non-negative number that no open handle has; numbers of closed handles may be reused.
         Raises `EngineFull` if `max_handles` are open.
         """
         ...
 
     def fork(self, handle: int, length: int) -> int:
-        """A new handle that begins with the first `length` tokens of another, from none to all of them.
+        """Open a handle that begins with the first `length` tokens of another, from none to all of them, and return it.
 
-        The cache is shared, not copied: a fork adds nothing to `num_tokens` and takes microseconds, however long the
-        prefix is. Afterwards the two are independent: either may be run, truncated or closed without effect on the
+        The fork shares the cache instead of copying it: it adds nothing to `num_tokens` and takes microseconds, however
+        long the prefix is. Afterwards the two are independent: running, truncating or closing one does not affect the
         other. Raises `EngineFull` if `max_handles` are open, and `ValueError` if the handle holds fewer tokens.
         """
         ...
 
     def truncate(self, handle: int, length: int) -> None:
-        """Keep the first `length` tokens of a handle and forget the rest. Forks of the handle keep theirs.
+        """Keep the first `length` tokens of a handle and drop the rest. Forks of the handle keep theirs.
 
-        The next row continues behind the tokens kept. Tokens that no handle holds any more free their room at once.
+        The next row continues after the tokens kept. The engine frees tokens that no handle holds any more at once.
         Raises `ValueError` if the handle holds fewer tokens.
         """
         ...
 
     def close(self, handle: int) -> None:
-        """Forget a handle. Its forks live on; tokens that no handle holds any more free their room at once."""
+        """Close a handle. Its forks stay open; the engine frees tokens that no handle holds any more at once."""
         ...
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
-        """Append every row's tokens to its handle, in one batch; the distributions behind the rows, in their order.
+        """Append every row's tokens to its handle, in one batch; return the distributions of the rows, in their order.
 
         A row with several outputs gives several distributions, in the order of its tokens.
 
@@ -126,15 +126,15 @@ class DraftEngine(Protocol):
         handle's tokens only, up to rounding: not on other rows, their order, or how the tokens came into the cache. It
         has the most likely tokens at temperature 1, most likely first, and the entropy over the whole vocabulary.
 
-        Raises `EngineFull` if the tokens of all rows do not fit, and `ValueError` as `check_rows` does; no handle is
-        changed then. A token outside the vocabulary may raise, but must not end the process. After any other
-        exception the rows' handles may hold some of the new tokens, but must still accept `truncate` to the length
-        they had before, and `close`; other handles must be unharmed.
+        Raises `EngineFull` if the tokens of all rows do not fit, and `ValueError` as `check_rows` does, and changes
+        no handle then. A token outside the vocabulary may raise, but must not end the process. After another exception
+        the rows' handles may hold some new tokens, but must still accept `close`, and `truncate` to the length they
+        had before; other handles must be unharmed.
         """
         ...
 
     def shutdown(self) -> None:
-        """Free memory and devices; open handles are lost. Called once, at the end; only `info` is read afterwards."""
+        """Free memory and devices; open handles are lost. Callers call this once, and read only `info` afterwards."""
         ...
 
 
@@ -144,24 +144,24 @@ def _silent(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Which model to load, on which device, and the limits of the engine.
+    """Choose a model, its device and the limits of the engine.
 
     `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the Hugging Face hub (`repo` for torch,
-    `repo:file.gguf` for llama.cpp). `threads` None leaves the choice to the engine. `dtype` is one of `DTYPES`, for
-    torch: int8 quantizes weights and activations, w8a16 only weights, and auto takes the fastest on a CPU and the
-    model's own dtype on other devices. llama.cpp leaves weights as they are; float32 gives it a cache of 32 bits.
-    `max_tokens` None leaves the size of the cache to the engine, which has `EngineInfo.max_tokens` tell it.
+    `repo:file.gguf` for llama.cpp). `threads` None lets the engine choose. `dtype` is one of `DTYPES` and applies to
+    torch: int8 quantizes weights and activations, w8a16 only weights, and auto picks the fastest on a CPU and the
+    model's own dtype on other devices. llama.cpp keeps the file's weights; float32 gives it a 32-bit KV cache.
+    `max_tokens` None lets the engine size the cache and report it in `EngineInfo.max_tokens`.
     """
 
     model: str
     device: str = "cpu"
     threads: int | None = None
     dtype: str = "auto"
-    max_tokens: int | None = None  # in the cache, shared ones counted once; by memory if None
+    max_tokens: int | None = None  # in the cache, shared ones counted once; None sizes it by free memory
     max_handles: int = 128  # open at once
     row_limit: int = 64  # rows in one step
-    top_k: int = 32  # tokens of a distribution
-    on_progress: Callable[[str], None] = field(default=_silent, compare=False, repr=False)  # hears what loading does
+    top_k: int = 32  # tokens per distribution
+    on_progress: Callable[[str], None] = field(default=_silent, compare=False, repr=False)  # gets each stage of loading
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_tokens", "max_handles", "row_limit", "top_k"):

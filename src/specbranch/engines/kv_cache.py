@@ -1,7 +1,7 @@
-"""The slots of a draft's KV cache: who holds which, and how many there are.
+"""Allocate the slots of a draft's KV cache to handles, and choose the size of the cache.
 
-All handles share one range of cells. A handle that is opened begins a session; its forks belong to it and share the
-cells of their common prefix. A cell is free when no handle holds it. Engines ask here for room before they compute.
+All handles share one range of cells. Opening a handle begins a region; its forks belong to it and share the cells of
+their common prefix. A cell is free when no handle holds it. Engines allocate cells here before they compute.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from specbranch.errors import EngineFull
 
 SlotIds = NDArray[np.int64]
 _NO_CELLS: SlotIds = np.empty(0, dtype=np.int64)
-_LOOK = 64  # cells that are looked at for free ones, beyond as many as are needed; then twice as many, and so on
-MOST = 1 << 20  # tokens, by memory: 64 texts of 16,384
-USUAL = 1 << 15  # tokens: one long text and some short ones; what is taken where nobody tells how much memory is free
-_FEWEST = 4096  # tokens; a smaller cache would be of no use
-_GPU_SHARE = 0.75  # of the free memory; a step needs some beside the cache
-# A target on the same CPU takes nearly all of the rest: `serve` leaves a tenth of the memory to the draft's cache.
+_LOOK = 64  # how many cells more than needed the first scan for free ones covers; each further scan doubles this
+MOST = 1 << 20  # tokens, where memory allows: 64 sequences of 16,384
+USUAL = 1 << 15  # tokens: one long sequence and some short ones; the size if free memory is unknown
+_FEWEST = 4096  # tokens; a smaller cache is of no use
+_GPU_SHARE = 0.75  # of the free memory; a step needs the rest for its own tensors
+# A target on the same CPU uses nearly all of the rest: `serve` leaves a tenth of the memory to the draft's cache.
 _CPU_SHARE = 0.1
-_CPU_LIMIT = 0.25  # where a tenth is too little for the usual cache
+_CPU_LIMIT = 0.25  # if a tenth cannot hold the usual cache
 
 
 @dataclass(slots=True, eq=False)
 class SlotRegion:
-    """A handle that was opened, and all forks. Its cells lie close together, as far as others leave room for it."""
+    """The range of cells of an opened handle and all its forks. They lie close together if other regions leave room."""
 
-    first: int  # where its cells begin
-    end: int  # behind the highest cell that it ever had
-    low: int  # where to look for the next free cell
+    first: int  # where its range begins
+    end: int  # one past the highest cell it ever used
+    low: int  # where to start looking for free cells
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a handle holds: a path of cells."""
+    """The cells that one handle holds, in the order of its tokens."""
 
     session: SlotRegion
     path: SlotIds
 
 
 class SlotAllocator:
-    """The handles of one cache and the cells they hold. Handles are small numbers, reused after they are closed."""
+    """Handles of one cache and the cells they hold. Handles are small numbers, reused after they are closed."""
 
     def __init__(self, max_cells: int, max_handles: int) -> None:
         self.max_cells = max_cells
@@ -57,30 +57,30 @@ class SlotAllocator:
 
     @property
     def num_handles(self) -> int:
-        """Handles open now."""
+        """The number of open handles."""
         return len(self._held)
 
     def session(self, handle: int) -> SlotRegion:
-        """The session that a handle belongs to."""
+        """Return the region that a handle belongs to."""
         return self._held[handle].session
 
     def path(self, handle: int) -> SlotIds:
-        """The cells of a handle's tokens, in order."""
+        """Return the cells of a handle's tokens, in order."""
         return self._held[handle].path
 
     def open(self) -> int:
-        """A handle with no cells, in a new session."""
+        """Open a handle with no cells in a new region, and return it."""
         first = self._widest_room()
         return self._hold(_Held(SlotRegion(first, first, first), _NO_CELLS))
 
     def fork(self, handle: int, length: int) -> int:
-        """A handle that shares the first `length` cells of another."""
+        """Open a handle that shares the first `length` cells of another, and return it."""
         origin = self._held[handle]
         check_length(handle, len(origin.path), length)
         return self._hold(_Held(origin.session, origin.path[:length]))
 
     def truncate(self, handle: int, length: int) -> None:
-        """Release all cells behind the first `length`."""
+        """Release all cells of a handle after the first `length`."""
         held = self._held[handle]
         check_length(handle, len(held.path), length)
         self._release(held.session, held.path[length:])
@@ -93,7 +93,7 @@ class SlotAllocator:
         heappush(self._free_handles, handle)
 
     def allocate(self, rows: Sequence[Row]) -> None:
-        """Take new cells for every row's tokens: for all rows or, if there is no room, for none."""
+        """Allocate cells for every row's tokens, or raise `EngineFull` and allocate none."""
         check_rows(rows)
         wanted, room = sum(len(row.tokens) for row in rows), self.max_cells - self.num_used
         if wanted > room:
@@ -116,7 +116,7 @@ class SlotAllocator:
         return handle
 
     def _take(self, session: SlotRegion, count: int) -> SlotIds:
-        """New cells with one holder, the next free ones of the session; there must be room for them."""
+        """Mark the region's next free cells as used and return them; the caller has checked that there are enough."""
         found: list[SlotIds] = []
         start, missing, look = session.low, count, _LOOK
         while missing:
@@ -140,7 +140,7 @@ class SlotAllocator:
             self.num_used -= len(free)
 
     def _widest_room(self) -> int:
-        """Where a new session has most room to grow; the one before it keeps half of the room between the two."""
+        """Return the start of a new region with most room to grow. A region keeps half of the gap to the next one."""
         sessions = sorted({(held.session.first, held.session.end) for held in self._held.values()})
         firsts = [first for first, _ in sessions[1:]] + [self.max_cells]
         places = [(0, sessions[0][0] if sessions else self.max_cells)]
@@ -152,7 +152,7 @@ class SlotAllocator:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The size of a cache, and how it was chosen."""
+    """The size of a cache, and why it was chosen."""
 
     tokens: int
     bytes_per_token: int
@@ -165,21 +165,21 @@ class CacheSize:
 def cache_size(
     asked: int | None, bytes_per_token: int, free_bytes: int | None, *, is_cpu: bool, most: int = MOST
 ) -> CacheSize:
-    """The size that was asked for, or else one by memory. `most` is what the engine or the model can make use of."""
+    """Return the `asked` size, or one that suits the free memory. `most` is all that the engine or model can use."""
     if asked is not None:
-        return CacheSize(asked, bytes_per_token, "as asked for")
+        return CacheSize(asked, bytes_per_token, "as requested")
     if free_bytes is None:
-        return CacheSize(min(USUAL, most), bytes_per_token, "nobody tells how much memory is free")
+        return CacheSize(min(USUAL, most), bytes_per_token, "the amount of free memory is unknown")
     fitting = cache_tokens(bytes_per_token, free_bytes, is_cpu=is_cpu)
     if fitting >= most:
-        return CacheSize(most, bytes_per_token, "the most that this engine takes by itself")
-    return CacheSize(fitting, bytes_per_token, f"by the {free_bytes / 1e9:.1f} GB of memory that are free")
+        return CacheSize(most, bytes_per_token, "the engine's own maximum")
+    return CacheSize(fitting, bytes_per_token, f"from {free_bytes / 1e9:.1f} GB of free memory")
 
 
 def cache_tokens(bytes_per_token: int, free_bytes: int, *, is_cpu: bool) -> int:
-    """How many tokens fit into the cache's share of the free memory, a multiple of 256; never less than is of use.
+    """Return how many tokens fit into the cache's share of the free memory: a multiple of 256, and at least 4096.
 
-    A cache that grows as it is needed may still find its memory when others have freed theirs.
+    Even that minimum may fit later: a cache that grows on demand can use memory that others free meanwhile.
     """
     if is_cpu:
         tokens = max(_CPU_SHARE * free_bytes, min(_CPU_LIMIT * free_bytes, USUAL * bytes_per_token)) / bytes_per_token

@@ -1,4 +1,4 @@
-"""A draft engine on llama.cpp: handles are sequences of one unified cache, all rows of all sessions are one batch.
+"""A draft engine on llama.cpp: handles are sequences of one unified cache, and all rows of a step are one batch.
 
 A fork is `llama_memory_seq_cp`, which marks cells and copies none. Models whose state cannot be truncated (recurrent,
 hybrid) are refused. Needs the `llamacpp` extra.
@@ -30,36 +30,36 @@ with optional_import("llamacpp"):
 
 log = logging.getLogger(__name__)
 
-# Every row's attention runs over all cells in use, those of other sessions too: on one core a thousand of them add some
-# 6 ms to a row of Qwen 0.5B, which takes 70 ms.
+# Each row attends over all cells in use, those of other sessions too: a thousand of them add about 6 ms to a row of
+# Qwen 0.5B on one core, which takes 70 ms.
 _REST_TOKENS = 512
 _BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several calls
-# Tokens computed at a time on a CPU. Without flash attention llama.cpp reserves scores of that many tokens with the
-# whole cache, which for 512 are more than the cache itself; the service prefills 32 tokens at a time there.
+# Tokens computed at a time on a CPU. Without flash attention llama.cpp reserves attention scores for this many tokens
+# times the whole cache; for 512 they need more memory than the cache. The service prefills 32 tokens at a time there.
 _CPU_BATCH = 128
-# Tokens of a cache of no given size. A fork and its end look through all cells, which takes 0.5 ms for so many.
+# Default limit of the cache, in tokens. A fork and its end scan all cells, which takes 0.5 ms for this many.
 _MAX_TOKENS = 1 << 17
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _keep_quiet(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
-    # llama.cpp keeps the address: this object must live as long as the process.
+    # llama.cpp keeps the address of this callback, so it must live as long as the process.
     pass
 
 
 @dataclass(slots=True)
 class _Fed:
-    """One token on its way into the cache."""
+    """One token that llama.cpp appends to the cache."""
 
     token: int
     position: int
     handle: int
-    is_output: bool  # its distribution is asked for
+    is_output: bool  # whether its distribution is needed
 
 
 class LlamaCppEngine:
-    """A GGUF model in llama.cpp."""
+    """Run a GGUF model in llama.cpp."""
 
     def __init__(self, options: EngineOptions) -> None:
         llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
@@ -172,7 +172,7 @@ class LlamaCppEngine:
         return cache_size(self._options.max_tokens, num_bytes, free_bytes, is_cpu=is_cpu, most=_MAX_TOKENS)
 
     def _bytes_per_token(self, is_cpu: bool) -> int:
-        """Memory of one token: its keys and values and, on a CPU, its scores in the largest step."""
+        """Return the bytes that a token needs: its keys and values and, on a CPU, its scores in the largest step."""
         model, num_heads = self._model, llama_cpp.llama_model_n_head(self._model)
         head_dim = llama_cpp.llama_model_n_embd(model) // num_heads
         key_len, value_len = (_meta_number(model, f"attention.{name}_length") or head_dim for name in ("key", "value"))
@@ -189,12 +189,12 @@ class LlamaCppEngine:
         params.n_ubatch = _CPU_BATCH if options.device == "cpu" else _BATCH
         params.n_seq_max = max_handles
         params.kv_unified = True
-        params.swa_full = True  # without it the cache drops tokens that a truncation would need
+        params.swa_full = True  # otherwise the cache drops tokens that a truncation needs
         params.n_threads = params.n_threads_batch = options.threads or len(os.sched_getaffinity(0))
         params.offload_kqv = options.device != "cpu"
         if options.device == "cpu":
-            # On a CPU, flash attention sums in half precision: the same sequence in other cells gave probabilities that
-            # differ by up to 0.17 (SmolLM2, Q4_1). Plain attention differs by rounding only.
+            # On a CPU, flash attention sums in half precision: the same sequence in other cells gave probabilities
+            # up to 0.17 apart (SmolLM2, Q4_1). Plain attention differs by rounding only.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.no_perf = True
         if options.dtype == "float32":
@@ -207,12 +207,12 @@ class LlamaCppEngine:
 
 
 def supports_gpu() -> bool:
-    """Whether this build of llama.cpp can use a GPU."""
+    """Return whether this build of llama.cpp can use a GPU."""
     return bool(llama_cpp.llama_supports_gpu_offload())
 
 
 def gguf_path(model: str) -> Path:
-    """The GGUF file of a model: a path, a name below $SPECBRANCH_MODELS, or `repo:file.gguf` on the hub."""
+    """Return the GGUF file of a model: a path, a name below $SPECBRANCH_MODELS, or `repo:file.gguf` on the hub."""
     path = local_model(model)
     if path is None and ":" in model:
         return _from_hub(*model.split(":", 1))
@@ -241,7 +241,7 @@ def _from_hub(repo: str, name: str) -> Path:
 
 
 def model_params(device: str) -> Any:
-    """How llama.cpp is to load a model for a device: all of it there. Raises `EngineError` if it cannot be used."""
+    """Return the parameters that load a whole model on a device. Raise `EngineError` if llama.cpp cannot use it."""
     params = llama_cpp.llama_model_default_params()
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "gpu", "cuda", "metal", "vulkan") or not (index or "0").isdecimal():
@@ -251,7 +251,7 @@ def model_params(device: str) -> Any:
         return params
     _require_gpu(device, int(index or 0))
     params.n_gpu_layers = -1
-    # The default, by layer, spreads a model over all GPUs, those of the target too.
+    # By default, llama.cpp spreads a model over all GPUs, those of the target too.
     params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
     params.main_gpu = int(index or 0)
     return params
@@ -290,7 +290,7 @@ def _load_model(path: Path, params: Any) -> Any:
 
 
 def _meta_number(model: Any, name: str) -> int | None:
-    """A number that a GGUF file tells of its architecture; None if it does not."""
+    """Return a number from the GGUF metadata of the model's architecture; None if the file does not have it."""
     found: list[str] = []
     for key in ("general.architecture", name):
         buffer = ctypes.create_string_buffer(128)
@@ -309,9 +309,9 @@ def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:
 
 
 class GgmlGpus:
-    """The devices of ggml that are GPUs, in llama.cpp's order; none if the library has no such functions.
+    """The GPUs that ggml knows, in llama.cpp's order; none if the library lacks the functions to list them.
 
-    `library` is llama.cpp as ctypes has loaded it.
+    `library` is llama.cpp as loaded by ctypes.
     """
 
     def __init__(self, library: Any) -> None:
@@ -323,11 +323,11 @@ class GgmlGpus:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of GPUs."""
         return len(self._devices)
 
     def free_bytes(self, index: int) -> int | None:
-        """Memory that is free on one of them; None if it is not known."""
+        """Return the free memory of a GPU; None if it is unknown."""
         if index >= len(self._devices):
             return None
         free, total = ctypes.c_size_t(), ctypes.c_size_t()

@@ -1,6 +1,6 @@
 """Find a model by its name, read its config and its size, and load it without running its code.
 
-A wrong name would otherwise come to light after a minute, in the words of some library.
+Checking a name here takes seconds; a library would report a wrong one after a minute, in its own words.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any
 
 from specbranch.errors import EngineError
 
-_HUB_S = 4.0  # for the hub to answer
+_HUB_S = 4.0  # how long to wait for the hub's answer
 _GGUF = b"GGUF"
 _CONFIGS = ("config.json", "params.json")
 _BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-_KINDS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")  # the first kind that is there counts
+_KINDS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")  # only files of the first kind present count
 
 
 @dataclass(frozen=True, slots=True)
 class HubAnswer:
-    """What the hub says of a model: why it cannot be had, or why that is not known. Neither means that it is there."""
+    """The hub's answer about a model: why it refuses it, or why that is unknown. With neither, the model exists."""
 
     refusal: str | None = None
     unknown: str | None = None
 
 
 def check_model_exists(what: str, model: str) -> str | None:
-    """Raise `EngineError` if there is no such model; return why that could not be found out, or None if it is there.
+    """Raise `EngineError` if a model does not exist; return None if it does, or why that could not be checked.
 
-    `what` names it in the messages, such as TARGET.
+    `what` names the model in messages, such as TARGET.
     """
     path = local_model(model)
     if path is not None:
         _require_files(what, path)
         return None
     if "://" in model:
-        return f"{what}: {model} was not looked for, because vLLM reads such a store by itself"
+        return f"{what}: {model} was not checked, because vLLM reads such a store itself"
     return _require_elsewhere(what, model)
 
 
@@ -54,41 +54,41 @@ def _require_files(what: str, path: Path) -> None:
         raise EngineError(f"{what} is the file {path}; name a directory with config.json, or a GGUF file")
     with path.open("rb") as file:
         if file.read(len(_GGUF)) != _GGUF:
-            raise EngineError(f"{what} is {path}, which is no GGUF file; was its download interrupted?")
+            raise EngineError(f"{what} is {path}, which is not a GGUF file; was its download interrupted?")
 
 
 def _require_elsewhere(what: str, model: str) -> str | None:
-    """A name that is not on this machine must be one on the hub; return why that could not be found out."""
+    """Look for a name on the hub, or raise `EngineError` if it is a path; return why the hub could not be asked."""
     repository = model.partition(":")[0]
     if _is_path(model):
         path = Path(model).expanduser()
         raise EngineError(f"{what}: there is no {path}{_near(path.name, path.parent)}")
     store = os.environ.get("SPECBRANCH_MODELS")
     hint = _near(model, Path(store)) if store else ""
-    places = "it is no path here, not in $SPECBRANCH_MODELS" if store else "it is no path here"
+    places = "it is not a path here, not in $SPECBRANCH_MODELS" if store else "it is not a path here"
     answer = ask_hub(repository)
     if answer.refusal is not None:
         raise EngineError(f"{what}: {model!r} was not found: {places}, and {answer.refusal}{hint}")
-    return answer.unknown and f"{what}: {model!r} was not looked for on the Hugging Face hub: {answer.unknown}"
+    return answer.unknown and f"{what}: {model!r} was not checked on the Hugging Face hub: {answer.unknown}"
 
 
 def _is_path(model: str) -> bool:
-    """Whether it cannot be a name on the hub, which is `name` or `owner/name`, with a file behind a colon."""
+    """Return whether a model is no name on the hub, which is `name` or `owner/name`, optionally with `:file`."""
     is_file = model.endswith((".gguf", ".safetensors")) and ":" not in model
     return is_file or model.startswith(("/", ".", "~")) or model.partition(":")[0].count("/") > 1 or not model
 
 
 def _near(name: str, directory: Path) -> str:
-    """The nearest name in a directory, for the end of a message."""
+    """Suggest the most similar name in a directory, as the end of a message; return "" if none is similar."""
     names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def ask_hub(repository: str) -> HubAnswer:
-    """Ask the Hugging Face hub for a model. What was downloaded before needs no hub."""
+    """Check whether the Hugging Face hub has a model; skip the request if any revision was downloaded before."""
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return HubAnswer(unknown="VLLM_USE_MODELSCOPE is set, so vLLM takes it from ModelScope")
+        return HubAnswer(unknown="VLLM_USE_MODELSCOPE is set, so vLLM downloads it from ModelScope")
     try:
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -98,13 +98,13 @@ def ask_hub(repository: str) -> HubAnswer:
     def ask() -> HubAnswer:
         try:
             if constants.HF_HUB_OFFLINE:
-                return HubAnswer("HF_HUB_OFFLINE forbids to look on the Hugging Face hub")
+                return HubAnswer("HF_HUB_OFFLINE forbids looking on the Hugging Face hub")
             HfApi().model_info(repository, timeout=_HUB_S)
         except GatedRepoError:
             return HubAnswer("on the Hugging Face hub it needs permission: accept its terms and run `hf auth login`")
         except (RepositoryNotFoundError, HFValidationError):
             return HubAnswer("not on the Hugging Face hub either")
-        except Exception as error:  # of the network, in the words of whichever library
+        except Exception as error:  # network libraries raise many types
             name = type(error).__name__
             if "Connect" in name or isinstance(error, ConnectionError):
                 return HubAnswer(f"the Hugging Face hub cannot be reached ({name})")
@@ -115,13 +115,13 @@ def ask_hub(repository: str) -> HubAnswer:
 
 
 def _is_cached(cache: str, repository: str) -> bool:
-    """Whether any revision of a repository was downloaded before; if it is the right one, the libraries find out."""
+    """Return whether the hub's cache has any revision of a repository; the libraries check later if it is complete."""
     snapshots = Path(cache) / f"models--{repository.replace('/', '--')}" / "snapshots"
     return snapshots.is_dir() and any(snapshots.iterdir())
 
 
 def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
-    """What `ask` answers; unknown if it takes longer: a slow network is left to the libraries, which try again."""
+    """Return the answer of `ask`, or "unknown" after `limit_s`; on a slow network the libraries try again later."""
     answers: list[HubAnswer] = []
     thread = Thread(target=lambda: answers.append(ask()), name="hub", daemon=True)
     thread.start()
@@ -130,7 +130,7 @@ def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
 
 
 def weight_bytes(model: str, dtype: str | None = None) -> int:
-    """Bytes of a model's weights in memory, in `dtype` or their own; 0 if the model is not on this machine."""
+    """Return the bytes of a model's weights in memory, in `dtype` or their own; 0 if it is not on this machine."""
     path = local_model(model)
     if path is None:
         return 0
@@ -141,46 +141,46 @@ def weight_bytes(model: str, dtype: str | None = None) -> int:
 
 
 def _files(path: Path, kind: str) -> list[Path]:
-    """The files of one kind; some models keep a second copy of all weights in another layout."""
+    """Return the files of one kind, without the second copy of all weights that some models keep as `consolidated*`."""
     files = list(path.glob(kind))
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def _growth(table: Mapping[str, Any], dtype: str | None) -> float:
-    """How much larger weights are in `dtype` than in the files; quantized ones keep their type."""
+    """Return how much larger weights are in `dtype` than on disk; quantized weights keep their type."""
     own = _BYTES.get(str(table.get("dtype") or table.get("torch_dtype")).removeprefix("torch."))
     asked = _BYTES.get((dtype or "").removeprefix("torch."))
     return asked / own if own and asked and "quantization_config" not in table else 1.0
 
 
 def load_model(source: str, **arguments: Any) -> Any:
-    """A model with weights in safetensors or GGUF; others are refused, since reading a pickle can run anything."""
+    """Load a model from safetensors or GGUF only: a pickle could run any code."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **arguments)
 
 
 def load_tokenizer(source: str) -> Any:
-    """A tokenizer of a class that Transformers itself has."""
+    """Load a tokenizer of a class that Transformers itself defines."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def load_config(source: str) -> Any:
-    """Read the configuration of a model of a class that Transformers itself has."""
+    """Load the config of a model whose class Transformers itself defines."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
 def resolve_model(model: str) -> str:
-    """The path of a model on this machine, or else its name, for callers that download from the hub themselves."""
+    """Return the path of a model on this machine, or else its name, for callers that download from the hub."""
     return str(local_model(model) or model)
 
 
 def local_model(model: str) -> Path | None:
-    """The path of a model on this machine: as given, or below $SPECBRANCH_MODELS; None if it is not here."""
+    """Return the path of a model as given or below $SPECBRANCH_MODELS; None if it is not on this machine."""
     given = Path(model).expanduser()
     if given.exists():
         return given
@@ -191,7 +191,7 @@ def local_model(model: str) -> Path | None:
 
 
 def read_config(model: str) -> dict[str, Any] | None:
-    """Read the config of a directory of Transformers, or of a name in the hub's cache; None if there is none here."""
+    """Read the config of a model directory, or of a name in the hub's cache; return None if there is none here."""
     path = local_model(model)
     file = cached_file(model, "config.json") if path is None else path / "config.json"
     try:
@@ -202,11 +202,11 @@ def read_config(model: str) -> dict[str, Any] | None:
 
 
 def cached_file(repo: str, name: str) -> Path | None:
-    """Find a file of a hub's repository, if it has been downloaded before."""
+    """Return the path of a file of a hub repository if it was downloaded before, else None."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(repo, name)
-    except (ImportError, ValueError):  # not installed, or no name of a repository
+    except (ImportError, ValueError):  # not installed, or no valid repository name
         return None
     return Path(found) if isinstance(found, str) else None

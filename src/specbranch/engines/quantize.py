@@ -1,7 +1,7 @@
-"""Write a dense checkpoint again as W8A8: 8-bit weights for vLLM's int8 kernels, which quantize activations themselves.
+"""Convert a dense checkpoint to W8A8: 8-bit weights for vLLM's int8 kernels, which quantize activations themselves.
 
-Weights are rounded to the nearest integer, symmetric, with one scale for each output channel; no data is needed. The
-output layer is quantized too: where a CPU emulates bfloat16 it is what makes verification of several tokens expensive.
+Weights are rounded to the nearest integer, symmetric, with one scale per output channel; no data is needed. The output
+layer is quantized too: on a CPU that emulates bfloat16 it makes up most of the cost of verifying several tokens.
 The format is `int-quantized` of compressed-tensors. One file of weights is in memory at a time.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.engines.models import load_config
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, first_line
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
@@ -26,10 +26,10 @@ with optional_import("torch"):
     from transformers import AutoModelForCausalLM
 
 MAX_INT8 = 127
-_MIN_PEAK = 1e-8  # of the weights that a scale is computed from, so that no scale is zero
+_MIN_PEAK = 1e-8  # lower bound of a channel's largest weight, so that no scale is zero
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # not copied
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs of mixtures count them
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # never copied
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields of mixture-of-experts models
 _INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
 
 Report = Callable[[str, int | None, int | None], None]
@@ -41,17 +41,17 @@ class QuantizeError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Where a model's matrices are, by the names of its weights."""
+    """Names of the weights that are a model's matrices."""
 
     linears: frozenset[str]
     input_embedding: str
-    is_tied: bool  # the output layer has the weights of the input embedding
+    is_tied: bool  # the output layer shares the weights of the input embedding
 
     OUTPUT = "lm_head.weight"
 
 
 def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
-    """Write the dense checkpoint `source` to the new directory `out` with 8-bit weights; leave nothing if it fails."""
+    """Write the dense checkpoint `source` with 8-bit weights to the new directory `out`; on failure leave nothing."""
     config, files = _read(source)
     layers = find_layers(source)
     _check_names(layers, files, source)
@@ -66,7 +66,7 @@ def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
             report("quantizing files of weights", done, len(files))
             tensors = quantize_file(file, layers)
             save_file(tensors, part / file.name, metadata={"format": "pt"})
-            shutil.copymode(file, part / file.name)  # it makes files that nobody else can read
+            shutil.copymode(file, part / file.name)  # `save_file` makes files that only their owner can read
             places |= dict.fromkeys(tensors, file.name)
         _write_index(part, places, len(files))
         _copy_rest(source, part)
@@ -79,7 +79,7 @@ def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
 
 
 def quantization_config() -> dict[str, Any]:
-    """Return what vLLM reads: all linear layers and the output layer; scales by channel, and by token as they come."""
+    """Return the config that vLLM reads: linear and output layers, weight scales by channel, activations by token."""
     group = {
         "targets": ["Linear", "re:.*lm_head"],
         "weights": {**_INTEGERS, "strategy": "channel", "dynamic": False},
@@ -104,10 +104,10 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_file(file: Path, layers: Layers) -> dict[str, torch.Tensor]:
-    """Return the tensors of one file: linear layers as integers and scales, all others as they are."""
+    """Read one file of weights; return linear layers as integers and scales, and all other tensors unchanged."""
     tensors: dict[str, torch.Tensor] = {}
     with safe_open(file, framework="pt") as weights:
-        for name in weights.keys():  # noqa: SIM118  # it is no dictionary
+        for name in weights.keys():  # noqa: SIM118  # not a dictionary
             tensor = weights.get_tensor(name)
             if name == layers.input_embedding:
                 tensors[name] = tensor
@@ -121,13 +121,13 @@ def quantize_file(file: Path, layers: Layers) -> dict[str, torch.Tensor]:
 
 
 def find_layers(source: Path) -> Layers:
-    """Find the linear layers of a model by building it without weights; refuse one with matrices of other kinds."""
+    """Find a model's linear layers by building it without weights; raise `QuantizeError` if it has other matrices."""
     try:
         config = load_config(str(source))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        raise QuantizeError(f"Transformers does not know the model of {source}: {_first_line(error)}") from error
+        raise QuantizeError(f"Transformers does not know the model of {source}: {first_line(error)}") from error
     if config.get_text_config() is not config:
         raise QuantizeError(f"{source} is a model for more than text; only language models can be quantized here")
     for count in _EXPERTS:
@@ -148,7 +148,7 @@ def find_layers(source: Path) -> Layers:
 
 
 def _read(source: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Return the config and the files of weights; refuse a directory without them, or with quantized weights."""
+    """Return the config and the weight files; raise `QuantizeError` if there are none or they are quantized already."""
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -167,7 +167,7 @@ def _read(source: Path) -> tuple[dict[str, Any], list[Path]]:
 
 
 def _check_names(layers: Layers, files: list[Path], source: Path) -> None:
-    """Refuse files whose names are not those of the model: weights would be left dense without notice."""
+    """Raise `QuantizeError` if the files lack names of the model's layers, which would stay dense unnoticed."""
     held: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as weights:
@@ -194,7 +194,3 @@ def _copy_rest(source: Path, out: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS):
             shutil.copy(file, out)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,7 +1,7 @@
-"""Draft engines by name: ours, those registered by a program, and those that installed packages offer.
+"""Look up draft engines by name: built-in ones, those that a program registers, and those of installed packages.
 
-A package offers an engine as an entry point of the group `specbranch.engines`. Entry points are loaded only when an
-unknown name is looked up or all names are listed. Heavy libraries are imported only by the engine that is opened.
+A package offers an engine as an entry point of the group `specbranch.engines`. Entry points are loaded only to look up
+an unknown name or to list all names. Heavy libraries are imported only when their engine is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUP = "specbranch.engines"  # of entry points
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 Opener = Callable[[EngineOptions], DraftEngine]
-# What each of ours imports.
+# Modules that each built-in engine imports.
 _MODULES = {"llamacpp": ("llama_cpp",), "torch": ("torch", "transformers")}
 
 
@@ -42,13 +42,13 @@ def _open_torch(options: EngineOptions) -> DraftEngine:
 _OPENERS: dict[str, Opener] = {"llamacpp": _open_llamacpp, "torch": _open_torch}
 
 
-ENGINES = tuple(_OPENERS)  # the engines of this package; `engine_names` has those of other packages too
+ENGINES = tuple(_OPENERS)  # built-in engines; `engine_names` adds those of other packages
 
 
 def register_engine(name: str, opener: Opener) -> None:
-    """Make an engine known by name. `opener` is called with `EngineOptions`; an engine's class can be one.
+    """Register an engine under a name. `opener` is called with `EngineOptions`; an engine's class can be one.
 
-    Raises `EngineError` for a name that cannot be typed easily, and for one that another opener has.
+    Raises `EngineError` if the name has other characters than `_NAME` allows, or belongs to another opener.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise EngineError(
@@ -61,24 +61,24 @@ def register_engine(name: str, opener: Opener) -> None:
 
 
 def engine_names() -> tuple[str, ...]:
-    """The names of all engines, those of other packages included."""
+    """Return the names of all engines, including those of other packages."""
     _discover()
     return tuple(_OPENERS)
 
 
 def open_engine(name: str, options: EngineOptions) -> DraftEngine:
-    """Load a model into the engine of this name."""
+    """Load a model with the named engine and return the engine."""
     return _opener(name)(options)
 
 
 def check_engine(name: str) -> None:
-    """Raise if there is no engine of this name, or if the libraries of one of ours are not installed."""
+    """Raise `EngineError` if no engine has this name, or if a built-in one lacks its libraries."""
     _opener(name)
     check_extra(name, _MODULES.get(name, ()))
 
 
 def check_device(name: str, device: str) -> None:
-    """Raise if an engine of ours cannot use a device at all; nothing is loaded."""
+    """Raise `EngineError` if a built-in engine cannot use a device; load nothing."""
     if name == "llamacpp" and device != "cpu":
         from specbranch.engines.llamacpp import model_params
 
@@ -86,7 +86,7 @@ def check_device(name: str, device: str) -> None:
 
 
 def engine_for(model: str) -> str:
-    """The engine that suits a model's name: GGUF files go to llama.cpp, all else to torch."""
+    """Return the engine that suits a model's name: llama.cpp for GGUF files, torch for all others."""
     path = local_model(model)
     if model.endswith(".gguf") or (path is not None and path.is_dir() and any(path.glob("*.gguf"))):
         return "llamacpp"
@@ -94,7 +94,7 @@ def engine_for(model: str) -> str:
 
 
 def runs_on_gpu(name: str) -> bool:
-    """Whether an engine can use a GPU if there is one: llama.cpp as it was built here, all others by assumption."""
+    """Return whether an engine can use a GPU: depends on the build for llama.cpp, assumed for all others."""
     if name != "llamacpp":
         return True
     from specbranch.engines.llamacpp import supports_gpu
@@ -117,12 +117,12 @@ def _opener(name: str) -> Opener:
 
 @cache
 def _discover() -> dict[str, str]:
-    """Register what installed packages offer, once; for names that could not be registered, why."""
+    """Register the engines of installed packages, once; return the failures, as messages by engine name."""
     broken: dict[str, str] = {}
     for package, point in has_entry_point(GROUP):
         try:
             register_engine(point.name, point.load())
-        except Exception as error:  # code of another package: anything can go wrong in it
+        except Exception as error:  # code of another package can raise anything
             broken[point.name] = (
                 f"the package {package!r} offers a draft engine {point.name!r} that cannot be used "
                 f"({type(error).__name__}: {error}); update or uninstall that package"

@@ -1,9 +1,9 @@
-"""Which engine handle holds which node of one draft tree.
+"""Map the nodes of one draft tree to the engine handles whose caches hold them.
 
-A handle is known by its tip, the last node that was fed to it. A node whose parent is a free tip extends that handle;
-any other place in the tree is reached by a fork. After a verdict the handles that lost their branch are closed; if
-none is left below the new root, the longest one is cut back to what it shares with the committed tokens and kept as
-the trunk, which is then fed up to the root, a piece at a time.
+A handle is identified by its tip, the last node fed to it. A node whose parent is the tip of a free handle extends that
+handle; any other node needs a fork. After a verdict, handles that lost their branch are closed. If none is left below
+the new root, the longest one is truncated to the tokens it shares with the committed ones and kept as the trunk, which
+is then fed up to the root, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from specbranch.errors import EngineFull
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """A row for the engine, the nodes that its outputs belong to, and how many tokens its handle holds before.
+    """A row for the engine, the nodes of its outputs, and the number of tokens its handle held before.
 
-    A node of None only reads a part of the sequence, and its distribution is not needed.
+    A None in `nodes` marks a row that only prefills: its distribution is not needed.
     """
 
     row: Row
@@ -29,47 +29,47 @@ class EngineRow:
     held: int
 
     def with_child(self, node: Node) -> EngineRow:
-        """The same with a child of the last node, which is guessed and runs in the same step."""
+        """Return this row extended by a guessed child of its last node, to run in the same step."""
         row = self.row
         longer = Row(row.handle, (*row.tokens, node.token), row.num_outputs + 1)
         return EngineRow(longer, (*self.nodes, node), self.held)
 
 
 class TreeCache:
-    """The handles of one session. If a step fails, `close` this: the next rows start from the sequence again."""
+    """Hold one session's handles. After a failed step, call `close`: the next rows prefill the sequence again."""
 
     def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine
         self._tips: dict[int, Node] = {}
-        self._trunk: tuple[int, int] | None = None  # a handle, and how many committed tokens it holds
+        self._trunk: tuple[int, int] | None = None  # a handle, and the number of committed tokens it holds
 
     @property
     def num_handles(self) -> int:
-        """Handles held now."""
+        """The number of open handles."""
         return len(self._tips) + (self._trunk is not None)
 
     def num_unprefilled(self, tree: Tree) -> int:
-        """How many committed tokens no handle holds yet: a long sequence that is still being prefilled."""
+        """Return the number of committed tokens that no handle holds yet, while a sequence is prefilled."""
         if self._tips:
-            return 0  # after a miss there is little to catch up with
+            return 0  # after a miss only a few tokens are missing
         return tree.root.position + 1 - (self._trunk[1] if self._trunk else 0)
 
     def rows_for(
         self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], prefill_chunk: int = 1 << 30
     ) -> list[EngineRow]:
-        """The rows that run these nodes, forked where needed; fewer if handles run out. `tokens` are the committed.
+        """Build the rows that run `nodes`, forking handles where needed; return fewer if handles run out.
 
-        A node may follow its parent: both then run in this step, in one row. Of a sequence that is still to be read at
-        most `prefill_chunk` tokens are fed.
+        `tokens` are the committed ones. A node may follow its parent: both then run in this step, in one row. While the
+        sequence is prefilled, a row feeds at most `prefill_chunk` tokens.
         """
         self._reattach(tokens, tree)
         if nodes and not self._tips:
-            # Without the root nothing below can be reached; what is guessed behind it may go with it.
+            # Nodes below the root need the root's cache first; guesses right after it can run in the same row.
             nodes = (tree.root, *_chain_below(tree.root, nodes))
         covered = self._covered()
         free = set(self._tips)
         feeds: list[EngineRow] = []
-        fed: dict[Node, int] = {}  # the feed whose last node this is
+        fed: dict[Node, int] = {}  # index of the feed that ends with this node
         for node in nodes:
             number = fed.pop(node.parent, None) if node.parent is not None else None
             if number is not None:
@@ -86,13 +86,13 @@ class TreeCache:
             except EngineFull:
                 break
             feeds.append(feed)
-            if self._trunk is not None:  # only a part of the sequence was read; the root itself was not reached
+            if self._trunk is not None:  # the chunk ended before the root
                 break
             fed[node] = len(feeds) - 1
         return feeds
 
     def fork_prefix(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
-        """A new handle that holds the first `length` committed tokens, for another session; None if none is held."""
+        """Fork a handle with the first `length` committed tokens, for another session; None if no handle has them."""
         self._reattach(tokens, tree)
         if self._tips:
             return self._engine.fork(next(iter(self._tips)), length)
@@ -101,12 +101,12 @@ class TreeCache:
         return None
 
     def start_from(self, handle: int, length: int) -> None:
-        """Begin with a handle that already holds the first `length` tokens of the sequence."""
+        """Start with a handle that already holds the first `length` tokens of the sequence."""
         assert not self.num_handles, "this session has begun to read"
         self._trunk = (handle, length)
 
     def close(self) -> None:
-        """Give all handles back."""
+        """Close all handles."""
         for handle in self._tips:
             self._engine.close(handle)
         if self._trunk:
@@ -127,7 +127,7 @@ class TreeCache:
 
     def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> EngineRow:
         path, parent = [node.token], node.parent
-        while parent not in covered:  # handles were given back meanwhile: what they held is fed again
+        while parent not in covered:  # handles closed meanwhile: feed their tokens again
             assert parent is not None, "only the root has no parent"
             path.append(parent.token)
             parent = parent.parent
@@ -140,8 +140,8 @@ class TreeCache:
         return EngineRow(Row(handle, tuple(reversed(path))), (node,), parent.position + 1)
 
     def _reattach(self, tokens: Sequence[int], tree: Tree) -> None:
-        """Bring the handles to the tree's present root. A tip is alive if the way up from it ends there."""
-        stale: list[tuple[int, int]] = []  # how many committed tokens, and which handle holds them
+        """Keep the handles below the tree's present root; truncate the longest other one to a trunk, or close it."""
+        stale: list[tuple[int, int]] = []  # number of committed tokens held, and the handle
         for handle, tip in list(self._tips.items()):
             path = _path(tip)
             if path[0] is not tree.root:
@@ -156,7 +156,7 @@ class TreeCache:
             self._engine.close(handle)
 
     def _covered(self) -> dict[Node, int]:
-        """For every node that some handle holds, one such handle."""
+        """Map every node that a handle holds to one such handle."""
         covered: dict[Node, int] = {}
         for handle, tip in self._tips.items():
             node: Node | None = tip
@@ -167,7 +167,7 @@ class TreeCache:
 
 
 def _chain_below(root: Node, nodes: Sequence[Node]) -> list[Node]:
-    """Of these nodes those that follow each other from the root on."""
+    """Return the chain among `nodes` that starts right below the root."""
     chain: list[Node] = []
     for node in nodes:
         if node.parent is (chain[-1] if chain else root):
@@ -176,7 +176,7 @@ def _chain_below(root: Node, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _path(tip: Node) -> list[Node]:
-    """The nodes from the root, present or former, down to a tip."""
+    """Return the nodes from the present or a former root down to `tip`."""
     path = [tip]
     while path[-1].parent is not None:
         path.append(path[-1].parent)
@@ -184,9 +184,9 @@ def _path(tip: Node) -> list[Node]:
 
 
 def _shared_len(path: Sequence[Node], tokens: Sequence[int]) -> int:
-    """How many committed tokens a handle holds whose nodes, from a former root down, are `path`.
+    """Return how many committed tokens a handle holds, given its nodes (`path`) from a former root down.
 
-    A former root is committed, with all before it; of what was drafted below it the tokens themselves tell.
+    A former root and all tokens before it are committed; drafted tokens below it count while they equal `tokens`.
     """
     length = path[0].position + 1
     for node, token in zip(path[1:], tokens[length:], strict=False):

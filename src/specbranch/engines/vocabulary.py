@@ -1,10 +1,10 @@
-"""Vocabularies of models: token tables, also of GGUF files, whether two of them match, and the text of a token.
+"""Read the vocabularies of models, also from GGUF files, compare them, and spell tokens as text.
 
-Read from files as they are, without the libraries that run models, so that a wrong pair is refused before anything
-loads. A sample of a vocabulary is small enough for the wire: a hash of every 257th token.
+Files are read without the libraries that run models, so that a wrong pair is refused before anything loads. A
+fingerprint of a vocabulary is small enough to send: a hash of every 257th token.
 
-The `gguf` package reads all metadata one value at a time: 15 seconds for a vocabulary of 150,000 tokens on a slow core.
-A file may be cut short or made to deceive; every length is checked against what is left of it.
+GGUF metadata is parsed here because the `gguf` package reads one value at a time: 15 seconds for 150,000 tokens on a
+slow core. A file may be truncated or malicious, so every length is checked against the bytes left.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from specbranch.errors import EngineError, SpecBranchError
 
 log = logging.getLogger(__name__)
 
-STRIDE = 257  # ids from one of the sample to the next
-HASH_LEN = 4  # bytes; all zero for an id without a token
-MAX_SAMPLE = 1 << 16  # bytes, for four million tokens
+STRIDE = 257  # distance of the token ids in a fingerprint
+HASH_LEN = 4  # bytes; all zero for an id that has no token
+MAX_SAMPLE = 1 << 16  # bytes of a fingerprint, enough for four million tokens
 
 _TOLERANCE = 0.01  # fine-tunes change a few special tokens, and output layers are padded
-# A sample has a few hundred ids. It must not refuse by chance what the whole comparison passes; other vocabularies
-# differ nearly everywhere.
+# A fingerprint has only a few hundred ids. It must not by chance refuse a pair that the full comparison accepts;
+# unrelated vocabularies differ nearly everywhere.
 _SAMPLE_TOLERANCE = 0.05
 _ADVICE = "choose a draft with the target's tokenizer, usually a smaller model of the same family"
 
 T = TypeVar("T")
 _Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
 J = TypeVar("J")
-_SPACE = "\u2581"  # SentencePiece writes it for a space
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
 _KEY = b"tokenizer.ggml.tokens"
 _VERSIONS = (2, 3)
 _MAX_PAIRS = 1 << 16
 _MAX_ITEMS = 1 << 24
 _STRING, _ARRAY = 8, 9
-_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by the number of a type
-_HEAD = struct.Struct("<IQQ")  # version, tensors, pairs
-_ITEMS = struct.Struct("<IQ")  # type and number of an array's items
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # value type to its size in bytes
+_HEAD = struct.Struct("<IQQ")  # version, number of tensors, number of pairs
+_ITEMS = struct.Struct("<IQ")  # type of an array's items, and their number
 _NUMBER = struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
 
 
 class VocabularyError(SpecBranchError, ValueError):
-    """The draft's vocabulary is not the target's; the message says where they differ and what to do."""
+    """The draft's vocabulary differs from the target's; the message says where and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a model's token ids stand for. Either may be unknown.
+    """The text of a model's token ids. Either field is None if unknown.
 
-    `size` is the length of the logits, with padding. `tokens` are those that have a text, without padding.
+    `size` is the length of the logits, padding included. `tokens` has only ids with a text, without padding.
     """
 
     size: int | None
@@ -70,7 +70,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class VocabFingerprint:
-    """A vocabulary as it goes over the wire: its size, and hashes of every 257th token or nothing."""
+    """A vocabulary as sent to the target: its size, and the hashes of every 257th token, if known."""
 
     size: int | None
     hashes: bytes = b""
@@ -79,7 +79,7 @@ class VocabFingerprint:
 def check_same_vocabulary(target: str, draft: str) -> str | None:
     """Raise `VocabularyError` if the draft's tokens are not the target's; return why they were not compared, or None.
 
-    Takes names as the engines do. Loads no model and downloads nothing.
+    Names models as the engines do. Loads no model and downloads nothing.
     """
     nothing = Vocabulary(None, None)
     ours, theirs = read_vocabulary(target) or nothing, read_vocabulary(draft) or nothing
@@ -91,7 +91,7 @@ def check_same_vocabulary(target: str, draft: str) -> str | None:
 
 
 def check_same_fingerprint(target: str, draft: str, sample: VocabFingerprint) -> str | None:
-    """The same for a draft of which a sample is known, from a service that runs already."""
+    """Do the same as `check_same_vocabulary` for the draft of a running service, which sent its fingerprint."""
     ours = read_vocabulary(target)
     own = VocabFingerprint(ours.size, fingerprint_of(ours)) if ours is not None else VocabFingerprint(None)
     flaw = fingerprint_mismatch(own, sample)
@@ -102,7 +102,7 @@ def check_same_fingerprint(target: str, draft: str, sample: VocabFingerprint) ->
 
 
 def _not_compared(unread: list[str], target_size: int | None, draft_size: int | None) -> str | None:
-    """Say that tokens were not compared, because the `unread` models do not tell theirs; None if all do."""
+    """Say that tokens were not compared because those of `unread` models are unknown; return None if all are known."""
     if not unread:
         return None
     extent = " except by their sizes" if target_size and draft_size else ""
@@ -110,9 +110,9 @@ def _not_compared(unread: list[str], target_size: int | None, draft_size: int | 
 
 
 def read_vocabulary(model: str) -> Vocabulary | None:
-    """The vocabulary of a directory of Transformers, a GGUF file, or a name in the local cache of the hub.
+    """Read the vocabulary of a Transformers directory, a GGUF file, or a name in the hub's local cache.
 
-    None if nothing can be told of it here. Raises `EngineError` for files that are broken.
+    Returns None if these files do not tell it. Raises `EngineError` for broken files.
     """
     path = local_model(model)
     if path is None:
@@ -126,7 +126,7 @@ def read_vocabulary(model: str) -> Vocabulary | None:
 
 
 def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
-    """Why a draft does not fit a target, and what to do; None if it fits, or if too little is known."""
+    """Say why a draft does not fit a target and what to do; return None if it fits or too little is known."""
     if target.tokens is None or draft.tokens is None:
         return _size_difference(target.size, draft.size)
     ours, theirs = target.tokens, draft.tokens
@@ -135,34 +135,34 @@ def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
     if len(others) > _TOLERANCE * common:
         example = others[len(others) // 2]
         return (
-            f"{_percent(len(others), common)} of the token ids that both have stand for other text; token {example} is "
+            f"{_percent(len(others), common)} of the token ids in both stand for different text; token {example} is "
             f"{_quoted(ours[example])} in the target and {_quoted(theirs[example])} in the draft; {_ADVICE}"
         )
     alone, together = len(ours.keys() ^ theirs.keys()), len(ours.keys() | theirs.keys())
     if alone > _TOLERANCE * together:
         return (
             f"the target has {len(ours)} tokens and the draft {len(theirs)}: {_percent(alone, together)} of the ids "
-            f"are known to one of them only; {_ADVICE}"
+            f"exist in only one of them; {_ADVICE}"
         )
     return None
 
 
 def fingerprint_mismatch(target: VocabFingerprint, draft: VocabFingerprint) -> str | None:
-    """The same from samples, or from sizes where one side has none."""
+    """Do the same as `vocabulary_mismatch` from fingerprints, or from sizes where one side has no hashes."""
     if not target.hashes or not draft.hashes:
         return _size_difference(target.size, draft.size)
     ours, theirs = _by_place(target.hashes), _by_place(draft.hashes)
     others, common = len(_others(ours, theirs)), len(ours.keys() & theirs.keys())
     if others > _SAMPLE_TOLERANCE * common:
-        return f"of {common} token ids compared, {others} stand for other text in the draft; {_ADVICE}"
+        return f"of {common} token ids compared, {others} stand for different text in the draft; {_ADVICE}"
     alone, together = len(ours.keys() ^ theirs.keys()), len(ours.keys() | theirs.keys())
     if alone > _SAMPLE_TOLERANCE * together:
-        return f"of {together} token ids compared, {alone} are known to one of them only; {_ADVICE}"
+        return f"of {together} token ids compared, {alone} exist in only one of them; {_ADVICE}"
     return None
 
 
 def fingerprint_of(vocabulary: Vocabulary) -> bytes:
-    """The hashes of every 257th token of a vocabulary; nothing if its tokens are unknown."""
+    """Return the hashes of every 257th token of a vocabulary; b"" if its tokens are unknown."""
     tokens = vocabulary.tokens
     if not tokens:
         return b""
@@ -171,7 +171,7 @@ def fingerprint_of(vocabulary: Vocabulary) -> bytes:
 
 
 def read_fingerprint(model: str) -> bytes:
-    """The sample of a model's vocabulary; nothing, with a line in the log, if it cannot be read. Never raises."""
+    """Return the fingerprint of a model's vocabulary. Never raises: if it cannot be read, log that and return b""."""
     try:
         vocabulary = read_vocabulary(model)
     except Exception as error:
@@ -190,7 +190,7 @@ class _Model(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """The part of a `tokenizer.json` that names tokens."""
+    """The part of `tokenizer.json` that names the tokens."""
 
     model: _Model
     added_tokens: list[_Added] | None = None
@@ -201,14 +201,14 @@ class _TextConfig(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """The part of a `config.json` that has the size; models with images keep it one level deeper."""
+    """The part of `config.json` that has the vocabulary size; multimodal models nest it in `text_config`."""
 
     vocab_size: _Size | None = None
     text_config: _TextConfig | None = None
 
 
 def _from_directory(tokenizer: Path | None, config: Path | None) -> Vocabulary | None:
-    """From the two files of a Transformers model, either of which may be absent."""
+    """Read the two files of a Transformers model, either of which may be absent."""
     tokens = _tokens_of(_read_json(tokenizer, _Tokenizer))
     size = _size_of(_read_json(config, _Config))
     return None if tokens is None and size is None else Vocabulary(size, tokens)
@@ -228,7 +228,7 @@ def _from_hub_cache(model: str) -> Vocabulary | None:
 
 
 def _read_json(path: Path | None, kind: type[J]) -> J | None:
-    """A file's content; None if there is no file or if it is built otherwise than we know."""
+    """Decode a file; return None if it does not exist or has an unknown structure."""
     if path is None or not path.is_file():
         return None
     try:
@@ -236,7 +236,7 @@ def _read_json(path: Path | None, kind: type[J]) -> J | None:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         except msgspec.ValidationError:
             return None
-        except msgspec.DecodeError:  # Python also writes, and reads, numbers such as Infinity
+        except msgspec.DecodeError:  # Python's json also reads numbers such as Infinity
             return msgspec.convert(json.loads(path.read_bytes()), kind)
     except msgspec.ValidationError:
         return None
@@ -263,7 +263,7 @@ def _size_of(config: _Config | None) -> int | None:
 
 
 def _without_padding(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Converters to GGUF name ids without a token [PAD7], after the id."""
+    """Return the tokens without padding, which converters to GGUF name after its id, such as [PAD7]."""
     return {token_id: text for token_id, text in tokens if text[:4] != "[PAD" or text != f"[PAD{token_id}]"}
 
 
@@ -274,12 +274,12 @@ def _size_difference(target: int | None, draft: int | None) -> str | None:
 
 
 def _others(target: Mapping[int, T], draft: Mapping[int, T]) -> list[int]:
-    """The keys that both have with different values, in order."""
+    """Return the keys whose values differ between the two, in order."""
     return sorted(key for key, value in target.items() if key in draft and draft[key] != value)
 
 
 def _by_place(sample: bytes) -> dict[int, int]:
-    """The hashes that are not zero, by their place in the sample."""
+    """Return the non-zero hashes of a fingerprint by their index in it."""
     hashes = np.frombuffer(sample, dtype="<u4").tolist()
     return {place: value for place, value in enumerate(hashes) if value}
 
@@ -297,7 +297,7 @@ def _quoted(text: str) -> str:
 
 
 def token_text(model: str | None) -> Callable[[int], str]:
-    """What each token id of a model is spelled like; `#7` for those of which nothing is known here."""
+    """Return a function that spells a token id of a model as text, or as `#7` if the token is unknown."""
     try:
         vocabulary = read_vocabulary(model) if model else None
     except EngineError:
@@ -312,7 +312,7 @@ def token_text(model: str | None) -> Callable[[int], str]:
 
 
 def _readable(token: str) -> str:
-    """The text of a token: byte-level vocabularies have a printable character for each byte."""
+    """Return the text of a token: byte-level vocabularies spell each byte as a printable character."""
     try:
         return bytes(_BYTES[character] for character in token).decode(errors="replace")
     except KeyError:
@@ -320,7 +320,7 @@ def _readable(token: str) -> str:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Printable characters of Latin-1 stand for themselves, all other bytes for the characters from 256 on."""
+    """Map characters to bytes as GPT-2 does: printable Latin-1 to itself, characters from 256 on to all other bytes."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -330,19 +330,19 @@ _BYTES = _byte_characters()
 
 
 def read_tokens(path: Path) -> list[str] | None:
-    """The tokens by their ids; None if the file has none, or has a version that we do not know.
+    """Read the tokens of a GGUF file in order of their ids; return None if it has none or an unknown version.
 
-    Raises `EngineError` for a file that is not GGUF, is cut short, or contradicts itself.
+    Raises `EngineError` for a file that is not GGUF, is truncated, or contradicts itself.
     """
     try:
         with path.open("rb") as file:
             return _Metadata(path, file).tokens()
     except OSError as error:
-        raise EngineError(f"{path} cannot be read: {error}; check the path and its rights") from error
+        raise EngineError(f"{path} cannot be read: {error}; check the path and its permissions") from error
 
 
 class _Metadata:
-    """The pairs of key and value at the beginning of a file, read one after the other."""
+    """Reads the key-value pairs at the start of a GGUF file in order."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -351,7 +351,7 @@ class _Metadata:
 
     def tokens(self) -> list[str] | None:
         if self._take(4) != b"GGUF":
-            raise self._broken("it does not begin like one")
+            raise self._broken("it does not begin with GGUF")
         version, _, num_pairs = _HEAD.unpack(self._take(_HEAD.size))
         if version not in _VERSIONS:
             return None
@@ -367,9 +367,9 @@ class _Metadata:
     def _tokens(self) -> list[str]:
         kind, count = self._items()
         if kind != _STRING:
-            raise self._broken("its tokens are no strings")
+            raise self._broken("its tokens are not strings")
         tokens, read = [], self._file.read
-        for _ in range(count):  # many and short: `_string` for each would take twice as long
+        for _ in range(count):  # `_string` for each would take twice as long
             length = int.from_bytes(read(8), "little")
             self._count(8 + length)
             tokens.append(read(length).decode(errors="replace"))
@@ -389,7 +389,7 @@ class _Metadata:
             self._pass(self._size(kind))
 
     def _items(self) -> tuple[int, int]:
-        """Type and number of an array's items."""
+        """Read the header of an array: the type and the number of its items."""
         kind, count = _ITEMS.unpack(self._take(_ITEMS.size))
         if count > _MAX_ITEMS:
             raise self._broken(f"it claims an array of {count} items")
@@ -414,7 +414,7 @@ class _Metadata:
     def _take(self, length: int) -> bytes:
         self._count(length)
         data = self._file.read(length)
-        if len(data) < length:  # it became shorter just now
+        if len(data) < length:  # the file was truncated while open
             raise self._broken("it ends too early")
         return data
 

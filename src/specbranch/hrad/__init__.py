@@ -1,1 +1,1 @@
-"""H-RAD: the predictor on target features, its examples and its training."""
+"""H-RAD: predict from target features how much of a draft is accepted; its examples and its training."""

@@ -1,12 +1,11 @@
-"""Examples for H-RAD: collect them from a pair, store and read them.
+"""Collect H-RAD's training examples from a pair of models; store and read them.
 
-A position is a token that the target said. Its features are the hidden states at the position that predicted it, and
-its own embedding; its run is how many of the draft's first choices in a row were right from there on. On the true
-sequence that is the same as drafting a window and comparing it: a greedy draft leaves the true sequence only where it
-is refused.
+A position is a token that the target generated. Its features are the hidden states at the position that predicted it,
+and its own embedding; its run is how many consecutive top-1 tokens of the draft were right from there. On the target's
+sequence that equals drafting a window and comparing it: a greedy draft leaves the sequence only where it is rejected.
 
-The features of a position cost nothing extra: they are taken while the target says it. Each batch is one part on disk,
-so a collection that was cut off goes on where it was.
+Features cost no extra step: they are kept while the target generates the token. Each batch is one part on disk, so an
+interrupted collection continues where it stopped.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ _SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "tr
 Array = NDArray[Any]
 CollectProgress = Callable[[int, int], None]
 _TOP_K = 10
-_ATTENTION = "specbranch-collect"  # in the registries of Transformers
-_TOKENS_AT_ONCE = 24_576  # of prompts: their hidden states are held in memory
-_DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary takes much memory
+_TRACE_SUFFIX = ".jsonl.gz"
+_ATTENTION = "specbranch-collect"  # name in the registries of Transformers
+_TOKENS_AT_ONCE = 24_576  # of prompts in a batch; their hidden states are all in memory
+_DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary needs much memory
 
 
 class ExamplesError(SpecBranchError, ValueError):
-    """A directory that holds no examples, or none of the kind asked for."""
+    """The directory holds no examples, or none of the kind wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExamplesCard:
-    """What the examples of a directory were collected from."""
+    """Where the examples of a directory come from."""
 
     target: str
     draft: str
@@ -61,10 +61,10 @@ class ExamplesCard:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Rows of equal number: one for each position.
+    """Columns of equal length, with one row per position.
 
-    `runs` are cut by the end of the answer where `left`, the tokens after the position, is no larger. `distributions`
-    holds how the draft's next distribution looks: confidence, second probability, entropy.
+    Where `runs` equals `left`, the number of tokens after the position, the end of the answer cut the run short.
+    `distributions` describes the draft's next distribution: confidence, second probability, entropy.
     """
 
     card: ExamplesCard
@@ -73,60 +73,53 @@ class Examples:
     runs: Array  # [n] int32
     left: Array  # [n] int32
     tasks: Array  # [n] int32, index into the card's tasks
-    prompts: Array  # [n] int64, a name of the prompt
+    prompts: Array  # [n] int64, hash of the prompt
 
     def __len__(self) -> int:
         return len(self.runs)
 
     def take(self, chosen: Array | slice) -> Examples:
-        """The rows of an index or a mask."""
+        """Return the rows that an index or a mask selects."""
         rows = ("features", "distributions", "runs", "left", "tasks", "prompts")
         return replace(self, **{name: getattr(self, name)[chosen] for name in rows})
 
     def settled(self, window: int) -> Examples:
-        """Without positions so near the end of an answer that nobody knows what the window would have given."""
+        """Drop positions so close to the end of an answer that the outcome of a whole window is unknown."""
         return self.take((self.runs < self.left) | (self.left >= window))
 
     def split(self, name: str) -> Examples:
-        """One of `SPLITS`; all positions of a prompt are in the same one."""
+        """Return one of `SPLITS`; all positions of a prompt are in the same one."""
         return self.take(np.array([split_of(int(prompt)) == name for prompt in self.prompts], dtype=bool))
 
     def of_task(self, task: str) -> Examples:
-        """The examples of one task."""
+        """Return the examples of one task."""
         return self.take(self.tasks == self.card.tasks.index(task))
 
     def classes(self, window: int) -> Array:
-        """H-RAD's classes: none, some or all of the window were accepted."""
+        """Return H-RAD's classes: 0, 1 or 2 if none, some or all of the window were accepted."""
         return np.where(self.runs == 0, 0, np.where(self.runs >= window, 2, 1))
 
 
 def split_of(prompt: int) -> str:
-    """Which split a prompt belongs to, by its name alone."""
+    """Return the split of a prompt, from its hash alone."""
     return _SPLIT_OF[prompt % len(_SPLIT_OF)]
 
 
 def name_of(text: str) -> int:
-    """A prompt's name: the same sequence has the same one in every collection."""
+    """Return a prompt's hash, which is the same in every collection."""
     return zlib.crc32(text.encode())
 
 
 def positions(answer: Answer) -> tuple[Array, Array, Array]:
-    """Distributions, runs and tokens left for each position of an answer but the last."""
+    """Return distributions, runs and tokens left for each position of an answer except the last."""
     nexts = answer.distributions[1:]
-    looks = [
-        [
-            float(distribution.probs[0]),
-            float(distribution.probs[1]) if len(distribution.probs) > 1 else 0.0,
-            distribution.entropy,
-        ]
-        for distribution in nexts
-    ]
+    looks = [[float(one.probs[0]), float(one.probs[1]) if len(one.probs) > 1 else 0.0, one.entropy] for one in nexts]
     left = np.arange(len(nexts), 0, -1, dtype=np.int32)
     return np.array(looks, dtype=np.float32).reshape(-1, 3), np.array(answer.runs()[1:-1], dtype=np.int32), left
 
 
 def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
-    """Write one part of a collection; it is there as a whole or not at all."""
+    """Write one part of a collection, completely or not at all."""
     from safetensors.numpy import save_file
 
     path = part_path(directory, number)
@@ -136,26 +129,22 @@ def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
 
 
 def part_path(directory: Path, number: int) -> Path:
-    """Where a part stands."""
+    """Return the path of a part."""
     return directory / f"part-{number:04}.safetensors"
 
 
 def trace_path(directory: Path, number: int) -> Path:
-    """Where the answers of a part stand."""
-    return _beside(part_path(directory, number))
-
-
-def _beside(part: Path) -> Path:
-    return part.with_suffix(".jsonl.gz")
+    """Return the path of a part's answers."""
+    return part_path(directory, number).with_suffix(_TRACE_SUFFIX)
 
 
 def write_examples_card(directory: Path, card: ExamplesCard) -> None:
-    """Write what the examples come from."""
+    """Write where the examples come from."""
     (directory / "card.json").write_text(json.dumps(card.as_json(), indent=1) + "\n")
 
 
 def read_examples_card(directory: Path) -> ExamplesCard:
-    """What the examples of a directory come from."""
+    """Read where the examples of a directory come from; raise `ExamplesError` if it holds none of this version."""
     try:
         document = json.loads((directory / "card.json").read_bytes())
         if document.pop("format") != FORMAT or document.pop("version") != VERSION:
@@ -166,7 +155,7 @@ def read_examples_card(directory: Path) -> ExamplesCard:
 
 
 def read_examples(directories: Sequence[Path]) -> Examples:
-    """All examples of collections of one pair, with their features."""
+    """Read all examples of one pair from its collections; raise `ExamplesError` if they do not fit together."""
     from safetensors.numpy import load_file
 
     cards = [read_examples_card(directory) for directory in directories]
@@ -180,7 +169,7 @@ def read_examples(directories: Sequence[Path]) -> Examples:
 
 
 def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
-    """The answers of a collection in the order of its examples, each with its task and the name of its prompt."""
+    """Read the answers of a collection in the order of its examples, each with its task and its prompt's hash."""
     from safetensors.numpy import load_file
 
     card = read_examples_card(directory)
@@ -188,7 +177,7 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
     for path in sorted(directory.glob("part-*.safetensors")):
         part = load_file(str(path))
         row = 0
-        for answer in read_trace(_beside(path)).answers:
+        for answer in read_trace(path.with_suffix(_TRACE_SUFFIX)).answers:
             if len(answer.tokens) > 1:  # one token has no position
                 found.append((card.tasks[part["tasks"][row]], int(part["prompts"][row]), answer))
             row += len(answer.tokens) - 1
@@ -197,7 +186,7 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
-    """Which pair, how many of the target's last layers are features, how long and how warm the answers are."""
+    """Which pair to collect from, how many of the target's last layers are features, and how to sample the answers."""
 
     target: str
     draft: str
@@ -212,7 +201,7 @@ class CollectOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prompt: the index of its task, its name, and its tokens as a chat."""
+    """A prompt: the index of its task, its hash, and its tokens as a chat."""
 
     task: int
     name: int
@@ -230,7 +219,7 @@ class _TargetAnswer:
 def collect(
     options: CollectOptions, messages: Mapping[str, Sequence[str]], out: Path, on_progress: CollectProgress
 ) -> None:
-    """Write examples and traces of all messages by task; `on_progress` hears how many parts of how many are there."""
+    """Write examples and traces of all messages, given by task; call `on_progress` with parts done and all parts."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
@@ -259,7 +248,7 @@ def collect(
 
 
 def _dtype(device: str) -> Any:
-    """Half precision, unless this CPU only emulates it. Not by time: a collection that goes on must not differ."""
+    """Return half precision unless this CPU only emulates it. Not timed: a resumed collection must not differ."""
     import torch
 
     is_native = device != "cpu" or {"avx512_bf16", "amx_bf16"} & set(provenance()["instruction_sets"])
@@ -267,9 +256,9 @@ def _dtype(device: str) -> Any:
 
 
 def share_keys(model: Any) -> None:
-    """Let the query heads of one key head go through attention together, as if they were positions of a sequence.
+    """Make the model compute the query heads of one key head together, like positions of a sequence.
 
-    Transformers copies the keys for each of them where there is padding, which takes most of a step.
+    With padding, Transformers copies the keys for each query head, which takes most of a step.
     """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -291,7 +280,7 @@ def share_keys(model: Any) -> None:
 
 
 def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[PromptTokens]]:
-    """Prompts as chats, those of like length together, so that little is padded."""
+    """Tokenize messages as chats and group prompts of similar length, to need little padding."""
     asked = []
     for task, texts in enumerate(messages.values()):
         for text in texts:
@@ -308,7 +297,7 @@ def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) 
 
 
 def _answer(target: Any, tokenizer: Any, group: Sequence[PromptTokens], options: CollectOptions) -> list[_TargetAnswer]:
-    """What the target says, token by token for the whole group, and the features of each token."""
+    """Generate the target's answers for a group of prompts; return them with the features of each token."""
     import torch
 
     longest = max(len(one.tokens) for one in group)
@@ -316,7 +305,7 @@ def _answer(target: Any, tokenizer: Any, group: Sequence[PromptTokens], options:
     ids = torch.tensor([[pad] * (longest - len(one.tokens)) + one.tokens for one in group], device=options.device)
     mask = torch.tensor([[0] * (longest - len(one.tokens)) + [1] * len(one.tokens) for one in group]).to(ids.device)
     ends = end_ids(target, tokenizer)
-    lengths = [0] * len(group)  # of answers that have ended
+    lengths = [0] * len(group)  # of finished answers
     tokens, features, cache = [], [], None
     embed = target.get_input_embeddings()
     with torch.inference_mode():
@@ -356,13 +345,13 @@ def _choose(logits: Any, temperature: float) -> Any:
 
 
 def end_ids(target: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer."""
+    """Return the tokens that end an answer."""
     ends = target.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 def _read_over(draft: Any, group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], device: str) -> list[Answer]:
-    """The answers with the draft's distribution before every token."""
+    """Run the draft over the answers; return them with its distribution before every token."""
     import torch
 
     answers = []
@@ -371,7 +360,7 @@ def _read_over(draft: Any, group: Sequence[PromptTokens], said: Sequence[_Target
         pairs = list(zip(group, said, strict=True))[start : start + _DISTRIBUTIONS_AT_ONCE]
         texts = [[*one.tokens, *answer.tokens[:-1]] for one, answer in pairs]
         longest = max(len(text) for text in texts)
-        # What is padded on the right no earlier token sees.
+        # Padding on the right is invisible to earlier tokens.
         ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
         with torch.inference_mode():
             hidden = draft.base_model(input_ids=ids).last_hidden_state
@@ -394,7 +383,7 @@ def _distributions(logits: Any) -> tuple[Distribution, ...]:
 
 
 def _arrays(group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], answers: Sequence[Answer]) -> dict[str, Any]:
-    """The positions of a part; the last token of an answer is none, because nothing is known behind it."""
+    """Return the columns of a part. An answer's last token is no position, because nothing follows it."""
     looks = [positions(answer) for answer in answers]
     counts = [len(runs) for _, runs, _ in looks]
     return {

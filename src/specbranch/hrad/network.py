@@ -1,11 +1,11 @@
-"""H-RAD at run time: a small trained network that foresees from the target's features how the next window will fare.
+"""H-RAD at run time: a small trained network that predicts from target features how much of a window is accepted.
 
-NumPy alone; training is elsewhere. A trained predictor is a directory with `hrad.safetensors` and `card.json`, and this
-file is the only one that knows their form.
+It needs NumPy only; training is elsewhere. A trained predictor is a directory with `hrad.safetensors` and `card.json`,
+and only this file knows their format.
 
-The input of a sequence is: hidden states of the target's last K layers at the position that predicted the newest token,
-the oldest layer first and the last one after the final norm (`hidden_states[-K:]` in Transformers), then the target's
-input embedding of the newest token.
+The input for a sequence: the hidden states of the target's last K layers at the position that predicted the newest
+token, oldest layer first and the last one after the final norm (`hidden_states[-K:]` in Transformers), then the
+target's input embedding of the newest token.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _Positive = Annotated[int, Meta(ge=1)]
 
 
 class HradError(SpecBranchError, ValueError):
-    """A trained predictor that cannot be read, or does not fit."""
+    """A trained predictor cannot be read, or does not fit."""
 
 
 class HradCard(msgspec.Struct, frozen=True):
-    """What a predictor was trained for, and on what: its labels depend on the pair, its input on the target."""
+    """What a predictor was trained for: its labels depend on the pair, its input on the target."""
 
     format: str
     version: int
@@ -58,13 +58,13 @@ class HradCard(msgspec.Struct, frozen=True):
 class Hrad:
     """The network: two hidden layers and a head for the signal.
 
-    A second head, for the chances that 1, 2, 3 ... tokens are accepted, helps training and serves evaluation only.
+    A second head, for the probabilities that 1, 2, 3 ... tokens are accepted, helps training; only evaluation reads it.
     """
 
     def __init__(self, tensors: Mapping[str, _Array], card: HradCard) -> None:
         self.card = card
         _check_shapes(tensors, card)
-        # Copies: memory that a file was mapped to need not be aligned, and then every product would copy it first.
+        # Copies: memory mapped from a file may be unaligned, and then every product would copy it first.
         self.tensors = {name: np.array(tensor, order="C") for name, tensor in tensors.items()}
 
     @property
@@ -75,13 +75,13 @@ class Hrad:
     def predict(
         self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
     ) -> list[AcceptanceHint]:
-        """The hint of every sequence. `features` # [n, d_in], float32.
+        """Return the hint for every sequence; `features` is [n, d_in] float32.
 
-        `product` multiplies matrices; a process that minds its threads may have one of its own.
+        `product` multiplies matrices; a process that limits its threads can pass its own.
         """
         if features.ndim != 2 or features.shape[1] != self.d_in:
             raise HradError(f"features of shape {list(features.shape)}; the predictor takes [n, {self.d_in}]")
-        with np.errstate(all="ignore"):  # what is not finite is found below
+        with np.errstate(all="ignore"):  # the next check finds values that are not finite
             classes = class_logits(self.tensors, features, product)
         if not np.isfinite(classes).all():
             raise HradError("the target's features are not finite numbers, or too large for the predictor")
@@ -91,12 +91,12 @@ class Hrad:
 def class_logits(
     tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
 ) -> _Array:
-    """Logits of the three classes [n, 3]."""
+    """Return the logits of the three classes [n, 3]."""
     return product(_hidden(tensors, inputs, product), tensors["w_class"]) + tensors["b_class"]
 
 
 def survival(tensors: Mapping[str, _Array], inputs: _Array) -> _Array:
-    """The chances that at least 1, 2, ... tokens are accepted [n, window]. No planner asks for them."""
+    """Return the probabilities that at least 1, 2, ... tokens are accepted [n, window]. No planner uses them."""
     chances = _hidden(tensors, inputs, np.matmul) @ tensors["w_survival"] + tensors["b_survival"]
     return np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
 
@@ -109,13 +109,13 @@ def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_A
 
 
 def read_hrad_card(directory: Path) -> HradCard:
-    """Read what the predictor in a directory was trained for; `HradError` names what is wrong and what to do."""
+    """Read what a directory's predictor was trained for. `HradError` names what is wrong and what to do."""
     try:
         card = msgspec.json.decode((directory / CARD).read_bytes(), type=HradCard)
     except OSError as error:
         raise HradError(f"{error.filename}: {error.strerror}; give the directory of a trained predictor") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HradError(f"{directory / CARD} is no card of a predictor ({error}); train it again") from error
+        raise HradError(f"{directory / CARD} is not a predictor's card ({error}); train it again") from error
     if (card.format, card.version) != (FORMAT, VERSION):
         raise HradError(
             f"{directory / CARD} is {card.format} version {card.version}; this reads {FORMAT} version {VERSION}: "
@@ -125,7 +125,7 @@ def read_hrad_card(directory: Path) -> HradCard:
 
 
 def read_hrad(directory: Path) -> Hrad:
-    """The trained predictor in a directory; `HradError` names what is wrong with it and what to do."""
+    """Read the trained predictor in a directory. `HradError` names what is wrong and what to do."""
     card = read_hrad_card(directory)
     try:
         return Hrad(_read_tensors(directory / WEIGHTS), card)
@@ -134,7 +134,7 @@ def read_hrad(directory: Path) -> Hrad:
 
 
 def write_hrad(directory: Path, tensors: Mapping[str, _Array], card: Mapping[str, Any]) -> None:
-    """Write a trained predictor. The card may leave out `format` and `version`; what could not be read back raises."""
+    """Write a trained predictor, with `format` and `version` added to the card; raise `HradError` if it is invalid."""
     document = {"format": FORMAT, "version": VERSION, **card}
     try:
         _check_shapes(tensors, msgspec.convert(document, HradCard))
@@ -147,7 +147,7 @@ def write_hrad(directory: Path, tensors: Mapping[str, _Array], card: Mapping[str
 
 
 def _check_shapes(tensors: Mapping[str, _Array], card: HradCard) -> None:
-    """Refuse tensors that are not those of the card's network; the lengths of the hidden layers are theirs to say."""
+    """Raise `HradError` unless the tensors fit the card's network. Hidden layers may have any length."""
     h0, h1 = (tensors[name].shape[-1] if name in tensors and tensors[name].ndim else 0 for name in ("b0", "b1"))
     shapes = {
         "mean": (card.d_in,),
@@ -168,7 +168,7 @@ def _check_shapes(tensors: Mapping[str, _Array], card: HradCard) -> None:
         tensor = tensors[name]
         if tensor.dtype != np.float32 or tensor.shape != shape or 0 in shape:
             raise HradError(
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, by the card it is float32 {list(shape)}; "
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, but the card says float32 {list(shape)}; "
                 "train the predictor again"
             )
 
@@ -179,7 +179,7 @@ def _read_tensors(path: Path) -> dict[str, _Array]:
         tensors: dict[str, _Array] = load(path)
     except FileNotFoundError as error:
         raise HradError("no such file; give the directory of a trained predictor") from error
-    except Exception as error:  # the library has an error class of its own for each fault of a file
+    except Exception as error:  # safetensors has an error class for each fault of a file
         raise HradError(f"cannot be read ({error}); train the predictor again") from error
     return tensors
 

@@ -1,6 +1,6 @@
-"""Fit H-RAD, score it on unseen prompts, and write it with its scores.
+"""Train H-RAD, score it on unseen prompts, and write it with its scores.
 
-Prompts are split, never positions. Training stops when the held-out prompts are no longer foreseen better.
+Data are split by prompt, never by position. Training stops when predictions on the held-out prompts stop improving.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Inputs = Literal["features", "confidence", "both"]
 INPUTS: tuple[Inputs, ...] = ("features", "confidence", "both")
 FitProgress = Callable[[int, int, float], None]
 _BINS = 10
-SHOWN: Inputs = "features"  # the network that is written; the others show what each input is worth
+SHOWN: Inputs = "features"  # the network that is written; the others show what each kind of input contributes
 EvaluationProgress = Callable[[str, int, int], None]  # stage, epochs done, epochs at most
 _CLASSES = ("none", "some", "all")
 
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """The network and how it is trained. `balance` 1 weighs classes alike, 0 as often as they come.
+    """The network and its training. `balance` 1 weighs all classes equally, 0 by their frequency.
 
-    Of the features only the `rank` directions in which they differ most are learned from: thousands of inputs overfit.
+    Only the `rank` directions in which features vary most are learned from: thousands of inputs overfit.
     """
 
     window: int
@@ -49,14 +49,14 @@ class FitOptions:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A trained network as arrays, under the names of `hrad/network.py`, and what it looks at."""
+    """A trained network: its arrays, named as in `hrad/network.py`, and the kind of its input."""
 
     inputs: Inputs
     tensors: dict[str, Array]
     epochs: int
 
     def foresee(self, examples: Examples, rows: int = 4096) -> tuple[Array, Array]:
-        """Chances of the three classes [n, 3], and that at least 1, 2, ... tokens are accepted [n, window]."""
+        """Return the probabilities of the classes [n, 3], and of at least 1, 2, ... accepted tokens [n, window]."""
         parts = [
             self._forward(select_inputs(examples.take(slice(start, start + rows)), self.inputs))
             for start in range(0, len(examples), rows)
@@ -70,7 +70,7 @@ class Network:
 
 
 def select_inputs(examples: Examples, inputs: Inputs) -> Array:
-    """The network's input as float32 [n, d_in]: the draft's next distribution, the target's features, or both."""
+    """Return the input as float32 [n, d_in]: the draft's next distribution, the target's features, or both."""
     confidence, second, entropy = examples.distributions.T
     odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
     distributions = np.stack([odds, np.log(second + 1e-4), entropy], axis=-1).astype(np.float32)
@@ -81,16 +81,16 @@ def select_inputs(examples: Examples, inputs: Inputs) -> Array:
 
 
 def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, on_progress: FitProgress) -> Network:
-    """Train on one split and stop by the other; call `on_progress` with epoch, most epochs and held-out loss."""
+    """Train on one split and stop by the other; call `on_progress` with epoch, maximum epochs and held-out loss."""
     import torch
     from torch import nn
 
     torch.manual_seed(options.seed)
     window = options.window
-    lens = _lens(train, inputs, options.rank)
+    whitening = _fit_whitening(train, inputs, options.rank)
     wide, narrow = options.hidden
     body = nn.Sequential(
-        nn.Linear(lens.directions.shape[1], wide), nn.ReLU(), nn.Dropout(options.dropout),
+        nn.Linear(whitening.directions.shape[1], wide), nn.ReLU(), nn.Dropout(options.dropout),
         nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(options.dropout),
     )  # fmt: skip
     to_class, to_survival = nn.Linear(narrow, 3), nn.Linear(narrow, window)
@@ -106,7 +106,7 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
         each = nn.functional.binary_cross_entropy_with_logits(to_survival(x), stands, reduction="none")
         return classes + (each * is_asked).sum() / is_asked.sum()
 
-    seen, seen_held_out = lens.transform(train), lens.transform(held_out)
+    seen, seen_held_out = whitening.transform(train), whitening.transform(held_out)
     order = np.random.default_rng(options.seed)
     best, best_loss, stale, epoch = _arrays(body, to_class, to_survival), float("inf"), 0, 0
     for epoch in range(1, options.epochs + 1):
@@ -126,13 +126,13 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
             stale += 1
         if stale >= options.patience:
             break
-    best["w0"] = lens.directions @ best["w0"]  # what the lens does is part of the first layer from now on
-    return Network(inputs, {"mean": lens.mean, "scale": lens.scale, **best}, epoch)
+    best["w0"] = whitening.directions @ best["w0"]  # fold the whitening into the first layer
+    return Network(inputs, {"mean": whitening.mean, "scale": whitening.scale, **best}, epoch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Whitening:
-    """What is learned from: inputs less their mean, by their spread, along few directions."""
+    """Whiten inputs: subtract their mean, divide by their spread, project to few directions."""
 
     inputs: Inputs
     mean: Array  # [d_in]
@@ -140,15 +140,15 @@ class _Whitening:
     directions: Array  # [d_in, d_seen]
 
     def transform(self, examples: Examples, rows: int = 4096) -> Array:
-        """Examples through the lens, [n, d_seen]."""
+        """Return the whitened inputs of examples, [n, d_seen]."""
         parts = [examples.take(slice(start, start + rows)) for start in range(0, len(examples), rows)]
         return np.concatenate(
             [(select_inputs(part, self.inputs) - self.mean) * self.scale @ self.directions for part in parts]
         )
 
 
-def _lens(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
-    """Made from as many examples as are needed for it. What the draft's distribution says is seen as it is."""
+def _fit_whitening(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
+    """Compute the whitening from `most` sampled examples. Inputs from the draft's distribution are not projected."""
     import torch
 
     chosen = np.random.default_rng(0).permutation(len(examples))[:most]
@@ -169,7 +169,7 @@ def _class_weights(classes: Array, balance: float) -> Array:
 
 
 def _hazards(examples: Examples, window: int) -> tuple[Any, Any]:
-    """For each position of the window: was the token accepted, and was it reached at all."""
+    """Return for each position of the window whether its token was accepted, and whether it was reached at all."""
     import torch
 
     runs = torch.from_numpy(examples.runs)[:, None]
@@ -192,23 +192,23 @@ def _arrays(body: Any, to_class: Any, to_survival: Any) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Stats of predicted chances of the three classes against what happened."""
+    """How well predicted class probabilities match the true classes."""
 
     positions: int
     accuracy: float
     macro_f1: float
     log_loss: float
-    calibration_error: float  # mean distance between how sure it was and how often it was right, by the first class
-    confusion: tuple[tuple[int, ...], ...]  # rows: what happened; columns: what was foreseen
-    bins: tuple[tuple[float, float, int], ...]  # how sure on the mean, how often right, how many
+    calibration_error: float  # mean distance between confidence and accuracy, over bins of confidence
+    confusion: tuple[tuple[int, ...], ...]  # rows: true class; columns: predicted class
+    bins: tuple[tuple[float, float, int], ...]  # mean confidence, accuracy, count
 
     def as_json(self) -> dict[str, Any]:
-        """One object for machines."""
+        """Return the scores as one JSON object."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def score(chances: Array, classes: Array) -> Score:
-    """Judge chances [n, 3] by classes [n]."""
+    """Score predicted probabilities [n, 3] against true classes [n]."""
     foreseen = chances.argmax(-1)
     confusion = np.zeros((3, 3), dtype=int)
     np.add.at(confusion, (classes, foreseen), 1)
@@ -225,13 +225,13 @@ def score(chances: Array, classes: Array) -> Score:
 
 
 def majority(train: Array, classes: Array) -> Score:
-    """What the shares of the classes alone foresee, always the same."""
+    """Score a baseline that predicts the class frequencies of the training set for every example."""
     shares = np.bincount(train, minlength=3) / len(train)
     return score(np.tile(shares, (len(classes), 1)), classes)
 
 
 def _macro_f1(confusion: Array) -> float:
-    """The mean over classes that occur."""
+    """Return the mean F1 over the classes that occur."""
     right, said, is_so = np.diag(confusion), confusion.sum(0), confusion.sum(1)
     found = [2 * r / (s + i) for r, s, i in zip(right, said, is_so, strict=True) if i]
     return float(np.mean(found))
@@ -249,7 +249,7 @@ def _bins(sure: Array, is_right: Array) -> tuple[tuple[float, float, int], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Networks by their inputs, and their scores on prompts that they were not trained on."""
+    """The networks by kind of input, and their scores on prompts that they were not trained on."""
 
     splits: Mapping[str, Examples]
     options: FitOptions
@@ -258,7 +258,7 @@ class Evaluation:
     across: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """One document."""
+        """Return all scores as one JSON document."""
         train, window = self.splits["train"], self.options.window
         return {
             "target": train.card.target,
@@ -273,7 +273,7 @@ class Evaluation:
         }
 
     def write(self, directory: Path) -> None:
-        """Write the predictor, its card, its scores and their figure."""
+        """Write the predictor, its card, its scores and their figure to a directory."""
         directory.mkdir(parents=True, exist_ok=True)
         card = self.splits["train"].card
         own = {
@@ -292,7 +292,7 @@ class Evaluation:
 
 
 def evaluate(data: Examples, options: FitOptions, is_across: bool, on_progress: EvaluationProgress) -> Evaluation:
-    """Fit one network for each kind of input; `is_across` also fits one for each task and tests it on all tasks."""
+    """Train one network per kind of input; if `is_across`, also one per task, tested on all tasks."""
     splits = {name: data.split(name) for name in SPLITS}
     for name, part in splits.items():
         if not len(part):
@@ -311,7 +311,7 @@ def evaluate(data: Examples, options: FitOptions, is_across: bool, on_progress: 
 
 
 def scores_by_task(network: Network, test: Examples, window: int) -> dict[str, dict[str, Any]]:
-    """The main scores of a network on each task."""
+    """Return the main scores of a network on each task."""
     found = {}
     for task in test.card.tasks:
         part = test.of_task(task)
@@ -332,7 +332,7 @@ def _fit(
 def _across(
     splits: Mapping[str, Examples], options: FitOptions, on_progress: EvaluationProgress
 ) -> dict[str, dict[str, float]]:
-    """Accuracy on every task of a network that was trained on one."""
+    """Train one network per task; return its accuracy on every task."""
     found = {}
     for task in splits["train"].card.tasks:
         parts = [splits[name].of_task(task) for name in ("train", "held-out")]
@@ -344,14 +344,14 @@ def _across(
 
 
 def draw_scores(scores: Mapping[str, Score], shown: str, path: Path) -> None:
-    """Calibration of all predictors, and the confusion matrix of one of them."""
+    """Draw the calibration of all predictors, and the confusion matrix of one of them."""
     pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2))
     left.plot([0.3, 1], [0.3, 1], color="0.7", linewidth=1)
     for name, one in scores.items():
         sure, true, _ = zip(*one.bins, strict=True)
         left.plot(sure, true, marker="o", markersize=4, label=f"{name}: error {one.calibration_error:.3f}")
-    left.set(xlabel="how sure it was", ylabel="how often it was right", xlim=(0.3, 1), ylim=(0, 1.02))
+    left.set(xlabel="confidence", ylabel="accuracy", xlim=(0.3, 1), ylim=(0, 1.02))
     left.legend(frameon=False)
     confusion = scores[shown].confusion
     totals = [sum(row) or 1 for row in confusion]
@@ -361,7 +361,7 @@ def draw_scores(scores: Mapping[str, Score], shown: str, path: Path) -> None:
             share = count / totals[row]
             colour = "white" if share > 0.6 else "black"
             right.text(column, row, f"{share:.2f}\n{count}", ha="center", va="center", color=colour)
-    right.set(xticks=range(3), yticks=range(3), xlabel="foreseen", ylabel="what happened", title=shown)
+    right.set(xticks=range(3), yticks=range(3), xlabel="predicted class", ylabel="true class", title=shown)
     right.set_xticklabels(_CLASSES)
     right.set_yticklabels(_CLASSES)
     figure.tight_layout()

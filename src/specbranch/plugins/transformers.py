@@ -1,10 +1,10 @@
 """Drafts for Transformers: `model.generate(**inputs, custom_generate=DraftedDecoding(settings))`.
 
-`generate` prepares everything as usual and then calls us instead of its decoding loop. We call the loop of its assisted
-decoding, with candidates from the draft service in place of an assistant model's. It relies on `custom_generate` with a
-callable, and on `_assisted_decoding`, which asks `_get_candidate_generator` for candidates. Candidates come without
-probabilities: the loop then selects every token by itself, and keeps candidates as long as they are what it selected.
-So the output is that of the same model without drafts, greedy, or sampled from the same distribution.
+`generate` prepares everything as usual and then calls us instead of its decoding loop. We call its assisted decoding,
+with candidates from the draft service instead of an assistant model. This relies on a callable `custom_generate`, and
+on `_assisted_decoding`, which gets its candidates from `_get_candidate_generator`. Candidates have no probabilities:
+the loop selects every token itself, and keeps candidates while they equal its selection. So the output is that of the
+same model without drafts: greedy, or sampled from the same distribution.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ with optional_import("torch"):
 log = logging.getLogger(__name__)
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_SEEN_IN_TIME = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)  # others could stop amid the tokens of a step
+_SEEN_IN_TIME = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)  # others could stop within the tokens of a step
 _WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
 class ModeError(SpecBranchError, ValueError):
-    """A way of generating that takes no drafts; the message says what to leave out."""
+    """A generation mode does not support drafts; the message says which option to leave out."""
 
 
 class DraftedDecoding:
-    """The decoding loop that `generate` is given. Any number of models and texts can share one, one text at a time.
+    """A decoding loop for `generate`. Models and sequences can share one, one sequence at a time.
 
-    Where drafts could change the output, or the loop does not take them, the text is decoded without, with a warning.
+    If drafts could change the output, or the loop does not support them, it decodes without drafts and logs a warning.
     """
 
     def __init__(self, settings: DraftSettings, longest: int = 8) -> None:
@@ -58,7 +58,7 @@ class DraftedDecoding:
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that the models have kept so far."""
+        """Draft tokens that the models accepted so far."""
         return sum(drafts.num_accepted for drafts in self._drafts.values())
 
     def __call__(
@@ -71,7 +71,7 @@ class DraftedDecoding:
         text_streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Decode one text. The names are those of `generate`, which hands its own `streamer` to no loop but its own."""
+        """Decode one sequence. Arguments are as in `generate`, which passes its own `streamer` only to its own loop."""
         mode = generation_config.get_generation_mode()
         if mode not in _MODES:
             raise ModeError(f"drafts are for greedy decoding and sampling; leave out what asks for {mode.value}")
@@ -103,11 +103,11 @@ class DraftedDecoding:
     def _warn(self, obstacle: str) -> None:
         if obstacle not in self._warned:
             self._warned.add(obstacle)
-            log.warning("nothing is drafted for %s; such texts are decoded without drafts", obstacle)
+            log.warning("drafts do not support %s; such texts are decoded without drafts", obstacle)
 
 
 class ServiceCandidates(CandidateGenerator):
-    """Candidates for one text from the draft service, at most as many as the text has room for."""
+    """Candidates for one sequence from the draft service, at most as many as the sequence has room for."""
 
     def __init__(self, drafts: SingleSequenceDrafts, generation_config: Any) -> None:
         self._drafts = drafts
@@ -118,23 +118,23 @@ class ServiceCandidates(CandidateGenerator):
         self._has_begun = False
 
     def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """The text with candidates behind it. Before the prompt is read there are none."""
+        """Return the sequence with candidates appended; none on the first call, before the prefill."""
         text = input_ids[0].cpu().numpy()
         if not self._has_begun:
             self._has_begun = True
             self._drafts.announce_prompt(text)
             return input_ids, None
-        # A seed of the sampler's is not seen here, so any sampled text may have one.
+        # The seed of a sampler is not visible here, so assume that any sampled sequence has one.
         draft = self._drafts.after(text, self._max_length - len(text) - 1, has_recurring_noise=self._is_sampled)
         end = next((place for place, token in enumerate(draft) if token in self._ends), len(draft))
         return torch.cat((input_ids, input_ids.new_tensor([draft[:end]])), dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to do: the service hears what was accepted when it is asked next."""
+        """Do nothing: the next request to the service carries what was accepted."""
 
 
 class _WithCandidates:
-    """A model with candidates of ours; in all else the model itself, which is not changed."""
+    """A proxy of a model that replaces its candidate generator by ours; the model itself is unchanged."""
 
     def __init__(self, model: Any, candidates: CandidateGenerator) -> None:
         self._model = model
@@ -153,7 +153,7 @@ class _WithCandidates:
 def _obstacle(
     model: Any, input_ids: torch.Tensor, cache: Any, logits_processor: Any, stopping_criteria: Any
 ) -> str | None:
-    """What keeps a text from being drafted for, in words; None if nothing does."""
+    """Name what prevents drafting for a sequence; return None if nothing does."""
     if len(input_ids) != 1:
         return "several texts at once"
     if model.config.is_encoder_decoder or model._is_stateful:
@@ -163,7 +163,7 @@ def _obstacle(
     if remembering := _names(one for one in logits_processor if isinstance(one, _WITH_MEMORY)):
         return f"{remembering}, which would remember rejected tokens"
     if late := _names(one for one in stopping_criteria if not isinstance(one, _SEEN_IN_TIME)):
-        return f"{late}, which would be looked at between steps only"
+        return f"{late}, which is checked only between steps"
     return None
 
 

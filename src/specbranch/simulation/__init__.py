@@ -1,1 +1,1 @@
-"""The simulator: real planners, sessions and scheduling in virtual time, on recorded or made-up traces."""
+"""The simulator: real planners, sessions and scheduling in virtual time, on recorded or synthetic traces."""

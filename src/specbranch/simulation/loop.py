@@ -1,8 +1,8 @@
-"""The simulator's clock: any planners, any target, any draft, in virtual time.
+"""The simulator's event loop: any planners, target and draft, in virtual time.
 
-Two lanes overlap as two devices do. A draft step that is under way when a verdict arrives runs to its end, and its
-distributions enter the tree only then. The target starts a step once every session has a submission or the deadline has
-passed. Durations come from the lanes, so the same loop serves scripted engines and measured ones.
+Two lanes overlap as two devices do. A draft step that is running when a verdict arrives runs to its end, and its
+distributions enter the tree only then. The target starts a step when every session has a submission or the deadline has
+passed. Lanes supply the durations, so the same loop runs scripted engines and measured ones.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class TargetLane(Protocol):
     """The target model on its device."""
 
     def step_s(self, sessions: Sequence[Session]) -> float:
-        """How long one verification of these sessions' submissions takes."""
+        """Return how long one verification of these sessions' submissions takes."""
         ...
 
     def verify(self, session: Session) -> Verdict:
-        """The verdict on a session's submission; asked when the step ends."""
+        """Return the verdict on a session's submission; called when the step ends."""
         ...
 
 
@@ -38,7 +38,7 @@ class DraftLane(Protocol):
     row_limit: int
 
     def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
-        """The distribution after each node, and how long the step takes."""
+        """Run a draft step; return the distribution after each node, and how long the step takes."""
         ...
 
 
@@ -53,7 +53,7 @@ class DraftStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStep:
-    """One verification; one entry per session in each tuple."""
+    """One verification step; each tuple has one entry per session."""
 
     start_s: float
     end_s: float
@@ -83,7 +83,7 @@ class _Verifying:
 
 
 class Loop:
-    """Drives sessions to their end. `observe` is told of every step when it ends."""
+    """Run sessions to their end. Calls `observe` with every step when it ends."""
 
     def __init__(
         self,
@@ -140,16 +140,15 @@ class Loop:
             for session in active
             if (nodes := session.rows())
         ]
-        granted = select_rows(
-            requests, self._draft.row_limit, prefill_chunk=1
-        ).requests  # nothing is ever in prefill here
+        # Nothing is ever in prefill here, so any chunk will do.
+        granted = select_rows(requests, self._draft.row_limit, prefill_chunk=1).requests
         rows = [(request.session, node) for request in granted for node in request.granted]
         if rows:
             distributions, step_s = self._draft.run(rows)
             self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, distributions)
 
     def _advance(self) -> None:
-        """Go to the next event. At a tie the draft's distributions land first, then the verdict."""
+        """Advance to the next event. On a tie the draft's distributions are added before the verdict."""
         draft_s = self._drafting.end_s if self._drafting else math.inf
         target_s = self._verifying.end_s if self._verifying else self._idle_since_s + self._deadline_s
         self.now_s = min(draft_s, target_s)

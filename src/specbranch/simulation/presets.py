@@ -1,11 +1,11 @@
-"""Pairs of models with published figures, traces made for them, and closed forms.
+"""Model pairs with published figures, synthetic traces for them, and closed-form speeds.
 
-A made trace assumes a calibrated draft: in a context where its confidence is u, the target agrees with its first token
-with probability u. Confidences follow a Beta distribution with the pair's acceptance as mean, independent from place to
-place. Tokens have other random ids at every place: whoever looks at earlier tokens learns nothing about the next one.
+A synthetic trace assumes a calibrated draft: where its confidence is u, the target agrees with its top-1 token with
+probability u. Confidences follow a Beta distribution around the pair's acceptance, independently at each position.
+Tokens get new random ids at every position, so earlier tokens say nothing about the next one.
 
-They turn published speeds into acceptances, and tests hold the simulator to them. `gamma` is the window, c the speed
-ratio.
+The closed forms turn published speeds into acceptances, and tests check the simulator against them. `gamma` is the
+window, c the speed ratio.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from itertools import pairwise
 from specbranch.core.distribution import Distribution
 from specbranch.trace import Answer, Header, Trace
 
-# Both read off traces/qwen-coder-chat.jsonl.gz, the flagship pair on chat, by `fit_shape`; a test holds them to it.
+# Measured on traces/qwen-coder-chat.jsonl.gz, the main pair on chat, by `fit_shape`; a test checks them.
 CONCENTRATION = 1.4
 SECOND_SHARE = 0.44
 
-# One more draft row costs this share of a one-row step: nearly flat, as on a GPU below its ridge. An assumption.
+# The cost of one more draft row as a share of a one-row step: nearly flat, as on a GPU below its ridge. An assumption.
 ROW_COST = 0.03
 
 _VOCAB_LEN = 32_000
@@ -33,7 +33,7 @@ _PEARL = "gamma: the PEARL authors' scripts{}; c = gamma, as both papers choose 
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A draft and a target: how fast, how well aligned, and where the figures come from."""
+    """A draft and a target: their speed ratio, their acceptance, and the source of the figures."""
 
     name: str
     c: float
@@ -45,10 +45,10 @@ class ModelPair:
 
 
 def pearl_emitted(acceptance: float, gamma: int) -> float:
-    """Tokens per round of PEARL, from its two-state chain.
+    """Return the tokens per round of PEARL, from its two-state Markov chain.
 
-    Pre-verify yields one token and turns to post-verify if that token was drafted. Post-verify yields what was
-    accepted plus a correction, gamma tokens at most, and stays only if all gamma were right.
+    Pre-verify yields one token and switches to post-verify if that token was drafted. Post-verify yields the accepted
+    tokens plus a correction, at most gamma tokens, and stays only if all gamma were right.
     """
     stay = acceptance**gamma
     post_share = acceptance / (acceptance + 1 - stay)
@@ -57,12 +57,12 @@ def pearl_emitted(acceptance: float, gamma: int) -> float:
 
 
 def pearl_speed(acceptance: float, gamma: int, c: float) -> float:
-    """Speed of PEARL over plain decoding, in lock step."""
+    """Return PEARL's speed over plain decoding, if both models run in lock step."""
     return pearl_emitted(acceptance, gamma) * c / max(gamma, c)
 
 
 def solve_acceptance(speed: Callable[[float], float], published: float) -> float:
-    """The acceptance at which a speed formula, rising in it, gives a published speed."""
+    """Return the acceptance at which a speed formula that rises with it gives a published speed."""
     low, high = 0.0, 1.0 - 1e-9
     if not speed(low) <= published <= speed(high):
         raise ValueError(f"no acceptance gives a speed of {published}")
@@ -92,7 +92,7 @@ PAIRS = {
 
 
 def make_trace(pair: ModelPair, num_answers: int, answer_len: int, rng: random.Random, top_k: int = 32) -> Trace:
-    """Make a trace of a calibrated draft with the pair's acceptance."""
+    """Make a synthetic trace of a calibrated draft with the pair's acceptance."""
     answers = tuple(_answer(pair.acceptance, answer_len, top_k, rng) for _ in range(num_answers))
     return Trace(Header(target=pair.name, draft=pair.name, task="made"), answers)
 
@@ -100,7 +100,7 @@ def make_trace(pair: ModelPair, num_answers: int, answer_len: int, rng: random.R
 def _answer(acceptance: float, length: int, top_k: int, rng: random.Random) -> Answer:
     tokens, distributions = [], []
     for _ in range(length):
-        *ids, tail = rng.sample(range(_VOCAB_LEN), top_k + 1)  # `tail` is said where the target leaves the top-k
+        *ids, tail = rng.sample(range(_VOCAB_LEN), top_k + 1)  # `tail` stands for a token outside the top-k
         distribution = _distribution(_confidence(acceptance, rng), ids)
         tokens.append(_draw(distribution, tail, rng))
         distributions.append(distribution)
@@ -109,7 +109,7 @@ def _answer(acceptance: float, length: int, top_k: int, rng: random.Random) -> A
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a draft's distributions look: the spread of its confidence, and how it ranks what it does not put first."""
+    """How confident a draft is, how much that varies, and how it ranks the tokens after its first."""
 
     mean: float
     concentration: float
@@ -118,21 +118,14 @@ class Shape:
 
 
 def fit_shape(trace: Trace) -> Shape:
-    """The shape of a recorded draft, by moments."""
+    """Estimate the shape of a recorded draft from moments."""
     runs = [[float(distribution.confidence) for distribution in answer.distributions] for answer in trace.answers]
     values = [value for run in runs for value in run]
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
-    # A distribution that is nearly certain says little about how the rest is spread.
-    doubtful = [
-        distribution
-        for answer in trace.answers
-        for distribution in answer.distributions
-        if distribution.confidence < 0.95
-    ]
-    second = sum(float(distribution.probs[1]) / (1 - float(distribution.probs[0])) for distribution in doubtful) / len(
-        doubtful
-    )
+    # A distribution that is nearly certain shows little of how the rest is spread.
+    doubtful = [one for answer in trace.answers for one in answer.distributions if one.confidence < 0.95]
+    second = sum(float(one.probs[1]) / (1 - float(one.probs[0])) for one in doubtful) / len(doubtful)
     products = [(a - mean) * (b - mean) for run in runs for a, b in pairwise(run)]
     return Shape(mean, mean * (1 - mean) / variance - 1, second, sum(products) / len(products) / variance)
 
@@ -143,7 +136,7 @@ def _confidence(acceptance: float, rng: random.Random) -> float:
 
 
 def _distribution(confidence: float, ids: Sequence[int]) -> Distribution:
-    """A distribution with that confidence and a geometric rest, which never overtakes the first token."""
+    """Return a distribution with this confidence and a geometric rest that never exceeds the first token."""
     rest = 1 - confidence
     share = min(SECOND_SHARE, confidence / rest)
     probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(len(ids) - 1)]

@@ -2,12 +2,12 @@
 
 `ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by either rule.
 
-The first token of a sequence names the answer, and the prompt follows, if it was recorded: see `prompt_of`. A sequence
-that leaves the recorded answer can never come back to it; there, and where no distribution was recorded, the draft goes
-on with a recorded distribution from another place, picked by the sequence's hash, so that planners see distributions of
-the usual kind also on branches that are bound to lose.
+The first token of a sequence is the index of its answer, followed by the prompt, if it was recorded: see `prompt_of`. A
+sequence that leaves the recorded answer can never return to it. There, and where no distribution was recorded, the
+draft replays a recorded distribution from another position, picked by the sequence's hash, so that planners see
+realistic distributions even on branches that must lose.
 
-Rule A (match) draws the target's own token at every position and keeps the submitted ones that equal it. It is exact
+Rule A (match) samples the target's own token at every position and keeps the submitted ones that equal it. It is exact
 for any submission and needs no draft distribution. Rule B (rejection sampling) tests sampled tokens by p/q and keeps
 more of them; it is exact only for tokens that were drawn from q and chosen without looking at their values.
 """
@@ -30,35 +30,35 @@ from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.engines.base import DraftEngine, EngineInfo, Row, check_length, check_rows
 from specbranch.engines.tree_cache import EngineRow, TreeCache
-from specbranch.trace import Answer, Trace
+from specbranch.trace import NO_DISTRIBUTION, Answer, Trace
 
 State = Hashable
 Rule = Literal["match", "reject", "serve"]
-_Place = tuple[int, int]  # answer, number of its tokens read; negative within the prompt
+_Place = tuple[int, int]  # answer index, number of its tokens consumed; negative within the prompt
 _START = -1
 _MODULUS = (1 << 61) - 1  # a Mersenne prime
 
 
 class Script(Protocol):
-    """A language model as a pure function of the sequence, folded over its tokens."""
+    """A language model as a pure function of the sequence, computed token by token."""
 
     vocab_len: int
 
     def start(self) -> State:
-        """The state of the empty sequence."""
+        """Return the state of the empty sequence."""
         ...
 
     def advance(self, state: State, token: int) -> State:
-        """The state after one more token."""
+        """Return the state after one more token."""
         ...
 
     def distribution(self, state: State) -> Distribution:
-        """The next-token distribution in a state."""
+        """Return the next-token distribution in a state."""
         ...
 
 
 class TextScript:
-    """A script given by one function from the whole sequence to a distribution."""
+    """A script defined by one function from the whole sequence to a distribution."""
 
     def __init__(self, vocab_len: int, distribution: Callable[[tuple[int, ...]], Distribution]) -> None:
         self.vocab_len = vocab_len
@@ -76,7 +76,7 @@ class TextScript:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The end of one sequence; sequences share their beginnings, so a fork copies nothing."""
+    """The last token of one sequence; sequences share their prefixes, so a fork copies nothing."""
 
     state: State
     length: int
@@ -101,7 +101,7 @@ class ScriptedEngine:
 
     @property
     def num_handles(self) -> int:
-        """Handles open now."""
+        """The number of open handles."""
         return len(self._cells)
 
     @property
@@ -157,7 +157,7 @@ class ScriptedEngine:
 
 
 class SimulatedDraft:
-    """A draft engine as a lane of the round loop, with given step times."""
+    """A draft engine as a lane of the simulator's loop, with given step times."""
 
     def __init__(self, engine: DraftEngine, cost: StepCost) -> None:
         self._engine = engine
@@ -179,7 +179,7 @@ class SimulatedDraft:
         return [found[node] for _, node in rows], self._cost.at(len(rows))
 
     def close(self) -> None:
-        """Give all handles back."""
+        """Close all handles."""
         for tree_cache in self._tree_caches.values():
             tree_cache.close()
         self._tree_caches.clear()
@@ -190,9 +190,9 @@ class SimulatedDraft:
 
 
 class ScriptedTarget:
-    """A target lane whose model is a script, verifying by rule A (`match`) or rule B (`reject`; `serve` as engines do).
+    """A target lane whose model is a script. It verifies by rule A (`match`) or B (`reject`, or `serve` as engines do).
 
-    `entry_s` is what a step with drafts takes beyond the cost of its tokens.
+    `entry_s` is the fixed cost of a step with drafts, in addition to that of its tokens.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ScriptedTarget:
         self._states: WeakKeyDictionary[Session, tuple[int, State]] = WeakKeyDictionary()
 
     def step_s(self, sessions: Sequence[Session]) -> float:
-        # What costs is a token of the batch, submitted or to be made.
+        # Every token of the batch costs time, submitted or new.
         num_submitted = sum(len(session.submitted) for session in sessions)
         return self._cost.at(len(sessions) + num_submitted) + (self._entry_s if num_submitted else 0.0)
 
@@ -233,33 +233,30 @@ class ScriptedTarget:
 
 
 def candidates(session: Session, vocab_len: int) -> list[Candidates]:
-    """What the draft offers to rule B at each submitted position and the branch point: distribution, tokens drawn."""
+    """Return the draft's candidates for rule B at each submitted position and at the branch point."""
     positions = [session.tree.root, *(session.tree.submitted or ())]
     return [
-        Candidates(
-            node.distribution.dense(vocab_len) if node.distribution else Distribution((), (), 0.0).dense(vocab_len),
-            tuple(c.token for c in node.children),
-        )
+        Candidates((node.distribution or NO_DISTRIBUTION).dense(vocab_len), tuple(c.token for c in node.children))
         for node in positions
     ]
 
 
 def served_candidates(session: Session, vocab_len: int) -> list[Candidates]:
-    """What a stock engine is told: one token a place, drawn from what is told with it, or certain; then none."""
-    told = []
+    """Return candidates as a served engine gets them: one token per position, sampled or certain; none at the end."""
+    offered = []
     for node in session.tree.submitted or ():
         q = node.sampled_from or Distribution((node.token,), (1,), 0.0)
-        told.append(Candidates(q.dense(vocab_len), (node.token,)))
-    return [*told, Candidates(Distribution((), (), 0.0).dense(vocab_len), ())]
+        offered.append(Candidates(q.dense(vocab_len), (node.token,)))
+    return [*offered, Candidates(NO_DISTRIBUTION.dense(vocab_len), ())]
 
 
 def prompt_of(trace: Trace, index: int) -> tuple[int, ...]:
-    """What a session for an answer of a trace begins with."""
+    """Return the tokens that a session for an answer of a trace begins with."""
     return (index, *trace.answers[index].prompt)
 
 
 class _ReplayScript:
-    """States: `_START`, a place on a recorded answer, or the hash of a sequence that has left it."""
+    """The states are `_START`, a position in a recorded answer, or the hash of a sequence that has left it."""
 
     def __init__(self, trace: Trace) -> None:
         self._answers = trace.answers
@@ -292,7 +289,7 @@ class _ReplayScript:
 
 
 class ReplayDraft(_ReplayScript):
-    """The draft of a trace."""
+    """The draft of a trace: its recorded distributions."""
 
     def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)
@@ -304,7 +301,7 @@ class ReplayDraft(_ReplayScript):
 
 
 class ReplayTarget(_ReplayScript):
-    """The target of a trace: certain of what it said."""
+    """The target of a trace: always certain of its recorded token."""
 
     def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)
@@ -325,14 +322,14 @@ def _mix(value: int, token: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What the draft offers at one position: tokens drawn from `distribution` without replacement, in order."""
+    """The draft's candidates at one position: tokens drawn from `distribution` without replacement, in order."""
 
     distribution: Dense
     tokens: tuple[int, ...]
 
 
 def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
-    """Rule A. `sample(i)` draws the target's token after i submitted ones; it is called once per token settled."""
+    """Verify by rule A. `sample(i)` draws the target's token after i submitted ones, once per committed token."""
     for index, token in enumerate(submitted):
         drawn = sample(index)
         if drawn != token:
@@ -341,7 +338,7 @@ def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
 
 
 def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance: RandomSource) -> Verdict:
-    """Rule B. Every offer but the last begins with a submitted token; the last one holds the roots at the branch point.
+    """Verify by rule B. Each offer starts with a submitted token, except the last, which holds the roots after them.
 
     `distributions[i]` is the target's distribution after i submitted tokens.
     """
@@ -354,7 +351,7 @@ def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance:
 
 
 def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
-    """Test the offered tokens in order, each against what the earlier ones left over; the result follows p exactly."""
+    """Test the offered tokens in order, each against what the earlier ones left of p; the result follows p exactly."""
     q = offer.distribution
     for token in offer.tokens:
         keep = accept_prob(p, q, token)
@@ -365,21 +362,21 @@ def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
 
 
 def accept_prob(p: Dense, q: Dense, token: int) -> Prob:
-    """Chance to keep a token that was drawn from q: min(1, p/q)."""
+    """Return the probability of keeping a token that was drawn from q: min(1, p/q)."""
     ratio: Prob = p[token] / q[token]
     return min(ratio, 1)
 
 
 def recovery_distribution(p: Dense, q: Dense) -> Dense:
-    """The distribution after a rejection: what p has over q, normalised."""
+    """Return the distribution after a rejection: the excess of p over q, normalized."""
     excess = np.maximum(p - q, 0)
     total = excess.sum()
-    # With p = q nothing is ever rejected; only rounding can ask for this distribution.
+    # If p = q, nothing is ever rejected; only rounding can lead here.
     return excess / total if total else p
 
 
 def renormalized_without(q: Dense, token: int) -> Dense:
-    """The distribution q once `token` has been drawn and is not put back."""
+    """Return the distribution q after `token` has been drawn without replacement."""
     rest = q.copy()
     rest[token] = 0
     total = rest.sum()

@@ -1,4 +1,4 @@
-"""The virtual twin of a two-device run: real planners, sessions and scheduling on a trace, with given step times."""
+"""Simulate a run on two devices: real planners, sessions and scheduling on a trace, with given step times."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from specbranch.simulation.scripted import (
 )
 from specbranch.trace import Answer, Trace, TraceError
 
-_ROW_LIMIT = 64  # as draft engines have it
-# We do not know which threshold the paper uses; its authors' code had 0.2 and 0.3. Where the target waits after a miss,
-# this one is the fastest on the presets as a whole (studies/01-weak-pair). The planner's default is the served form's.
+_ROW_LIMIT = 64  # the default of draft engines
+# The paper does not state its threshold; its authors' code had 0.2 and 0.3. If the target waits after a miss, this
+# one is the fastest over all presets (studies/01-weak-pair). The planner's default suits the service instead.
 PAPER_CONFIDENCE = 0.5
 PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Two devices. Times are in draft steps of one row, so the target's is the speed ratio c.
+    """Two devices. Times are in draft steps of one row, so the target's step time is the speed ratio c.
 
-    `token_cost` is what each token of a target step beyond the first takes, `entry_cost` what a step with drafts takes
-    beyond its tokens. `sharing` is how many such targets one draft device serves in step with each other; below 1 a
+    `token_cost` is the cost of each token of a target step after the first, `entry_cost` the fixed cost of a step with
+    drafts. `sharing` is the number of such targets that one draft device serves in step with each other; below 1, a
     target has several draft devices, which divide its rows.
     """
 
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def draft(self) -> StepCost:
-        """Step time of the draft by the rows of one target: those of the others come on top."""
+        """Step time of the draft by the rows of one target, with those of the other targets added."""
         return StepCost(1.0 + self.row_cost * max(0.0, self.sharing - 1), self.row_cost * self.sharing)
 
     @property
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def devices(self) -> float:
-        """Devices for each target: its own, and its part of the draft's."""
+        """Devices per target: its own, and its share of the draft's."""
         return 1.0 + 1.0 / self.sharing
 
 
@@ -80,7 +80,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What one method did on one trace."""
+    """The outcome of one method on one trace."""
 
     method: Method
     elapsed_s: float
@@ -88,9 +88,9 @@ class SimulationResult:
     stats: Stats
 
     def as_json(self) -> dict[str, Any]:
-        """The figures under the names that every command uses; drafted tokens are per emitted token.
+        """Return the figures under the names that every command uses; drafted tokens are per emitted token.
 
-        `losing` is the part of them on branches that were not the draft's first choice, which papers leave out.
+        `losing` is their part on branches that were not the draft's first choice, which papers leave out.
         """
         stats = self.stats
         return {
@@ -108,17 +108,17 @@ class SimulationResult:
 def method_for(
     planner: str, pair: ModelPair, predictor: str = "confidence", as_in_paper: bool = True, has_text: bool = False
 ) -> Method:
-    """A planner set up for a pair as its paper sets it up: the pair's gamma, and for SSD the pair's acceptance.
+    """Configure a planner for a pair as its paper does: with the pair's gamma and, for SSD, the pair's acceptance.
 
-    Not `as_in_paper`, specbranch is what the service runs: no wait after a miss, and only rows that pay. `has_text`:
-    the trace is of real sequences with their prompts, so that it makes sense to guess from them.
+    Without `as_in_paper`, specbranch is configured as the service runs it: no wait after a miss, and only rows that
+    pay. `has_text` says that the trace has real sequences with prompts, so that n-gram guesses make sense.
     """
     load_planners()
     names = setting_names(planner)
     settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
     if "acceptance" in names:
         settings["acceptance"] = pair.acceptance
-    # The tokens of a made-up trace mean nothing, so guesses from them only cost time; past answers are known of none.
+    # Tokens of a synthetic trace mean nothing, so guesses from them only cost time. No trace has past answers.
     unused = ("uses_memory",) if has_text else ("uses_text", "uses_memory")
     settings |= {name: False for name in unused if name in names}
     if planner == "specbranch" and as_in_paper:
@@ -139,11 +139,11 @@ def simulate(
     costs: PairModel | None = None,
     deadline_s: float = math.inf,
 ) -> SimulationResult:
-    """Decode every answer of a trace in virtual time, `batch` at once, and say how much faster than plain decoding.
+    """Decode every answer of a trace in virtual time, `batch` at once; return stats and the speed over plain decoding.
 
     `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step over that of a
-    draft step of one row, `row_cost` what each further row takes; a `Layout` says more. `costs` holds what is learned
-    on the way. The target waits for drafts up to `deadline_s`.
+    draft step of one row, `row_cost` the cost of each further row; a `Layout` sets more. `costs` collects what sessions
+    learn about costs. The target waits for drafts up to `deadline_s`.
     """
     load_planners()
     method = Method(planner) if isinstance(planner, str) else planner
@@ -174,13 +174,13 @@ def simulate(
 
 
 def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
-    """The time in which the target alone says all answers of a batch."""
+    """Return the time in which the target alone generates all answers of a batch."""
     lengths = [len(answer.tokens) for answer in batch]
     return sum(layout.target.at(sum(length > position for length in lengths)) for position in range(max(lengths)))
 
 
 def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> SimulationResult:
-    """The outcome at the window that is fastest for this method: the fair way to compare planners on one layout."""
+    """Return the result at the fastest window for this method: the fair way to compare planners on one layout."""
     if "gamma" not in method.settings:
         return simulate(trace, method, layout, seed)
     tries = (replace(method, settings={**method.settings, "gamma": gamma}) for gamma in range(1, longest + 1))
@@ -188,7 +188,7 @@ def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, long
 
 
 def _refuse_unforeseen(trace: Trace) -> None:
-    """Raise if H-RAD cannot be replayed because the trace does not say what it foresaw."""
+    """Raise `TraceError` if the trace lacks H-RAD's signals, so that it cannot be replayed."""
     without = sum(len(answer.foreseen) != len(answer.tokens) for answer in trace.answers)
     if without:
         raise TraceError(
@@ -198,7 +198,7 @@ def _refuse_unforeseen(trace: Trace) -> None:
 
 
 def _predictor(method: Method, answer: Answer, chance: SeededRandom) -> Predictor:
-    num_before = 1 + len(answer.prompt)  # position 0 names the answer, and the prompt follows
+    num_before = 1 + len(answer.prompt)  # position 0 is the answer's index, then comes the prompt
     if method.predictor == "random":
         return RandomPredictor(chance)
     if method.predictor == "oracle":

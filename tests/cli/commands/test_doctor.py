@@ -162,7 +162,7 @@ def test_what_could_not_be_compared_is_neither_ok_nor_a_failure(monkeypatch: pyt
     shown = runner.invoke(app, ["doctor", "owner/target"])
 
     assert shown.exit_code == 0
-    assert "  SKIP  TARGET: 'owner/target' was not looked for on the Hugging Face hub: it sleeps\n" in shown.output
+    assert "  SKIP  TARGET: 'owner/target' was not checked on the Hugging Face hub: it sleeps\n" in shown.output
     assert "  SKIP  memory was not checked" in shown.output
 
 

@@ -233,7 +233,7 @@ def test_without_a_terminal_loading_is_one_plain_line(tmp_path: Path) -> None:
         (["--draft", "d", "--draft-address", "ipc://x"], "give one of"),
         (["--draft-address", "ipc:///tmp/x", "--prompt", "x", "--timeline", "t"], "give it to `specbranch draft`"),
         (["--bare", "--compare", "--prompt", "x"], "--bare has no draft"),
-        (["--bare", "--chat", "--json"], "a chat takes none of"),
+        (["--bare", "--chat", "--json"], "a chat does not go with"),
         (["--draft", "d", "--prompt", "x", "--set", "gamma"], "give KEY=VALUE"),
         (["--draft", "d", "--prompt", "x", "--timeline", "/no/such/place/t.json"], "there is no directory"),
     ],

@@ -359,7 +359,7 @@ def test_a_service_of_an_older_release_answers_a_ping_and_cannot_be_read(
         assert "version unknown" in run("ping", service.address).stdout
         done = run("top", service.address)
 
-    assert done.exit_code == 2 and "is of an older version" in done.stderr
+    assert done.exit_code == 2 and "has an older version" in done.stderr
 
 
 @contextlib.contextmanager

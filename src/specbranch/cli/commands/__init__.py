@@ -1,1 +1,1 @@
-"""The commands of `specbranch`, one chapter each."""
+"""The commands of `specbranch`, one per module."""

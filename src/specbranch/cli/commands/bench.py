@@ -112,18 +112,18 @@ def report(
 
 
 def preflight(scenario: Scenario) -> Preflight:
-    """What can be checked before a model loads."""
+    """Return the checks to make before a model loads."""
     engine = {"dtype": scenario.dtype, "max_model_len": scenario.max_model_len, **scenario.arguments}
     cores = scenario.target_cores or None
     return Preflight(target=scenario.target, draft=scenario.draft_options(), arguments=engine, target_cores=cores)
 
 
 def _num_done(scenario: Scenario, path: Path) -> int:
-    """How many trials a result file already holds; it must be of the same scenario."""
+    """Return how many trials a result file already holds; raise if they are of another scenario."""
     results = read_results(path)
     if results.scenario != scenario:
         raise ResultError(f"{path} holds results of another scenario, or of an older version of it; choose a new --out")
-    drop_unfinished(path)  # only now: another file must not be changed
+    drop_unfinished(path)  # not before the check: the file of another scenario must not change
     return len(results.records)
 
 

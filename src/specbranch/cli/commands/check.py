@@ -1,12 +1,6 @@
-"""`specbranch check`: do vLLM with the plugin, or any two servers, emit the same?
+"""`specbranch check`: compare the output of vLLM with the plugin and of bare vLLM, or of any two servers.
 
-`specbranch check`: does vLLM with the proposer emit what bare vLLM emits, for your own pair of models?
-
-With two servers in their place it compares those.
-
-`specbranch check --endpoint`: does one server emit what another one emits?
-
-The findings of a check as people read them: a table with explanations, in the terminal or as Markdown.
+The findings are printed as a table with explanations, or written as Markdown.
 """
 
 from __future__ import annotations
@@ -202,7 +196,7 @@ def check(
             wrong_temperature=wrong_temperature,
             predictor=predictor,
         )
-        options.settings("ipc://unused")  # raises for keys that both the command and the user set
+        options.settings("ipc://unused")  # raises for settings that both sides set
         preflight(options).run()
         warn(place.warning)
         found = _run(options)
@@ -220,7 +214,7 @@ def preflight(options: CheckOptions) -> Preflight:
 
 
 def _planners(planner: str, all_planners: bool) -> list[str]:
-    setting_names(planner)  # raises with the nearest known name
+    setting_names(planner)  # raises with the most similar known name
     if planner == "none":
         raise UsageError("--planner none never drafts, so nothing would be checked; choose another")
     others = [name for name in planner_names() if name not in ("none", planner)] if all_planners else []
@@ -260,7 +254,7 @@ def _page(report: Report) -> CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class ServerPair:
-    """Two servers, as the options name them."""
+    """The options that name two servers."""
 
     endpoint: str | None
     reference: str | None
@@ -270,7 +264,7 @@ class ServerPair:
     api_key_env: str | None = None
 
     def opened(self) -> tuple[OpenAIServer, OpenAIServer]:
-        """Connect to both servers, and return them once they have answered."""
+        """Connect to both servers and return them."""
         if self.endpoint is None or self.reference is None:
             raise UsageError("give both: --endpoint, the server to check, and --reference, the one without drafts")
         key = self._key()
@@ -290,7 +284,7 @@ class ServerPair:
 
 
 def is_server_mode(context: typer.Context) -> bool:
-    """Return whether the options name servers, and not a pair of models; raise if they name both."""
+    """Return whether the command was given servers instead of a pair of models; raise if it was given both."""
     given = [name for name in context.params if _is_given(context, name)]
     own = [name for name in given if name in _OWN]
     if "endpoint" not in given and "reference" not in given:
@@ -306,14 +300,14 @@ def is_server_mode(context: typer.Context) -> bool:
 
 
 def compare_servers(pair: ServerPair, options: CompareOptions) -> Comparison:
-    """Compare both servers, and show the progress."""
+    """Compare the answers of both servers, showing progress."""
     with ProgressBar() as progress:
         progress.show("connecting")
         return compare(*pair.opened(), options, progress.show)
 
 
 def servers_page(found: Comparison) -> CheckReport:
-    """Return the report on the findings as a page."""
+    """Return the findings as a report."""
     names = " and ".join(dict.fromkeys((found.endpoint["model"], found.reference["model"])))
     return CheckReport(
         title=f"{found.endpoint['url']} against {found.reference['url']}",
@@ -335,7 +329,7 @@ def _shown(context: typer.Context, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report as a page: what was compared, and the findings."""
+    """The findings of a check, what it compared, and how much."""
 
     title: str
     facts: str
@@ -345,14 +339,14 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """A sentence that sums up all findings."""
+        """The result of all findings in a few words."""
         results = [finding.result for finding in self.findings]
         failed, skipped = results.count(FAILED), results.count(SKIPPED)
         says = f"{failed} of {len(results)} checks FAILED" if failed else "all checks hold"
         return f"{says}, {skipped} skipped" if skipped else says
 
     def show(self, console: Console, quick: bool, file: Path | None) -> None:
-        """Print the page, and write it to the file if there is one."""
+        """Print the report, and write it to a file if one is given."""
         console.print(self._table())
         for line in (*self._details(), *self._notes()):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -364,7 +358,7 @@ class CheckReport:
             console.print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)
 
     def markdown(self) -> str:
-        """Return the page as Markdown."""
+        """Return the report as Markdown."""
         details = [f"- {line}" for line in self._details()]
         return "\n".join(
             [

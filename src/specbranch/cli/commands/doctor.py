@@ -1,4 +1,4 @@
-"""`specbranch doctor`: what this machine has, what would be chosen here and why, and whether a pair could start."""
+"""`specbranch doctor`: show what this machine has, what specbranch would choose and why, and if a pair could start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FAST = (
     ("avx2", "8-bit weights are the fastest draft here; `specbranch plan` compares the types of a target"),
 )
 _NONE = "no vector instructions that matter were found"
-_TOKEN_BYTES = 12_288  # of a draft of half a billion weights, such as Qwen2.5-Coder-0.5B: an example
+_TOKEN_BYTES = 12_288  # of a typical draft with half a billion weights, such as Qwen2.5-Coder-0.5B
 
 _COLOURS: dict[State, str] = {"ok": "green", "fail": "bold red", "skip": "yellow"}
 
@@ -73,7 +73,7 @@ def doctor(
 
 
 def machine() -> Section:
-    """Describe the processor with its instruction sets, the cores, memory and GPUs."""
+    """Return the processor and its instruction sets, cores, memory and GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     named = instruction_sets(text)
@@ -92,7 +92,7 @@ def machine() -> Section:
 
 
 def software() -> Section:
-    """Describe the installed versions, and what to install for what is missing."""
+    """Return the versions of all packages, and the extras that are missing."""
     versions = {name: _version(name) for name in _PACKAGES}
     return {
         "python": platform.python_version(),
@@ -108,7 +108,7 @@ def software() -> Section:
 
 
 def choices(draft: str | None, engine: str | None, device: str) -> Section:
-    """Describe what specbranch would choose for a draft on this machine, and why."""
+    """Return what would be chosen for a draft on this machine, and why."""
     place = place_draft(device, draft, engine, ParallelLayout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
     free = specbranch_machine.free_host_memory()
@@ -132,7 +132,7 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Choose the device of a draft of the torch engine next to a target on one device."""
+    """Return where a torch draft would run next to a target on one device."""
     return choose_device(
         device,
         num_gpus=num_gpus(),
@@ -155,7 +155,7 @@ def _engine_state(name: str) -> str:
 
 
 def _missing() -> list[str]:
-    """Return the extras to install for what does not work yet."""
+    """Return the extras to install for features that do not work yet."""
     extras = {"vllm" if num_gpus() else "cpu": "vllm", "llamacpp": "llama_cpp", "torch": "transformers"}
     extras |= {"metrics": "prometheus_client", "bench": "matplotlib"}
     return [f"specbranch[{extra}]" for extra, module in extras.items() if importlib.util.find_spec(module) is None]

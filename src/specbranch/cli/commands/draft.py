@@ -1,4 +1,4 @@
-"""`specbranch draft`: the draft service as a process of its own; `specbranch keys`: the keys it needs for TCP."""
+"""`specbranch draft`: run the draft service as a process; `specbranch keys`: create the keys that it needs for TCP."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def draft(
 
 
 def _tell_parent(stage: str) -> None:
-    """For the process that has started this one."""
-    with contextlib.suppress(OSError):  # nobody listens
+    """Print the stage for the parent process."""
+    with contextlib.suppress(OSError):  # the parent may have closed the pipe
         print(stage, flush=True)  # noqa: T201
 
 
@@ -158,7 +158,7 @@ def _serve(server: Server, metrics_port: int | None, until_eof: bool) -> None:
 
 
 def _stop_at_eof(server: Server) -> None:
-    """A parent process that dies, however it dies, closes the pipe."""
+    """Stop the server when standard input closes, as it does when the parent dies for any reason."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.stop()
@@ -181,5 +181,5 @@ def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Director
 
 
 def service_keys(directory: Path | None) -> ServiceKeys | None:
-    """The service's part of a directory of keys."""
+    """Return the service's key files in a directory; None without a directory."""
     return ServiceKeys(directory / "service.key_secret", directory / "clients") if directory else None

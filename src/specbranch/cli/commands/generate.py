@@ -1,4 +1,4 @@
-"""`specbranch generate`: one answer or a chat in the terminal, with a draft model next to the target."""
+"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that runs next to the target."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def generate(
         )
         is_chat = chat or (prompt is None and sys.stdin.isatty())
         if is_chat and (as_json or compare or raw or prompt is not None):
-            raise UsageError("a chat takes none of --prompt, --raw, --json and --compare")
+            raise UsageError("a chat does not go with --prompt, --raw, --json or --compare")
         _check(options, compare)
         warn(place.warning)
         if options.is_drafting:
@@ -164,7 +164,7 @@ def generate(
                 _end_answer(talk, answer)
                 document = answer.as_json()
         if compare:
-            # Only now, when the pair has released the cores and the memory.
+            # Only after the pair has released its cores and memory.
             plain = plain or answer_alone(options, cores or (), encoded, sampling)
             document |= {"plain": plain.as_json(), "plain_cores": cores, **compare_answers(answer, plain)}
             _tell(comparison_line(answer, plain, cores, is_greedy=not temperature))
@@ -183,7 +183,7 @@ def generate(
 
 @dataclass(slots=True)
 class _Talk:
-    """The loaded pair, the sampling parameters, and the screen for the answer (None: no screen)."""
+    """The loaded pair, the sampling parameters, and the view that shows answers (None: no view)."""
 
     pair: LocalPair
     sampling: dict[str, Any]
@@ -192,7 +192,7 @@ class _Talk:
     screen: TerminalView | None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of the prompt; raise if it leaves no room for an answer."""
+        """Return the prompt's tokens; raise `UsageError` if they leave no room for an answer."""
         target = self.pair.target
         if self.is_raw:
             prompt = target.encode(messages[-1]["content"])
@@ -209,7 +209,7 @@ class _Talk:
         return prompt
 
     def answer(self, prompt: Sequence[int], **sampling: Any) -> StreamedAnswer:
-        """Decode and show an answer, and return it; Ctrl-C stops it after the current step."""
+        """Generate the target's answer and stream it to the view. Ctrl-C stops it after the current step."""
         tokenizer = self.pair.target.llm.get_tokenizer()
         highlighter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         waited_s = self.pair.wait_s()
@@ -225,7 +225,7 @@ class _Talk:
                 if interrupt.is_asked:
                     answer.is_stopped = True
                     break
-        answer.wait_s = self.pair.wait_s() - waited_s  # once, because it calls all workers
+        answer.wait_s = self.pair.wait_s() - waited_s  # once at the end, because it calls all workers
         return answer
 
 
@@ -238,7 +238,7 @@ def _check(options: LocalPairOptions, compare: bool) -> None:
 
 
 def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
-    """Return an answer of the loaded target without drafts, for a draft that uses none of the target's cores."""
+    """Let the loaded target answer without drafts. Only fair if the draft's device is of no use to the target."""
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
     quiet.answer(prompt, max_tokens=_WARM_TOKENS)

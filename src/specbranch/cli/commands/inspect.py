@@ -1,4 +1,4 @@
-"""`specbranch ping`, `describe` and `drain`: ask a draft service, and take it out."""
+"""`specbranch ping`, `describe` and `drain`: query a draft service, and take it out of service."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _ask(address: str, keys: Path | None) -> dict[str, Any]:
     options = ClientOptions(address, keys=client_keys(str(keys) if keys else None))
     trips_s: list[float] = []
     with contextlib.closing(DraftClient(options)) as client:
-        welcome = client.hello(_ANSWER_S)  # this one connects
+        welcome = client.hello(_ANSWER_S)  # connects; not timed
         while welcome is not None and len(trips_s) < _TIMES:
             start_s = time.monotonic()
             welcome = client.hello(_ANSWER_S)
@@ -68,7 +68,7 @@ def _ask(address: str, keys: Path | None) -> dict[str, Any]:
 
 
 def _version(address: str, keys: Path | None) -> str | None:
-    """The release that the service runs; None if it is too old to tell."""
+    """Return the release that the service runs; None if it is too old to report it."""
     with (
         contextlib.suppress(ServiceUnavailable, UsageError),
         contextlib.closing(ServiceSource(address, keys)) as source,
@@ -103,7 +103,7 @@ def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_jso
 
 
 def describe_lines(overview: Overview) -> dict[str, str]:
-    """One line for each thing; what the service does not tell is left out."""
+    """Return one line per property; leave out those that the service does not report."""
     settings, figures = overview.settings, overview.figures
     weights = settings.get("weight_bytes")
     found = {
@@ -130,7 +130,7 @@ def describe_lines(overview: Overview) -> dict[str, str]:
 
 
 def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
-    """The forms whose setting is known, filled in."""
+    """Fill in those forms whose setting is known, and join them."""
     words = {name: f"{value:,}" if isinstance(value, int) else value for name, value in settings.items()}
     return ", ".join(form.format(**words) for form in forms if form.split("{")[1].split("}")[0] in words)
 
@@ -170,7 +170,7 @@ def drain(
 
 
 def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Draining:
-    """What the service says at last; raises `ServiceUnavailable`."""
+    """Ask the service to drain until it is idle or `wait_s` has passed; return its last reply."""
     end_s = time.monotonic() + wait_s
     transport = ZmqTransport(address, client_keys(str(keys) if keys else None))
     with contextlib.closing(MessageChannel(transport)) as connection:
@@ -190,7 +190,7 @@ def _ask_to_drain(connection: MessageChannel, request: Drain) -> Draining | None
         for reply in connection.iter_replies(time.monotonic() + _ANSWER_S):
             if isinstance(reply, ErrorReply):
                 raise UsageError(
-                    f"the draft service refuses: {reply.reason} (one that is of an older version cannot be drained)"
+                    f"the draft service refuses: {reply.reason} (one of an older version cannot be drained)"
                 )
             if isinstance(reply, Draining) and reply.round == request.round:
                 return reply

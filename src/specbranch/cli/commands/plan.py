@@ -1,4 +1,4 @@
-"""`specbranch plan` and `profile`: does drafting pay for a pair here, and what does a draft step cost?"""
+"""`specbranch plan` and `profile`: forecast if drafting pays for a pair here, and measure the cost of a draft step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from specbranch.plugins.vllm import installed
 from specbranch.plugins.vllm.layout import ParallelLayout
 from specbranch.trace import write_trace
 
-MIN_GAIN = 0.1  # a smaller gain is within the error of a forecast
+MIN_GAIN = 0.1  # smaller gains are within the error of a forecast
 _ERRORS = (
     "forecast error in our own runs: 3 to 20 % up to 4 requests at once; at 8 requests a third to a half too high. "
     "Prefill is not included."
@@ -148,7 +148,7 @@ def plan(
 def _chosen_flags(
     options: PairOptions, device: str, target_cores: str | None, draft_cores: str | None, vllm: dict[str, Any]
 ) -> list[str]:
-    """Return the flags of `specbranch serve` for all choices that are not the default."""
+    """Return flags of `specbranch serve` for all choices made here that are not the default."""
     values = {
         "--draft-device": None if device == "auto" else device,
         "--draft-engine": options.draft.engine,
@@ -176,7 +176,7 @@ def _print(console: Console, types: Sequence[TypeForecast], pair: Sequence[str],
 
 
 def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """Describe the measurements and the advice in lines; the last one is a command. `chosen` has at most one dtype."""
+    """Say what was measured and what to do; the last line is a command. With several types, `chosen` has no --dtype."""
     with_drafts, without = fastest(types), fastest_bare(types)
     advice, best = with_drafts.advice, with_drafts.best
     gain = with_drafts.best_per_s / without.bare_per_s
@@ -203,7 +203,7 @@ def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequen
 
 
 def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) -> str:
-    """Return the command that serves with the forecast settings."""
+    """Return the command that serves the pair as forecast."""
     gamma = best.method.settings.get("gamma")
     longest = [] if gamma is None else ["--gamma", str(gamma)]
     return shlex.join(["specbranch", "serve", *pair, "--planner", best.method.planner, *longest, *chosen])
@@ -227,7 +227,7 @@ def _measured(survey: Survey, advice: Advice) -> list[str]:
 
 
 def _type_lines(types: Sequence[TypeForecast]) -> list[str]:
-    """Describe the speeds in every data type of the target, if there are several."""
+    """Return the speeds in every data type of the target, and the fastest; nothing if there is only one type."""
     if len(types) == 1:
         return []
     speeds = "; ".join(f"{one.dtype} {one.bare_per_s:.1f} and {one.best_per_s:.1f}" for one in types)
@@ -244,7 +244,7 @@ def _type_flag(types: Sequence[TypeForecast], one: TypeForecast) -> list[str]:
 
 
 def _rivals(advice: Advice, best: Forecast) -> str:
-    """Name the planners whose forecast is within the error of the best one's."""
+    """Name the planners whose forecast is too close to the best one to tell them apart."""
     near = [
         f"{one.method.planner} ({one.speed:.2f})"
         for one in advice.forecasts
@@ -275,7 +275,7 @@ def _requests(count: int) -> str:
 
 
 def _without_draft(chosen: Sequence[str]) -> list[str]:
-    """Return the flags that also apply without a draft."""
+    """Return the flags without those that only concern a draft."""
     words = list(chosen)
     for flag in ("--draft-device", "--draft-engine", "--draft-dtype", "--draft-cores"):
         if flag in words:
@@ -333,7 +333,7 @@ def _row_counts(rows: str) -> list[int]:
 
 
 def _options(model: str, device: str, threads: int | None, dtype: str, context: int, max_rows: int) -> EngineOptions:
-    """Return the engine's options, with default limits that are raised if this measurement needs more."""
+    """Return an engine's default limits, raised where this measurement needs more."""
     usual = EngineOptions(model=model)
     return EngineOptions(
         model=model,
@@ -411,6 +411,6 @@ def _bound_line(result: Profile) -> str:
         return f"memory: the bandwidth of {result.info.device} is unknown"
     read = f"memory: reads {result.bandwidth / 1e9:.1f} GB/s"
     if result.weight_bytes is None or result.bound_s is None:
-        return f"{read}; this engine does not tell the size of its weights"
+        return f"{read}; the size of this engine's weights is unknown"
     size = f"{result.weight_bytes / 1e6:.0f} MB of weights"
     return f"{read}; {size} take {1e3 * result.bound_s:.3g} ms, {result.bound_share:.0%} of a step with one row"

@@ -1,4 +1,4 @@
-"""`specbranch serve`: a draft service and `vllm serve` with our proposer, as one command; or bare vLLM."""
+"""`specbranch serve`: start a draft service and `vllm serve` with our proposer as one command; or bare vLLM."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """The parsed command line. Without `draft` and `remote`, vLLM is bare."""
+    """All options of the command, before anything starts. Without a local or remote draft, vLLM runs bare."""
 
     target: str
     draft: DraftServiceOptions | None
@@ -69,7 +69,7 @@ class _Plan:
     flags: Flags
 
     def options(self, address: str | None) -> VllmServeCommand:
-        """Return the options of vLLM; `address` is that of the draft service that this command starts, if any."""
+        """Return vLLM's command; `address` is that of the draft service to be started here, if any."""
         where = self.remote.section if self.remote else {"address": address}
         return VllmServeCommand(
             model=resolve_model(self.target),
@@ -81,10 +81,10 @@ class _Plan:
         )
 
     def check(self) -> None:
-        """Raise now for what would otherwise fail after models are loaded."""
+        """Raise for errors that would otherwise appear only after models are loaded."""
         if self.is_drafting:
             self.settings()
-        self.options("ipc://unused" if self.draft else None)  # raises for flags that it sets itself
+        self.options("ipc://unused" if self.draft else None)  # raises for flags that this command sets itself
         Preflight(target=self.target, draft=self.draft, remote=self.remote, flags=self.flags, is_server=True).run()
 
     @property
@@ -93,7 +93,7 @@ class _Plan:
         return self.draft is not None or self.remote is not None
 
     def settings(self) -> ProposerSettings:
-        """Return the proposer's settings; raise now for settings that vLLM's worker would refuse minutes later."""
+        """Return the proposer's settings; raise now what vLLM's worker would raise minutes later."""
         settings = self._merged(self.remote.section if self.remote else {})
         settings.client_options(self.gamma)
         return settings
@@ -181,7 +181,7 @@ def serve(
 
 
 def _run(plan: _Plan, console: Console) -> int:
-    """Start draft and target, watch them, stop them, and return the exit code."""
+    """Start draft and target, watch them, stop them; return the exit code."""
     settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
     status = _StatusLine(console)
     with contextlib.ExitStack() as stack:
@@ -206,7 +206,7 @@ def _run(plan: _Plan, console: Console) -> int:
 
 
 class _StatusLine:
-    """The output of the command: our own lines, the stages of the start, and the lines of vLLM's log."""
+    """Print events, progress and vLLM's log lines, and measure how long the start takes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -215,7 +215,7 @@ class _StatusLine:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Show the stages of the start in one line until the block ends."""
+        """Show a progress line with the stages of the start."""
         with ProgressBar() as progress:
             self._progress = progress
             try:
@@ -247,7 +247,7 @@ class _StatusLine:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM: they would leave a process that is just being started without a parent."""
+    """Delay Ctrl-C and SIGTERM, which would orphan a process that is being started."""
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -277,8 +277,8 @@ def _stop(server: VllmServer, draft: DraftProcess | None) -> int:
     return 0
 
 
-def _await_ready(server: VllmServer, endpoint: HttpEndpoint, status: _StatusLine) -> int | None:
-    """Wait until vLLM answers; return its exit code if it ends first."""
+def _await_ready(server: VllmServer, endpoint: HttpEndpoint, voice: _StatusLine) -> int | None:
+    """Wait until vLLM is ready and return None, or its exit code if it ends before."""
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:
             server.unpin_frontend()
@@ -294,9 +294,9 @@ def _failed(server: VllmServer, code: int, status: _StatusLine) -> int:
     return _exit_code(code)
 
 
-def _watch(server: VllmServer, status: _StatusLine) -> int:
-    """Wait until vLLM ends, and return the exit code of the command."""
-    status.event(f"ready in {status.elapsed_s():.0f} s")
+def _watch(server: VllmServer, voice: _StatusLine) -> int:
+    """Wait until vLLM ends; return the exit code."""
+    voice.event(f"ready in {voice.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)
     status.event(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
@@ -304,7 +304,7 @@ def _watch(server: VllmServer, status: _StatusLine) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """Convert an exit code to that of a shell, which adds 128 to the number of a signal."""
+    """Convert an exit code as shells do: signals count from 128."""
     return code if code >= 0 else 128 - code
 
 
@@ -333,4 +333,10 @@ def _describe_draft(plan: _Plan) -> str:
         return f"{plan.draft.model} in {plan.draft.engine} on {plan.draft.device}, {name_cores(plan.draft.cores)}"
     assert plan.remote is not None, "there is a draft of one kind"
     models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
-    return f"{', '.join(models)}, runs already" if models else "not running now; without it vLLM goes on alone"
+    return f"{', '.join(models)}, already running" if models else "not running now; vLLM starts without drafts"
+
+
+def _core_words(cores: Sequence[int] | None) -> str:
+    if cores is None:
+        return "not pinned"
+    return f"{'core' if len(cores) == 1 else 'cores'} {','.join(str(core) for core in cores)}"

@@ -1,4 +1,4 @@
-"""`specbranch simulate`: every planner on one pair of models, in virtual time, without hardware."""
+"""`specbranch simulate`: compare planners on one pair of models, in virtual time, without hardware."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ _COLUMNS = (
     "wait",
     "rows\n/round",
 )
-
-
 _LEGEND = (
     "speed: relative to decoding without drafts. hit rate: verdicts for which a branch was ready.",
     "rejected, unused, cut: draft tokens rolled back per emitted token, by cause; losing: the part of them on",
@@ -50,7 +48,7 @@ _LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is simulated: a pair of models and a trace of its answers."""
+    """The input of a simulation: a pair of models and a trace of its answers."""
 
     name: str
     pair: ModelPair
@@ -141,14 +139,14 @@ def simulate(
 def _planner_names(planners: str) -> list[str]:
     names = [name.strip() for name in planners.split(",") if name.strip()]
     for name in names:
-        setting_names(name)  # raises with the nearest known name
+        setting_names(name)  # raises with the most similar known name
     if not names:
         raise UsageError(f"--planners is empty; choose from {', '.join(PLANNERS)}")
     return names
 
 
 def _window(c: float) -> int:
-    """As many tokens as the draft produces in one target step; the papers choose the same."""
+    """Return how many tokens the draft produces in one target step, which is the papers' choice of gamma."""
     return min(max(1, round(c)), MAX_WINDOW)
 
 

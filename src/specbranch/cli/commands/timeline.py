@@ -1,4 +1,4 @@
-"""`specbranch timeline`: where the time of a real run went, from the file that the draft service wrote."""
+"""`specbranch timeline`: show where the time of a real run went, from the file that the draft service wrote."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def timeline(
         if plot:
             check_plot(plot)
         if replay and replay.suffix != ".html":
-            raise UsageError(f"--replay {replay}: a page in HTML is written; end its name in .html")
+            raise UsageError(f"--replay {replay}: the page is HTML; give a name that ends in .html")
         stretch = _stretch(start, end)
         read = read_timeline(file).between(*stretch)
         found = [time_shares(read, lane) for lane in read.targets]
@@ -82,13 +82,13 @@ def _stretch(start: float | None, end: float | None) -> tuple[float, float]:
 
 
 def _equal(timeline: Timeline, stretch: tuple[float, float]) -> list[tuple[float, float]]:
-    """The same time range for every target, ending where the last of them ends."""
+    """Return the same time range for every target, up to the end of the last one."""
     last_s = max(span.end_s for lane in timeline.targets for span in lane.steps + lane.waits)
     return [(stretch[0], min(stretch[1], last_s))] * len(timeline.targets)
 
 
 def print_shares(console: Console, timeline: Timeline, found: list[Shares]) -> None:
-    """Print the stats of a timeline as a table."""
+    """Print how each target and its draft spent their time, as a table."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("target", no_wrap=True)
     for column in ("seconds", "busy", "waits", "draft\nbusy", "rounds", "hit\nrate", "tokens\n/round", "rows\n/step"):

@@ -27,7 +27,7 @@ from specbranch.cli.readings import (
 from specbranch.errors import SpecBranchError
 from specbranch.service.wire.addresses import default_address
 
-_NAP_S = 0.1  # Ctrl-C is noticed so soon
+_NAP_S = 0.1  # how often to check for Ctrl-C
 _UNKNOWN = "-"
 _IN_A_LINE = ("verdicts", "hit_rate", "tokens_per_round", "draft_step_ms", "wait_ms")
 
@@ -84,7 +84,7 @@ def _watch(shown: _View, interval_s: float) -> None:
 
 
 class _View:
-    """Readings one after the other: on a terminal as a screen, elsewhere as lines. A context manager."""
+    """Show one reading after another: on a terminal as a screen, elsewhere as lines. A context manager."""
 
     def __init__(self, source: StatsSource, address: str, as_json: bool) -> None:
         self._source = source
@@ -97,7 +97,7 @@ class _View:
         self._earlier: StatsReading | None = None
 
     def go_on(self) -> None:
-        """Show the next reading, or that there is none."""
+        """Show the next reading, or why there is none."""
         outage = ""
         try:
             now = self._source.read()
@@ -133,7 +133,7 @@ class _View:
 def view_as_screen(
     name: str, now: StatsReading | None, earlier: StatsReading | None, outage: str = ""
 ) -> RenderableType:
-    """A few lines of what is true now, above a table of measures; after an outage, those from before."""
+    """Return the gauges as lines above a table of measures; during an outage, those of the last reading."""
     parts: list[RenderableType] = [Text(f"specbranch: {name}", style="bold", overflow="ellipsis", no_wrap=True)]
     if outage:
         parts.append(Text(outage, style="bold red"))
@@ -144,7 +144,7 @@ def view_as_screen(
 
 
 def view_as_line(now: StatsReading, earlier: StatsReading | None) -> str:
-    """The most important measures, over the last interval if there was one."""
+    """Return the main measures as one line: over the last interval if there was one, else since the start."""
     words = [count(now.sessions, "session"), *now.states]
     for measure in top_rows(now, earlier):
         if measure.name in _IN_A_LINE:
@@ -154,7 +154,7 @@ def view_as_line(now: StatsReading, earlier: StatsReading | None) -> str:
 
 
 def view_as_json(now: StatsReading, earlier: StatsReading | None) -> dict[str, Any]:
-    """All of a reading: what is true now, sums since the start, and rates over the last interval."""
+    """Return a reading as JSON: gauges, sums since the start, and rates over the last interval."""
     lines = top_rows(now, earlier)
     return {
         "model": now.model,
@@ -179,7 +179,7 @@ def view_as_json(now: StatsReading, earlier: StatsReading | None) -> dict[str, A
 
 
 def now_lines(now: StatsReading) -> list[str]:
-    """What is true at this moment."""
+    """Return the gauges of a reading as lines of text."""
     about = [now.model, *(f"drafting: {state}" for state in now.states)]
     if now.uptime_s is not None:
         about.append(f"up {duration(now.uptime_s)}")
@@ -203,12 +203,12 @@ def now_lines(now: StatsReading) -> list[str]:
 
 
 def count(number: int, thing: str) -> str:
-    """So many things."""
+    """Return a number with its noun, in the singular or plural."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def duration(seconds: float) -> str:
-    """A time in the two units that matter."""
+    """Return a duration in its two largest units."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -220,7 +220,7 @@ def duration(seconds: float) -> str:
 
 
 def memory(size: float | None) -> str:
-    """A size in memory; nothing if it is not known."""
+    """Return a size in MB or GB; "" if it is unknown."""
     if size is None:
         return ""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""`specbranch train`: collect examples of a pair, fit H-RAD on them, and judge it."""
+"""`specbranch train`: collect examples from a pair, train H-RAD on them, and score it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def fit_command(
 
 
 def _messages(text: str) -> tuple[str, list[str]]:
-    """A task and its messages from TASK=FILE:COUNT."""
+    """Read a task and its messages from TASK=FILE:COUNT."""
     task, _, rest = text.partition("=")
     file, _, count = rest.rpartition(":")
     if not file or not count.isdigit():

@@ -1,6 +1,6 @@
-"""Any causal model of Transformers as a draft engine, on any device of torch.
+"""Run any causal model of Transformers as a draft engine, on any torch device.
 
-Importing this package imports neither torch nor Transformers; asking it for `TorchEngine` does.
+Importing this package imports neither torch nor Transformers; accessing `TorchEngine` does.
 """
 
 from __future__ import annotations

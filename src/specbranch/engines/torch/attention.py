@@ -1,10 +1,10 @@
-"""Attention by spans of slots and by page tables.
+"""Attention of a draft step, in two forms: over spans of slots, and over page tables.
 
-Nothing is copied where a session's slots lie close together, and all its rows read its keys and values together. That
-makes it the fastest form on a CPU. On other devices long pieces of prompts go this way.
+Span attention copies nothing if a session's slots lie close together, and reads the keys and values of all its rows at
+once. It is the fastest form on a CPU; other devices use it for long prompts.
 
-Shapes are fixed: a step is filled up to the next of a few sizes, its bucket, so that one recording of a bucket's
-operations serves all its steps. Every token is a row of its own with its own length, so there is no causal mask: a
+Paged attention has fixed shapes: a step is padded to the next of a few sizes, its bucket, so that one recording of a
+bucket's operations serves all its steps. Every token is a row with a length of its own, so there is no causal mask: a
 layer's keys are written before they are read.
 """
 
@@ -27,20 +27,20 @@ with optional_import("torch"):
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-_FEW = 16  # new tokens of a session, up to which query heads of one key-value head are computed together
-_SPARSE = 4  # a span of so many times the longest path is not read as it is: the slots in use are copied
-_NUM_PARTS = 4  # of a frame, beside the page table
+_FEW = 16  # new tokens of a session up to which the query heads of one key-value head are computed together
+_SPARSE = 4  # if a span is over this many times the longest path, its used slots are copied instead
+_NUM_PARTS = 4  # of the buffer, in addition to the page table
 
 
 class SpanAttention:
-    """The attention of one step."""
+    """Compute the attention of one step."""
 
     def __init__(self, batch: Batch, device: str) -> None:
         groups = (list(group) for _, group in groupby(batch.pieces, key=attrgetter("session")))
         self._spans = [_span(group, device) for group in groups]
 
     def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attend with queries [tokens, heads, head_dim] to a store; [tokens, kv_heads, heads of each, head_dim]."""
+        """Attend from queries [tokens, heads, head_dim] to a store; return [tokens, kv_heads, group_len, head_dim]."""
         parts = [span.attend(store, query[span.start : span.stop], scaling) for span in self._spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -51,8 +51,8 @@ class _Span:
 
     start: int
     stop: int
-    slots: slice | torch.Tensor  # that attention runs over
-    mask: torch.Tensor | None  # [tokens, slots], 0 or -inf; None if every token sees all before it and no others
+    slots: slice | torch.Tensor  # that the tokens attend to
+    mask: torch.Tensor | None  # [tokens, slots], 0 or -inf; None for plain causal attention
     _repeated: torch.Tensor | None = None
 
     def attend(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -71,7 +71,7 @@ class _Span:
                 enable_gqa=group_len > 1,
             )
             return out[0].transpose(0, 1).view(num_tokens, num_keys, group_len, head_dim)
-        # The query heads of a group become further queries of one head: keys are read once, not once per query head.
+        # Turn the query heads of a group into more queries of one head: keys are read once, not once per query head.
         queries = query.view(num_tokens, num_keys, group_len, head_dim).transpose(0, 1)
         queries = queries.reshape(1, num_keys, num_tokens * group_len, head_dim)
         out = scaled_dot_product_attention(
@@ -80,7 +80,7 @@ class _Span:
         return out[0].view(num_keys, num_tokens, group_len, head_dim).transpose(0, 1)
 
     def _mask_of(self, query: torch.Tensor, group_len: int) -> torch.Tensor | None:
-        """The mask for several queries of each token; every layer of a step asks for the same one."""
+        """Return the mask repeated for the queries of each token; compute it once, as all layers of a step share it."""
         if self._repeated is None and self.mask is not None:
             self._repeated = self.mask.to(query.dtype).repeat_interleave(group_len, dim=0)
         return self._repeated
@@ -102,12 +102,12 @@ def _span(pieces: Sequence[RowSpan], device: str) -> _Span:
 
 
 def _is_prompt(piece: RowSpan) -> bool:
-    """Whether a row is its whole sequence, in slots that rise from token to token."""
+    """Return whether a row is its whole sequence, in slots whose numbers rise from token to token."""
     return piece.num_tokens == len(piece.path) and bool((piece.path[1:] > piece.path[:-1]).all())
 
 
 def _mask(paths: Sequence[SlotIds], pieces: Sequence[RowSpan], width: int) -> NDArray[np.float32]:
-    """What is added to the scores of the new tokens [tokens, width]: 0 for their paths up to themselves, else -inf."""
+    """Return the mask [tokens, width] to add to scores: 0 for each token's path up to itself, -inf elsewhere."""
     first = pieces[0].start
     mask = np.full((pieces[-1].stop - first, width), -np.inf, dtype=np.float32)
     for path, piece in zip(paths, pieces, strict=True):
@@ -119,7 +119,7 @@ def _mask(paths: Sequence[SlotIds], pieces: Sequence[RowSpan], width: int) -> ND
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The shape of a step: rows, and slots that each of them may read."""
+    """The padded shape of a step: its rows, and the slots that each row may read."""
 
     num_rows: int
     context: int
@@ -127,7 +127,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes that steps are filled up to, each rising."""
+    """The sizes that steps are padded to, in ascending order."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (256, 1024, 4096, 16384)
@@ -136,39 +136,39 @@ class Buckets:
         return (Bucket(num_rows, context) for context in self.contexts for num_rows in self.rows)
 
     def up_to(self, num_slots: int) -> Buckets:
-        """These buckets without contexts that are longer than a cache of so many slots needs."""
+        """Return these buckets without the contexts that a cache of `num_slots` slots cannot fill."""
         needed = sum(context < num_slots for context in self.contexts) + 1
         return replace(self, contexts=self.contexts[:needed])
 
     def bucket(self, batch: Batch) -> Bucket | None:
-        """The smallest bucket that holds a batch; None if it is too large for any."""
+        """Return the smallest bucket that holds a batch; None if it exceeds all."""
         num_rows = next((size for size in self.rows if size >= len(batch.tokens)), None)
         context = next((size for size in self.contexts if size >= batch.longest), None)
         return None if num_rows is None or context is None else Bucket(num_rows, context)
 
 
 class Attention(Protocol):
-    """How the rows of a step read a layer's store."""
+    """Computes the attention of one step over a layer's store."""
 
     def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attend with queries [tokens, heads, head_dim] to a store; [tokens, kv_heads, heads of each, head_dim]."""
+        """Attend from queries [tokens, heads, head_dim] to a store; return [tokens, kv_heads, group_len, head_dim]."""
         ...
 
 
 class PagedBackend(Protocol):
-    """One way to compute attention over page tables."""
+    """A way to compute attention over page tables."""
 
     def plan(self, bucket: Bucket, lengths: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
-        """Prepare a step, outside of what is recorded, by its lengths [rows] and page table [rows, context]."""
+        """Prepare a step outside of the recorded operations, from its lengths [rows] and page table [rows, context]."""
         ...
 
     def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
-        """The attention of a step, by the same two on the device."""
+        """Return the attention of a step, from the same lengths and page table on the device."""
         ...
 
 
 class GatherAttention:
-    """Copies each row's keys and values, then attends to all rows in one call. Runs on every device."""
+    """Copy each row's keys and values, then attend for all rows in one call. Runs on every device."""
 
     def __init__(self, most: int, device: str, dtype: torch.dtype) -> None:
         """`most` is the largest context; `dtype` that of queries and keys."""
@@ -179,7 +179,7 @@ class GatherAttention:
         pass
 
     def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
-        # Added to the scores rather than boolean: every layer would have to convert a boolean mask to this one.
+        # An additive mask, because every layer would convert a boolean one to it.
         is_seen = self._places[: bucket.context] < lengths[:, None]  # [rows, context]
         mask = torch.where(is_seen, 0.0, float("-inf")).to(self._dtype)[:, None, None]
 
@@ -192,10 +192,10 @@ class GatherAttention:
 
 
 class StaticBuffers:
-    """The buffers of all steps of fixed shape: one on the host, one on the device, copied at once.
+    """The buffers of all fixed-shape steps: one on the host and one on the device, filled by a single copy.
 
-    On a CPU both are the same memory. What a step leaves in the page table is harmless: places beyond a row's length
-    are masked, and every number in it is that of some slot.
+    On a CPU both are the same memory. Values that a step leaves in the page table are harmless: entries beyond a row's
+    length are masked, and each of them is the number of some slot.
     """
 
     def __init__(self, buckets: Buckets, scratch: int, device: str) -> None:
@@ -207,7 +207,7 @@ class StaticBuffers:
         self._device = self._host if device == "cpu" else self._host.to(device)
 
     def fill(self, batch: Batch, bucket: Bucket, reader: PagedBackend) -> None:
-        """Bring a batch to the device."""
+        """Copy a batch to the device, padded to its bucket, and let the backend plan it."""
         count = len(batch.tokens)
         tokens, positions, slots, lengths, pages = _parts(self._host.numpy(), self._max_rows, bucket)
         for part, given, padding in (
@@ -226,12 +226,12 @@ class StaticBuffers:
         reader.plan(bucket, lengths, pages)
 
     def parts(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-        """A step on the device: tokens, positions, slots to write, lengths [rows], page table [rows, context]."""
+        """Return a step's tensors: tokens, positions, slots to write, lengths [rows], page table [rows, context]."""
         return _parts(self._device, self._max_rows, bucket)
 
 
 def _parts(buffer: Any, max_rows: int, bucket: Bucket) -> tuple[Any, ...]:
-    """A buffer's parts, as views, of an array as of a tensor."""
+    """Return views of a buffer's parts; the buffer may be an array or a tensor."""
     flat, start = [buffer[at * max_rows :][: bucket.num_rows] for at in range(_NUM_PARTS)], _NUM_PARTS * max_rows
     pages = buffer[start:][: bucket.num_rows * bucket.context].reshape(bucket.num_rows, bucket.context)
     return (*flat, pages)

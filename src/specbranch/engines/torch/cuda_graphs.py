@@ -1,8 +1,8 @@
-"""Steps of fixed shapes, with CUDA graphs and FlashInfer. No GPU has run them yet.
+"""Fixed-shape steps with CUDA graphs and FlashInfer. No GPU has run them yet.
 
-Tests record a step's operations on the CPU, and have a stand-in that follows FlashInfer's documentation. If recording
-fails, the engine runs steps one operation at a time. It compares a first step by FlashInfer with one that needs no such
-library, and leaves FlashInfer out if that fails or differs.
+Tests record a step's operations on the CPU and replace FlashInfer with a stand-in that follows its documentation. If
+recording fails, the engine runs steps one operation at a time. It compares its first FlashInfer step with one computed
+without it, and does not use FlashInfer if that step fails or differs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from specbranch.core.distribution import Distribution
 from specbranch.engines.torch.attention import Attention, Bucket, Buckets, GatherAttention, PagedBackend, StaticBuffers
 from specbranch.engines.torch.kv_store import Batch, KVStore
-from specbranch.engines.torch.model import FusedModel, first_line
+from specbranch.engines.torch.model import FusedModel
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host
+from specbranch.errors import first_line
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
@@ -27,16 +28,16 @@ with optional_import("torch"):
 
 log = logging.getLogger(__name__)
 
-_MAX_APART = 0.05  # probabilities of first choices that two ways to compute a step may differ by
+_MAX_APART = 0.05  # how far the top-1 probabilities of two ways to compute a step may differ
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_ROWS = Batch((), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
-# The operations of a bucket's step, from the static buffers to what is copied back.
+# Runs a bucket's step: from the static buffers to the tensor that is copied back.
 ComputeBucket = Callable[[Bucket], torch.Tensor]
 _WORKSPACE = 128 << 20  # bytes, as FlashInfer recommends
 
 
 class FixedShapeRunner:
-    """Fills a batch up to its bucket and runs that, as a recorded graph if asked for."""
+    """Pads a batch to its bucket and runs it, as a recorded graph if `record` is set."""
 
     def __init__(self, forward: ForwardPass, frame: StaticBuffers, reader: PagedBackend, *, record: bool) -> None:
         self._forward = forward
@@ -47,7 +48,7 @@ class FixedShapeRunner:
             self._run = self._recorded(frame.buckets)
 
     def run(self, batch: Batch) -> PackedTopK | None:
-        """The words of a batch's outputs; None if it is too large for fixed shapes."""
+        """Return the packed top-k of a batch's outputs; None if it is too large for fixed shapes."""
         bucket = self._frame.buckets.bucket(batch)
         if bucket is None:
             return None
@@ -70,9 +71,9 @@ class FixedShapeRunner:
 def choose_step_runner(
     forward: ForwardPass, buckets: Buckets, probe: Callable[[FixedShapeRunner | None], Sequence[Distribution]]
 ) -> FixedShapeRunner | None:
-    """The first way that works and gives what steps without fixed shapes give; None if there is none.
+    """Return the first candidate that works and agrees with steps of variable shape; None if there is none.
 
-    `probe` runs a step, with the given steps of fixed shape or without.
+    `probe` runs a step with a candidate or, given None, with variable shapes, and returns its distributions.
     """
     expected = [float(one.confidence) for one in probe(None)]
     for name, make in _candidates(forward, buckets):
@@ -80,7 +81,7 @@ def choose_step_runner(
             with torch.inference_mode():
                 steps = make()
             found = [float(one.confidence) for one in probe(steps)]
-        except Exception as error:  # of kernels and libraries that may not suit this device
+        except Exception as error:  # kernels and libraries that may not suit this device
             log.warning("the draft's steps are not run with %s: %s", name, first_line(error))
             continue
         if np.allclose(found, expected, rtol=0, atol=_MAX_APART):
@@ -91,7 +92,7 @@ def choose_step_runner(
 
 
 def _candidates(forward: ForwardPass, buckets: Buckets) -> Iterator[tuple[str, Callable[[], FixedShapeRunner]]]:
-    """Ways to run steps of fixed shape, fastest first."""
+    """Yield the ways to run fixed-shape steps by name, fastest first."""
     arena, model = forward.arena, forward.model
     frame = StaticBuffers(buckets, arena.scratch, arena.device)
     gathered = GatherAttention(buckets.contexts[-1], arena.device, arena.dtype)
@@ -108,7 +109,7 @@ def _candidates(forward: ForwardPass, buckets: Buckets) -> Iterator[tuple[str, C
 
 
 class Graphs:
-    """One graph for each bucket that was recorded. They share their memory, as only one runs at a time."""
+    """CUDA graphs by bucket. They share one memory pool, because only one runs at a time."""
 
     def __init__(self, compute: ComputeBucket) -> None:
         self._compute = compute
@@ -116,7 +117,7 @@ class Graphs:
         self._recorded: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def record(self, bucket: Bucket) -> None:
-        """Record a bucket. The first run lets libraries take their memory, which a recording must not."""
+        """Record a bucket's graph. A first run outside lets libraries allocate memory, which a recording must not."""
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -127,17 +128,17 @@ class Graphs:
         self._recorded[bucket] = graph, out
 
     def __call__(self, bucket: Bucket) -> torch.Tensor:
-        """Run a bucket's step; the tensor is overwritten by the next one."""
+        """Run a bucket's step and return its output tensor, which the next run overwrites."""
         graph, out = self._recorded[bucket]
         graph.replay()
         return out
 
 
 class FlashInfer:
-    """Paged decode with pages of one slot. A row count has a wrapper of its own: a graph fixes its buffers."""
+    """Paged decode with pages of one slot. Each row count needs its own wrapper, because a graph fixes its buffers."""
 
     def __init__(self, buckets: Buckets, arena: KVStore, num_heads: int, scaling: float) -> None:
-        """`num_heads` is that of queries. The arena must have each slot's heads side by side."""
+        """`num_heads` counts query heads. The arena must store the heads of each slot next to each other."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         self._arena, self._num_heads, self._scaling = arena, num_heads, scaling
@@ -148,7 +149,7 @@ class FlashInfer:
                 workspace,
                 "NHD",
                 use_cuda_graph=True,
-                use_tensor_cores=True,  # the other kernels know few ratios of query heads to key heads
+                use_tensor_cores=True,  # the other kernels support few ratios of query heads to key heads
                 paged_kv_indptr_buffer=torch.zeros(num_rows + 1, dtype=torch.int32, device=arena.device),
                 paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=torch.ones(num_rows, dtype=torch.int32, device=arena.device),
@@ -166,7 +167,7 @@ class FlashInfer:
             self._num_heads,
             self._arena.num_key_heads,
             self._arena.head_dim,
-            1,  # slots of a page
+            1,  # slots per page
             q_data_type=self._arena.dtype,
             kv_data_type=self._arena.dtype,
             sm_scale=self._scaling,

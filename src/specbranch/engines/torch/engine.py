@@ -1,7 +1,7 @@
-"""A draft engine on a model of Transformers.
+"""The draft engine on a model of Transformers.
 
 A step is one forward pass over the tokens of all rows of all sessions. Small steps on a GPU have fixed shapes
-(`static`), all others have the shapes of their rows (`spans`); both read and write the same arena.
+(`_static`), all others have the shapes of their rows (`SpanAttention`); both use the same KV store.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from specbranch.engines.torch.attention import Buckets, SpanAttention
 from specbranch.engines.torch.cuda_graphs import FixedShapeRunner, choose_step_runner
 from specbranch.engines.torch.kv_store import Batch, KVStore, build_batch
 from specbranch.engines.torch.loading import load, weight_bytes
-from specbranch.engines.torch.model import first_line, sliding_window, unsupported
+from specbranch.engines.torch.model import sliding_window, unsupported
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host, unpack_top_k
 from specbranch.engines.vocabulary import read_fingerprint
-from specbranch.errors import EngineError, EngineFull
+from specbranch.errors import EngineError, EngineFull, first_line
 from specbranch.extensions import optional_import
 from specbranch.machine import free_host_memory
 
@@ -32,14 +32,14 @@ with optional_import("torch"):
 
 log = logging.getLogger(__name__)
 
-_PROBE = ((0, 0), (0, 0))  # tokens of the first steps: one without a mask, one with
+_PROBE = ((0, 0), (0, 0))  # tokens of the probe steps: the first needs no mask, the second does
 
 
 class TorchEngine:
-    """A draft engine on a model of Transformers."""
+    """Run a model of Transformers as a draft."""
 
     def __init__(self, options: EngineOptions, buckets: Buckets | None = None) -> None:
-        """`buckets` are the sizes that small steps are filled up to; None: as suits the device, none on a CPU."""
+        """`buckets` are the sizes that small steps are padded to; None picks the default on a GPU and none on a CPU."""
         if options.threads is not None and options.device == "cpu":
             torch.set_num_threads(options.threads)
         if buckets is None and options.device != "cpu":
@@ -79,7 +79,7 @@ class TorchEngine:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all keys and values; it is taken at the start and stays."""
+        """Memory of all keys and values, allocated at the start."""
         return self._arena.num_bytes
 
     def open(self) -> int:
@@ -118,13 +118,13 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def _words(self, batch: Batch) -> PackedTopK:
-        """Run the model on rows that have their cells; what came back from the device."""
+        """Run the model on rows whose cells are allocated; return the packed top-k of their outputs."""
         words = None if self._static is None else self._static.run(batch)
         if words is not None:
             return words
         is_all = len(batch.outputs) == len(batch.tokens)
         found = to_host(self._forward(*self._given(batch), None if is_all else self._tensor(batch.outputs)))
-        return found[batch.outputs] if is_all else found  # the rows of a step may be in another order
+        return found[batch.outputs] if is_all else found  # tokens of a step may be in another order than its rows
 
     def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SpanAttention]:
         tokens, positions, slots = (self._tensor(part) for part in (batch.tokens, batch.positions, batch.slots))
@@ -134,7 +134,7 @@ class TorchEngine:
         return torch.from_numpy(array).to(self._options.device)
 
     def _device(self) -> AbstractContextManager[object]:
-        """Launches on the engine's GPU, whichever the thread's is."""
+        """Make the engine's GPU current, whatever the calling thread uses."""
         device = self._options.device
         return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
@@ -153,7 +153,7 @@ class TorchEngine:
         )
 
     def _probe(self) -> int:
-        """The size of the vocabulary, by steps that show whether our attention works and what a slot holds."""
+        """Return the vocabulary's size from steps that also show if our attention works and how large a slot is."""
         handle = self.open()
         try:
             for tokens in _PROBE:
@@ -171,7 +171,7 @@ class TorchEngine:
         return int(logits.shape[-1])
 
     def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
-        """The distributions of a short text, by steps of fixed shape or without them; they are used from then on."""
+        """Use `steps` from now on, and return the distributions that a short sequence gets from them."""
         self._static = steps
         handle = self.open()
         try:
@@ -183,6 +183,6 @@ class TorchEngine:
     def _require_known_tokens(self, rows: Sequence[Row]) -> None:
         vocab_len = self.info.vocab_len
         for row in rows:
-            # On a GPU such a token would not only fail: it would end the process.
+            # On a GPU such a token would end the process, not only fail.
             if row.tokens and (min(row.tokens) < 0 or max(row.tokens) >= vocab_len):
                 raise ValueError(f"handle {row.handle}: tokens must be below {vocab_len}, the vocabulary's size")

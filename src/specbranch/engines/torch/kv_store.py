@@ -1,4 +1,4 @@
-"""Keys and values of all sessions as tensors, and the rows of a step as arrays."""
+"""Store the keys and values of all sessions as tensors, and lay out the rows of a step as arrays."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ with optional_import("torch"):
 
 
 class KVStore:
-    """Slots for keys and values, each layer's a tensor [slots, 2 * kv_heads, head_dim]: keys, then values.
+    """The KV cache: for each layer a tensor [slots, 2 * kv_heads, head_dim], keys before values.
 
-    There is one slot more than sequences can take: rows that only fill up a step write there, and nobody reads it.
-    A layer's store is made when the layer first writes; `sized_like` makes all of them at once.
+    One extra slot takes the writes of padding rows and is never read. A layer's tensor is created when the layer first
+    writes; `sized_like` creates all of them at once.
     """
 
     def __init__(self, num_slots: int, device: str, *, by_head: bool) -> None:
-        """`by_head` puts each head's slots side by side in memory, as spans are read; without it, each slot's heads."""
+        """`by_head` puts the slots of a head next to each other, as span attention reads them; else a slot's heads."""
         self.num_slots = num_slots
         self.device = device
         self._by_head = by_head
@@ -35,11 +35,11 @@ class KVStore:
 
     @classmethod
     def sized_like(cls, other: KVStore, num_slots: int) -> KVStore:
-        """An arena for the same model with another number of slots."""
+        """Create a store for the same model with another number of slots."""
         arena = cls(num_slots, other.device, by_head=other._by_head)
         try:
             arena._layers = {layer: arena._store(store) for layer, store in other._layers.items()}
-        except (OSError, RuntimeError) as error:  # of the system, of CUDA
+        except (OSError, RuntimeError) as error:  # OSError from mmap, RuntimeError from CUDA
             raise EngineError(
                 f"{other.device} has no memory for a cache of {num_slots} tokens; give fewer by --cache-tokens"
             ) from error
@@ -47,41 +47,41 @@ class KVStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return self._any_store().dtype
 
     @property
     def num_key_heads(self) -> int:
-        """Heads of keys in a layer; there are as many of values."""
+        """The number of key heads per layer; there are as many value heads."""
         return int(self._any_store().shape[1]) // 2
 
     @property
     def head_dim(self) -> int:
-        """Numbers of one key."""
+        """Length of one key."""
         return int(self._any_store().shape[2])
 
     @property
     def num_layers(self) -> int:
-        """Layers that have a store."""
+        """The number of layers that have a tensor."""
         return len(self._layers)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all slots."""
+        """Bytes of all slots."""
         return sum(store.nbytes for store in self._layers.values())
 
     @property
     def bytes_per_slot(self) -> int:
-        """Memory of one token's keys and values."""
+        """Bytes of one token's keys and values."""
         return self.num_bytes // (self.num_slots + 1)
 
     @property
     def scratch(self) -> int:
-        """The slot that nobody reads."""
+        """The slot that padding rows write and nothing reads."""
         return self.num_slots
 
     def write(self, layer: int, slots: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-        """Store a layer's new keys and values [tokens, 2 * kv_heads, head_dim] in their slots; the layer's store."""
+        """Write keys and values [tokens, 2 * kv_heads, head_dim] to a layer's `slots`; return the layer's tensor."""
         if layer not in self._layers:
             self._layers[layer] = self._store(fresh)
         store = self._layers[layer]
@@ -102,15 +102,15 @@ class KVStore:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The system gives a mapping its memory page by page, where it is first written to; torch's zeros take all at once.
-    # NumPy's ask for huge pages, of which every head of every layer would take one for a session of a few tokens.
+    # The system allocates a mapping page by page, when it is first written; torch's zeros take all memory at once.
+    # NumPy's ask for huge pages: one per head and layer, even for a session of a few tokens.
     memory = mmap(-1, math.prod(shape) * dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """The tokens of one row, `start` to `stop` of the step's, and the slots of its whole sequence up to them."""
+    """The tokens of one row, `start` to `stop` of the step's, and the slots of its sequence including them."""
 
     session: SlotRegion
     start: int
@@ -119,28 +119,28 @@ class RowSpan:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens."""
+        """The number of new tokens."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All tokens of a step. The rows of a session come one after the other."""
+    """All tokens of a step. The rows of a session follow each other."""
 
     pieces: Sequence[RowSpan]
     tokens: NDArray[np.int64]  # [tokens]
-    positions: NDArray[np.int64]  # [tokens], in their sequences
-    slots: NDArray[np.int64]  # [tokens], where their keys and values go
-    outputs: NDArray[np.int64]  # [outputs], the tokens behind which distributions are asked for, in the rows' order
+    positions: NDArray[np.int64]  # [tokens], in the sequence of each
+    slots: NDArray[np.int64]  # [tokens], for their keys and values
+    outputs: NDArray[np.int64]  # [outputs], indices of tokens that need a distribution, in the order of the rows
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence in tokens."""
         return max(len(piece.path) for piece in self.pieces)
 
 
 def build_batch(cells: SlotAllocator, rows: Sequence[Row]) -> Batch:
-    """The batch of rows that have their cells already."""
+    """Build the batch of rows whose cells are already allocated."""
     by_session: dict[SlotRegion, list[int]] = {}
     for index, row in enumerate(rows):
         by_session.setdefault(cells.session(row.handle), []).append(index)

@@ -1,9 +1,8 @@
-"""Linear layers: several of one input merged into one, and layers with 8-bit weights.
+"""Linear layers: layers with the same input merged into one, and layers with 8-bit weights.
 
-Two forms, named as the field names them. W8A8 quantizes activations to 8 bits as well, each row with its own scale, and
-oneDNN multiplies integers: further rows cost little where the CPU has instructions for it (AMX, VNNI, AVX-512). W8A16
-keeps activations in bfloat16: it needs no such instructions and rounds less, but each row costs its full share.
-A row's result does not depend on the rows beside it.
+W8A8 also quantizes activations to 8 bits, each row with its own scale, and oneDNN multiplies integers: more rows cost
+little where the CPU has instructions for it (AMX, VNNI, AVX-512). W8A16 keeps activations in bfloat16: it needs no such
+instructions and rounds less, but each row costs its full share. A row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ with optional_import("torch"):
     from torch import nn
     from torch.nn.functional import pad
 
-_MIN_PEAK = 1e-8  # of the values that a scale is computed from, so that no scale is zero
+_MIN_PEAK = 1e-8  # lower bound of the largest value that a scale is computed from, so that no scale is zero
 _MAX_INT8 = 127.0
 _MAX_INT7 = 63.0
-_ZERO_POINT = 128.0  # the unsigned byte that means zero
-_MIN_ROWS = 4  # for one or two rows oneDNN has no fast AMX kernel where a layer is narrow
-_CHUNK = 512  # outputs that are quantized at a time: whole layers at once would go through memory five times
-_W8A16_BLOCK = 32  # W8A16 reads weights in blocks of this many inputs
+_ZERO_POINT = 128.0  # the unsigned byte that stands for zero
+_MIN_ROWS = 4  # oneDNN has no fast AMX kernel for fewer rows if a layer is narrow
+_CHUNK = 512  # outputs quantized at a time; a whole layer at once would pass through memory five times
+_W8A16_BLOCK = 32  # the W8A16 kernel reads weights in blocks of this many inputs
 
 
 class MergedLinear(nn.Module):
-    """The layers' outputs end to end: one product, which may be added to what is there."""
+    """Several linear layers of the same input as one: their outputs follow each other."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -37,10 +36,10 @@ class MergedLinear(nn.Module):
         self.weight = nn.Parameter(weights[0] if len(weights) == 1 else torch.cat(weights), requires_grad=False)
         bias = merged_bias(linears)
         self.bias = None if bias is None else nn.Parameter(bias.to(self.weight), requires_grad=False)
-        self._transposed = self.weight.detach().t()  # the same memory
+        self._transposed = self.weight.detach().t()  # a view
 
     def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs for rows [rows, inputs]; plus `residual`, if given."""
+        """Return the outputs for rows [rows, inputs]; plus `residual`, if given."""
         base = self.bias if residual is None else residual
         if base is None:
             return torch.mm(rows, self._transposed)
@@ -49,7 +48,7 @@ class MergedLinear(nn.Module):
 
 
 def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
-    """The biases end to end, in float32, with zeros for layers without; None if no layer has one."""
+    """Concatenate the biases in float32, with zeros for layers without one; return None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None
     return torch.cat(
@@ -60,16 +59,8 @@ def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     )
 
 
-def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """A plain layer of these weights."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-    return linear
-
-
 class QuantizedLinear(nn.Module):
-    """Linear layers of one input joined into one, with 8-bit weights; inputs and outputs are float32."""
+    """Several linear layers of the same input as one, with 8-bit weights; inputs and outputs are float32."""
 
     def __init__(self, *linears: nn.Linear, largest: float = _MAX_INT8) -> None:
         super().__init__()
@@ -81,7 +72,7 @@ class QuantizedLinear(nn.Module):
         self.num_bytes = integers.numel()
 
     def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs of the layers it was made from, end to end, up to quantization; plus `residual`, if given."""
+        """Return the outputs of the layers one after another, up to quantization; plus `residual`, if given."""
         base = self._bias if residual is None else residual.reshape(-1, residual.shape[-1])
         out = self._product(rows.reshape(-1, rows.shape[-1]), base)
         if residual is not None and self._bias is not None:
@@ -93,14 +84,14 @@ class QuantizedLinear(nn.Module):
         raise NotImplementedError
 
     def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-        """Rows [rows, inputs] times the weights, plus `base`, as a new tensor."""
+        """Multiply rows [rows, inputs] by the weights and add `base`; return a new tensor."""
         raise NotImplementedError
 
 
 class Int8Linear(QuantizedLinear):
-    """W8A8: activations are quantized to unsigned bytes, row by row; for signed ones oneDNN is fast only with AMX.
+    """W8A8. Activations are unsigned bytes, quantized row by row: oneDNN is fast with signed ones only if it has AMX.
 
-    Without VNNI two products of bytes are added in 16 bits, which can overflow; with 7-bit weights it cannot.
+    Without VNNI, two products of bytes are added in 16 bits, which can overflow; with 7-bit weights they cannot.
     """
 
     def __init__(self, *linears: nn.Linear) -> None:
@@ -109,18 +100,17 @@ class Int8Linear(QuantizedLinear):
     def _pack(self, integers: torch.Tensor) -> None:
         self._zeros = torch.zeros(len(integers), dtype=torch.int64)
         self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
-        # What the zero point adds to every output. oneDNN could subtract it too, but takes longer.
+        # What the zero point adds to every output. oneDNN could subtract it, but more slowly.
         self._shift = _ZERO_POINT * integers.sum(dim=1) * self._scales
-        # A buffer for small steps; rows beyond those asked for hold leftovers.
+        # A buffer for small steps; its rows beyond those in use hold leftovers.
         self._few = torch.zeros(_MIN_ROWS, integers.shape[1], dtype=torch.uint8)
 
     def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
         count = len(rows)
         scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_MIN_PEAK).div_(_MAX_INT8)
         integers = self._few if count <= _MIN_ROWS else torch.empty(rows.shape, dtype=torch.uint8)
-        integers[:count].copy_(
-            torch.div(rows, scales).add_(_ZERO_POINT + 0.5)
-        )  # the copy truncates: 0.5 makes it round
+        # The copy truncates: 0.5 makes it round.
+        integers[:count].copy_(torch.div(rows, scales).add_(_ZERO_POINT + 0.5))
         out = _int8_product(integers, self._packed, self._scales, self._zeros)[:count].sub_(self._shift)
         return out.mul_(scales) if base is None else torch.addcmul(base, out, scales)
 
@@ -146,7 +136,7 @@ PACKED: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "w8a16": WeightO
 
 @cache
 def sums_overflow() -> bool:
-    """Whether large sums overflow in this CPU's int8 product: by trying, as oneDNN does not say."""
+    """Return whether this CPU's int8 product overflows on large sums. This tries it, because oneDNN does not say."""
     width, most = 64, 255
     weight = torch.full((width, width), int(_MAX_INT8), dtype=torch.int8)
     rows = torch.full((_MIN_ROWS, width), most, dtype=torch.uint8)
@@ -165,18 +155,18 @@ def _int8_product(
 
 
 def _quantized(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [outputs, inputs] as integers of at most `largest`, and the scale of each output."""
+    """Return weights [outputs, inputs] as integers of at most `largest`, and the scale of each output."""
     scales = weight.abs().amax(dim=1).float().clamp_(min=_MIN_PEAK).div_(largest)
     return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 
 def can_int8() -> bool:
-    """Whether this build of torch has the int8 kernels."""
+    """Return whether this build of torch has the int8 kernels."""
     return hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch.ops.aten, "_weight_int8pack_mm")
 
 
 def pack_linears(model: Any, kind: type[QuantizedLinear]) -> Any:
-    """The model with 8-bit weights in its linear layers; everything else is as it was."""
+    """Replace the model's linear layers by ones with 8-bit weights, in place; return the model."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -185,5 +175,5 @@ def pack_linears(model: Any, kind: type[QuantizedLinear]) -> Any:
 
 
 def packed_bytes(model: Any) -> int:
-    """Bytes of the 8-bit weights."""
+    """Return the bytes of a model's 8-bit weights."""
     return sum(module.num_bytes for module in model.modules() if isinstance(module, QuantizedLinear))

@@ -1,8 +1,8 @@
-"""A low-rank output layer that looks at few candidates.
+"""A low-rank output layer that computes exact logits for a few candidates only.
 
-The output layer of a small model with a large vocabulary is a quarter of what a step reads, and all but a few of its
-tokens never matter. A low-rank product approximates all logits; only the candidates, its best tokens, get exact ones.
-The projection is fitted to the hidden states that come through. Audits compare it with the full layer now and then.
+The output layer of a small model with a large vocabulary is a quarter of the memory that a step reads, and nearly all
+of its tokens are irrelevant. A low-rank product approximates all logits; only its best tokens, the candidates, get
+exact ones. The projection is fitted to hidden states seen in use. Audits compare the result with the full layer.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ with optional_import("torch"):
     import torch
     from torch import nn
 
-LEARNED = 8192  # hidden states that the projection is fitted to
+LEARNED = 8192  # number of hidden states that the projection is fitted to
 _DIVISOR = 4  # the projection uses 1/4 of the hidden size
-_BLOCK = 64  # tokens; thresholds are set by the largest logit of each block, which is cheaper than to sort
-_MAX_BLOCKS = 512  # a candidate's approximate logit is no less than the largest of the 512th best block,
-_MARGIN = 12.0  # and no further than this below the best one
-_MAX_CANDIDATES = 1024  # per row; a flat distribution has tens of thousands within the margin
+_BLOCK = 64  # tokens; thresholds come from the largest logit of each block, which is cheaper than sorting
+_MAX_BLOCKS = 512  # a candidate's approximate logit is at least the largest of the 512th best block,
+_MARGIN = 12.0  # and at most this far below the best one
+_MAX_CANDIDATES = 1024  # per row; in a flat distribution tens of thousands lie within the margin
 _AUDIT_EVERY = 32  # calls of the low-rank product; an audit also computes the full layer
-_DECAY = 0.98  # of the moving average over audits
-_MAX_LOST = 0.02  # share of first choices that may be lost before the projection is fitted again
-_MAX_ROWS = 4  # with more rows the full layer, read once for all, is cheaper than the candidates of each
-_MIN_VOCAB = 32768  # with a smaller vocabulary there is little to save
-_RIDGE = 1e-3  # added to the covariance, relative to its mean diagonal, so that it can be inverted
+_DECAY = 0.98  # weight of the old value in the moving average over audits
+_MAX_LOST = 0.02  # share of top-1 tokens that may be lost before the projection is fitted again
+_MAX_ROWS = 4  # for more rows the full layer, read once for all, is cheaper than each row's candidates
+_MIN_VOCAB = 32768  # a smaller vocabulary leaves little to save
+_RIDGE = 1e-3  # added to the covariance, relative to its mean diagonal, to make it invertible
 
 
 class LowRankOutputLayer(nn.Module):
-    """An output layer without bias. Once fitted, only the candidates get exact logits, others approximate ones."""
+    """An output layer without bias. Once fitted, it computes exact logits for candidates only."""
 
     def __init__(self, linear: nn.Linear, kind: type[QuantizedLinear]) -> None:
         super().__init__()
-        self._weight = linear.weight.detach().float()  # often the input embedding's, so this costs no memory
+        self._weight = linear.weight.detach().float()  # usually shared with the input embedding, so it costs no memory
         self._kind = kind
         self._full = kind(linear)
         self._low_rank: _LowRank | None = None
         self._seen: list[torch.Tensor] = []
         self._num_seen = 0
         self._num_calls = 0
-        self._lost = 0.0  # moving average of the share of first choices that audits found lost
+        self._lost = 0.0  # moving average of the share of top-1 tokens that audits found lost
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it has seen enough hidden states to use the low-rank product."""
+        """Whether the projection is fitted and in use."""
         return self._low_rank is not None
 
     def observe(self, hidden: torch.Tensor) -> None:
-        """Collect hidden states [tokens, hidden]; with enough of them the projection is fitted."""
+        """Collect hidden states [tokens, hidden]; once there are enough, fit the projection."""
         if self._low_rank is not None:
             return
         self._seen.append(hidden.clone())
@@ -58,7 +58,7 @@ class LowRankOutputLayer(nn.Module):
             self._forget()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Logits [..., vocabulary] of hidden states [..., hidden]."""
+        """Return the logits [..., vocabulary] of hidden states [..., hidden]."""
         flat = rows.reshape(-1, rows.shape[-1])
         if self._low_rank is None or len(flat) > _MAX_ROWS:
             full: torch.Tensor = self._full(rows)
@@ -72,7 +72,7 @@ class LowRankOutputLayer(nn.Module):
     def _audit(self, logits: torch.Tensor, full: torch.Tensor) -> None:
         lost = (logits.argmax(-1) != full.argmax(-1)).float().mean().item()
         self._lost = _DECAY * self._lost + (1 - _DECAY) * lost
-        if self._lost > _MAX_LOST:  # the sequences are of another kind than those that it was fitted to
+        if self._lost > _MAX_LOST:  # the sequences are unlike those that it was fitted to
             self._low_rank = None
             self._forget()
 
@@ -81,7 +81,7 @@ class LowRankOutputLayer(nn.Module):
 
 
 class _LowRank:
-    """The low-rank product: centred hidden states, projected to the directions that move the logits most."""
+    """The low-rank product: centred hidden states, projected to the directions that change logits most."""
 
     def __init__(self, weight: torch.Tensor, seen: torch.Tensor, kind: type[QuantizedLinear]) -> None:
         hidden_len = weight.shape[1]
@@ -92,9 +92,9 @@ class _LowRank:
         covariance += _RIDGE * covariance.diagonal().mean() * torch.eye(hidden_len)
         values, axes = torch.linalg.eigh(covariance)
         root, inverse = (axes * values**power @ axes.T for power in (0.5, -0.5))
-        energies, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # the strongest last
+        energies, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # ascending
         chosen = slice(hidden_len - hidden_len // _DIVISOR, None)
-        # The singular values are split between both factors, so that 8 bits are enough for the second.
+        # Split the singular values between both factors, so that 8 bits are enough for the second.
         balance = energies[chosen].clamp(min=1e-12) ** 0.25
         self._down = (inverse @ directions[:, chosen] * balance).contiguous()
         up = nn.Linear(len(balance), len(weight), bias=False, device="meta")
@@ -102,7 +102,7 @@ class _LowRank:
         self._up = kind(up)
 
     def logits(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states [rows, hidden], exact for the candidates."""
+        """Return the logits of hidden states [rows, hidden], exact for the candidates."""
         logits: torch.Tensor = self._up((rows - self._mean) @ self._down).add_(self._bias)
         for row, hidden, threshold in zip(logits, rows, _thresholds(logits), strict=True):
             candidates = (row >= threshold).nonzero()[:, 0]
@@ -113,13 +113,13 @@ class _LowRank:
 
 
 def _thresholds(logits: torch.Tensor) -> torch.Tensor:
-    """The least approximate logit of a candidate, for each row of logits [rows, vocabulary]."""
+    """Return the lowest approximate logit of a candidate, for each row of logits [rows, vocabulary]."""
     num_blocks = logits.shape[1] // _BLOCK
     peaks = logits[:, : num_blocks * _BLOCK].view(len(logits), num_blocks, _BLOCK).amax(dim=-1)
-    best = peaks.topk(min(_MAX_BLOCKS, num_blocks), dim=-1).values  # [rows, blocks], falling
+    best = peaks.topk(min(_MAX_BLOCKS, num_blocks), dim=-1).values  # [rows, blocks], descending
     return torch.maximum(best[:, -1], best[:, 0] - _MARGIN)
 
 
 def is_worth_narrowing(linear: nn.Linear) -> bool:
-    """Whether an output layer has no bias and a vocabulary large enough for candidates to pay off."""
+    """Return whether an output layer has no bias, and a vocabulary large enough for candidates to pay off."""
     return linear.bias is None and linear.out_features >= _MIN_VOCAB

@@ -1,7 +1,6 @@
-"""Load a model for the torch engine and choose the fastest data type by timing its own layers.
+"""Load a model for the torch engine and choose the fastest dtype by timing its own layers.
 
-The same dtype can be the fastest on one CPU and a hundred times too slow on the next, where the library has no kernel
-for its instructions.
+The dtype that is fastest on one CPU can be a hundred times too slow on another, for which the library has no kernel.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from specbranch.engines.torch.model import (
     LinearType,
     PlainModel,
     can_fuse,
-    first_line,
     require_full_attention,
     text_config,
 )
-from specbranch.errors import EngineError
+from specbranch.errors import EngineError, first_line
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
@@ -38,26 +36,26 @@ with optional_import("torch"):
 log = logging.getLogger(__name__)
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROWS = (1, 8)  # typical row counts of a draft step
-_SAMPLE = 32 << 20  # weights, few enough to be timed within a second
-_TOO_SLOW = 10.0  # a dtype that takes this many times as long as float32 for one layer is skipped,
-_TOO_SLOW_S = 1.0  # if the sample would take at least this long: times of single layers are noisy
-_SPAN_S = 0.1  # how long one dtype is timed for one row count
+_SAMPLE = 32 << 20  # weights to time, few enough for one second
+_TOO_SLOW = 10.0  # skip a dtype that takes this many times as long as float32 for one layer,
+_TOO_SLOW_S = 1.0  # if the sample would take at least this long: times of a single layer are noisy
+_SPAN_S = 0.1  # how long to time one dtype for one row count
 _MIN_RUNS = 3
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to be run."""
+    """A model that is ready to run."""
 
     name: str  # of its class in Transformers
     model: Any  # a FusedModel or a PlainModel
     dtype: str  # of its weights
-    config: Any  # of its language model, as Transformers has it
+    config: Any  # the Transformers config of its language model
 
 
 def load(options: EngineOptions) -> LoadedModel:
-    """The model of the options, with our attention in its layers."""
+    """Load the model of the options and replace its attention by ours."""
     _require_dtype(options)
     _require_dense(options)
     source, arguments = _source(options.model)
@@ -83,13 +81,13 @@ def load(options: EngineOptions) -> LoadedModel:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of a model's weights, tied ones counted once: what one step must at least read."""
+    """Return the bytes of a model's weights, tied ones counted once: what each step reads at least."""
     plain: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     return plain + packed_bytes(model)
 
 
 def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
-    """The model with its weights in the dtype of the options and with our layers, and that dtype."""
+    """Return the model with our layers and its weights in the dtype of the options, and that dtype."""
     dtype = options.dtype
     if dtype == "auto" and options.device == "cpu":
         options.on_progress("timing data types")
@@ -99,7 +97,7 @@ def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
     if dtype in PACKED:
         options.on_progress(f"packing weights in {dtype}")
         return pack_linears(_wrap_model(model.float(), PACKED[dtype]), PACKED[dtype]), dtype
-    # Weights only: what a model keeps beside them, such as its rotary frequencies, needs 32 bits.
+    # Weights only: buffers of a model, such as its rotary frequencies, need 32 bits.
     for weight in model.parameters():
         weight.data = weight.data.to(PLAIN.get(dtype, weight.dtype))
     dtype = str(model.dtype).removeprefix("torch.")
@@ -123,17 +121,17 @@ def _require_dtype(options: EngineOptions) -> None:
 
 
 def _require_dense(options: EngineOptions) -> None:
-    """Refuse quantized weights where they would be converted: integers without their scales mean nothing."""
+    """Raise `EngineError` for quantized weights that would be converted: integers without their scales mean nothing."""
     section = (read_config(options.model) or {}).get("quantization_config")
     if section and (options.device == "cpu" or options.dtype != "auto"):
         raise EngineError(
-            f"{options.model} is quantized already ({section.get('quant_method', 'by an unknown method')}), and the "
+            f"{options.model} is quantized already ({section.get('quant_method', 'an unknown method')}), and the "
             "torch engine quantizes dense weights itself; give the dense checkpoint that it was made from"
         )
 
 
 def _source(model: str) -> tuple[str, dict[str, Any]]:
-    """What to call `load_model` with."""
+    """Return the source and the arguments for `load_model`."""
     path = local_model(model)
     if path is None:
         return model, {}
@@ -154,7 +152,7 @@ def _gguf_file(path: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The chosen dtype, and the time of all the model's matrix products in each dtype, at each count of `ROWS`."""
+    """The chosen dtype, and each dtype's time of all the model's matrix products at each row count of `ROWS`."""
 
     dtype: str
     seconds: dict[str, tuple[float, ...]]
@@ -166,13 +164,13 @@ class DtypeChoice:
 
 
 def fastest_dtype(model: Any) -> DtypeChoice:
-    """The dtype with the fastest matrix products here, summed over all counts of `ROWS`."""
+    """Return the dtype with the fastest matrix products here, summed over all row counts of `ROWS`."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     sample = list(_first(linears))
     scale = sum(_size(one) for one in linears) / max(sum(_size(one) for one in sample), 1)
     seconds: dict[str, tuple[float, ...]] = {}
     for dtype in ("float32", "bfloat16", *(PACKED if can_int8() else ())) if sample else ():
-        with contextlib.suppress(RuntimeError):  # some builds of torch list kernels that they do not have
+        with contextlib.suppress(RuntimeError):  # some builds of torch list kernels that they lack
             if dtype == "float32" or not _is_too_slow(dtype, sample):
                 products = [_product(dtype, one) for one in sample]
                 seconds[dtype] = tuple(scale * _seconds(products, sample, rows) for rows in ROWS)
@@ -180,7 +178,7 @@ def fastest_dtype(model: Any) -> DtypeChoice:
 
 
 def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:
-    """Whether a dtype has no fast kernel here, by the smallest layer: to time all layers would take minutes."""
+    """Return whether a dtype has no fast kernel here, from its smallest layer: timing all layers could take minutes."""
     smallest = min(sample, key=_size)
     product = [_product(dtype, smallest)]
     shortest_s = min(_once(product, [smallest], ROWS[0]) for _ in range(3))  # the first run may compile
@@ -190,7 +188,7 @@ def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:
 
 
 def _first(linears: list[nn.Linear]) -> Iterator[nn.Linear]:
-    """The first layers, until there are enough weights."""
+    """Yield the first layers until they have enough weights."""
     num_weights = 0
     for one in linears:
         if num_weights >= _SAMPLE:
@@ -204,7 +202,7 @@ def _size(linear: nn.Linear) -> int:
 
 
 def _product(dtype: str, linear: nn.Linear) -> Product:
-    """A layer in one of the dtypes."""
+    """Return a function that computes a layer in a dtype."""
     if dtype in PACKED:
         packed: Product = PACKED[dtype](linear)
         return packed
@@ -213,7 +211,7 @@ def _product(dtype: str, linear: nn.Linear) -> Product:
 
 
 def _seconds(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
-    """The shortest time of a pass over all layers: noise only adds to it."""
+    """Return the shortest time of a pass over all layers; noise only makes passes longer."""
     passes: list[float] = []
     end_s = time.perf_counter() + _SPAN_S
     while len(passes) < 1 + _MIN_RUNS or time.perf_counter() < end_s:
@@ -222,7 +220,7 @@ def _seconds(products: list[Product], linears: list[nn.Linear], rows: int) -> fl
 
 
 def _once(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
-    """The time of one pass."""
+    """Return the time of one pass over all layers."""
     inputs = [torch.ones(rows, one.in_features) for one in linears]
     with torch.inference_mode():
         start_s = time.perf_counter()

