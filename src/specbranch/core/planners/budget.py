@@ -92,7 +92,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def _worth_submitting(self, round: Round, start: Node) -> list[Node]:
         """What the target should verify behind a node, once the sequence has come there."""
         tree, gamma = round.tree, self.settings.gamma
-        price = round.costs.min_accept_prob if self.settings.cost_aware else 0.0
+        price = round.costs.target.min_accept_prob if self.settings.cost_aware else 0.0
         bar = max(price, self.settings.min_accept_prob)
         chain = list(takewhile(lambda node: tree.path_prob(node, start) >= bar, tree.drafted_chain(start, gamma)))
         tip = chain[-1] if chain else start
@@ -101,7 +101,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
             least = max(_MIN_REPEAT, bar) * tree.path_prob(start)
             chain += round.ngrams.extend(tree, tip, gamma - len(chain), least, self._sources)
         gain = self._gain(tree, start, chain, price, bar)
-        return chain if not self.settings.cost_aware or gain >= round.costs.min_gain else []
+        return chain if not self.settings.cost_aware or gain >= round.costs.target.min_gain else []
 
     def _gain(self, tree: Tree, start: Node, chain: Sequence[Node], price: float, bar: float) -> float:
         """Tokens that a submission is expected to bring beyond its price; none less likely than the bar is in it.
