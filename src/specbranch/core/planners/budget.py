@@ -71,31 +71,18 @@ class BudgetPlanner(Planner[BudgetSettings]):
             tip = tree.next_unrun(tree.root, self.settings.gamma)
             if tip is not None and tree.path_prob(tip) >= _MIN_PROB:
                 return None
-        return self._worth_submitting(round, tree.root)
+        return self.submit_after(round, tree.root)
 
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
-        return None if self.settings.wait_for_draft else self._worth_submitting(round, start)
-
-    def rows_to_run(self, round: Round) -> Sequence[Node]:
-        tree, settings = round.tree, self.settings
-        depth = len(tree.submitted or ()) + settings.gamma
-        deepest = tree.root.position + depth
-
-        def guess(node: Node, min_prob: float) -> None:
-            round.ngrams.extend(tree, node, deepest - node.position, min_prob, self._sources)
-
-        if self._sources:  # here, because an answer to the target must not wait for it
-            round.ngrams.index_new_tokens()
-        deepens = settings.run_guesses and self._sources
-        return best_rows(round, tree.root, depth, settings.max_rows, _MIN_PROB, guess if deepens else None)
-
-    def _worth_submitting(self, round: Round, start: Node) -> list[Node]:
         """Return the chain below `start` that the target should verify once the sequence has come there.
 
         It ends before the first token that is less likely than its verification costs, and goes on with guesses where
-        the draft has nothing yet. It is empty if all of it gains less than the cost of submitting anything.
+        the draft has nothing yet. It is empty if all of it gains less than the cost of submitting anything. Return None
+        if the target will wait there for a longer draft.
         """
         tree, settings, prices = round.tree, self.settings, round.costs.target
+        if settings.wait_for_draft and start is not tree.root:
+            return None
         price = prices.min_accept_prob if settings.cost_aware else 0.0
         min_prob = max(price, settings.min_accept_prob)
         chain = tree.chain(start, settings.gamma, has_guesses=False) if start.distribution is not None else []
@@ -110,6 +97,19 @@ class BudgetPlanner(Planner[BudgetSettings]):
         if chain and settings.cost_aware and self._gain(start, chain, price, min_prob) < prices.min_gain:
             return []
         return chain
+
+    def rows_to_run(self, round: Round) -> Sequence[Node]:
+        tree, settings = round.tree, self.settings
+        depth = len(tree.submitted or ()) + settings.gamma
+        deepest = tree.root.position + depth
+
+        def guess(node: Node, min_prob: float) -> None:
+            round.ngrams.extend(tree, node, deepest - node.position, min_prob, self._sources)
+
+        if self._sources:  # here, because an answer to the target must not wait for it
+            round.ngrams.index_new_tokens()
+        deepens = settings.run_guesses and self._sources
+        return best_rows(round, tree.root, depth, settings.max_rows, _MIN_PROB, guess if deepens else None)
 
     def _gain(self, start: Node, chain: Sequence[Node], price: float, min_prob: float) -> float:
         """Return the tokens that a submission is expected to gain beyond the price of each of its tokens.
