@@ -68,7 +68,7 @@ class NgramDrafter:
         return chain
 
     def _best_guess(self, calibration: Calibration, tip: Node, count: int, sources: Collection[str]) -> Guess:
-        """Return the guess of the source that was right most often with so many tokens that agreed; [] if none is."""
+        """Return the guess of the source that was right most often where as many tokens agreed; [] if none has one."""
         tail = tip.path(max_len=LENGTHS[0])
         found: list[tuple[str, Sequence[int], int]] = []
         if TEXT in sources:

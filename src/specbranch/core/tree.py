@@ -165,7 +165,7 @@ class Tree:
             del self.submitted[length:]
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Re-root at the end of `tokens`, keep every branch below it, and calibrate by what the target said on the way.
+        """Re-root at the end of `tokens`, keep every branch below it, and calibrate by the tokens on the way.
 
         The branches that are lost stay for `count_rollback`.
         """
