@@ -103,8 +103,8 @@ def test_the_first_draft_token_of_a_step_may_cost_more_than_the_next_ones() -> N
 
     assert costs.target.per_token_s == pytest.approx(0.3, rel=0.01)
     assert costs.target.entry_s == pytest.approx(1.8, rel=0.01)
-    assert costs.min_accept_prob == pytest.approx(0.3, rel=0.01)
-    assert costs.min_gain == pytest.approx(1.8, rel=0.01)
+    assert costs.target.min_accept_prob == pytest.approx(0.3, rel=0.01)
+    assert costs.target.min_gain == pytest.approx(1.8, rel=0.01)
 
 
 def test_the_sequences_of_a_batch_share_what_the_first_draft_token_costs() -> None:
@@ -154,33 +154,30 @@ def test_what_few_steps_with_drafts_have_shown_fades_soon(num_drafted: int, num_
 
 def test_before_the_first_step_with_drafts_much_is_asked_of_them_and_less_the_longer_none_comes() -> None:
     costs = PairModel()
-    assert (costs.min_accept_prob, costs.min_gain) == (0.5, 1.0)
+    assert (costs.target.min_accept_prob, costs.target.min_gain) == (0.5, 1.0)
     for _ in range(16):
         costs.target.observe(1, 0, 1.0)
-    assert (costs.min_accept_prob, costs.min_gain) == (0.125, 0.25)
+    assert (costs.target.min_accept_prob, costs.target.min_gain) == (0.125, 0.25)
     costs.target.observe(1, 3, 1.0)
 
-    assert (costs.min_accept_prob, costs.min_gain) == (0.0, 0.0)
+    assert (costs.target.min_accept_prob, costs.target.min_gain) == (0.0, 0.0)
 
 
 def test_time_is_worth_what_the_target_does_without_drafts_where_drafts_make_it_slower() -> None:
     costs = PairModel()
     for num_submitted in (0, 4, 8) * 4:
-        costs.target.observe(2, num_submitted, 1.0 + 0.1 * num_submitted)
-        costs.tokens_per_step.observe(2, num_submitted, 2)
+        costs.observe_step(2, num_submitted, 2, 1.0 + 0.1 * num_submitted)
 
     assert costs.target.plain_rate == pytest.approx(2.0)
-    assert costs.min_accept_prob == pytest.approx(0.2, rel=0.01)
+    assert costs.target.min_accept_prob == pytest.approx(0.2, rel=0.01)
 
 
 def test_what_time_is_worth_follows_the_batch_at_once() -> None:
     """Eight sequences gain three tokens each in a step of 2 s; when one is left, its own gain counts."""
     costs = PairModel()
     for num_submitted in (30, 32, 34) * 8:
-        costs.target.observe(8, num_submitted, 0.4 + 0.04 * (8 + num_submitted))
-        costs.tokens_per_step.observe(8, num_submitted, 24)
-    assert costs.min_accept_prob == pytest.approx(0.04 * 24 / 2.0, rel=0.01)
-    costs.target.observe(1, 4, 0.6)
-    costs.tokens_per_step.observe(1, 4, 3)
+        costs.observe_step(8, num_submitted, 24, 0.4 + 0.04 * (8 + num_submitted))
+    assert costs.target.min_accept_prob == pytest.approx(0.04 * 24 / 2.0, rel=0.01)
+    costs.observe_step(1, 4, 3, 0.6)
 
-    assert costs.min_accept_prob == pytest.approx(0.04 * 3 / 0.6, rel=0.02)
+    assert costs.target.min_accept_prob == pytest.approx(0.04 * 3 / 0.6, rel=0.02)

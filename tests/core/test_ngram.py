@@ -23,11 +23,11 @@ from specbranch.core.node import GreedyPicker
 from specbranch.core.tree import Tree
 
 
-def planted(costs: PairModel, tokens: list[int], count: int = 4, least: float = 0.01) -> list[tuple[int, str, int]]:
+def planted(costs: PairModel, tokens: list[int], count: int = 4, min_prob: float = 0.01) -> list[tuple[int, str, int]]:
     tree = Tree(tokens, GreedyPicker(), costs.calibration)
     guesser = NgramDrafter(tokens, costs.history)
     guesser.index_new_tokens()
-    chain = guesser.extend(tree, tree.root, count, least)
+    chain = guesser.extend(tree, tree.root, count, min_prob)
     assert [node.parent for node in chain] == [tree.root, *chain[:-1]][: len(chain)]
     return [(node.token, *node.guess_source) for node in chain if node.guess_source]
 
@@ -57,7 +57,7 @@ def test_whoever_was_right_more_often_guesses() -> None:
 
 
 def test_what_is_too_unlikely_is_not_planted() -> None:
-    assert planted(PairModel(), [1, 2, 3, 9, 8, 7, 1, 2, 3], least=0.3) == [(9, TEXT, 3)]
+    assert planted(PairModel(), [1, 2, 3, 9, 8, 7, 1, 2, 3], min_prob=0.3) == [(9, TEXT, 3)]
 
 
 def test_nothing_is_planted_behind_a_node_that_ran() -> None:
@@ -188,19 +188,19 @@ def test_it_follows_a_text_that_grows_a_bounded_part_at_a_time() -> None:
     index = NgramIndex(tokens)
     index.index_new_tokens()
     tokens += [4, 1, 2, 3]
-    index.index_new_tokens(most=2)
+    index.index_new_tokens(max_tokens=2)
     assert index.continuation([], 1) == ([4], 3)
     tokens += [7, 8, 3, 7]
     assert index.continuation([], 1) == ([], 0), "not read yet"
     for _ in range(4):
-        index.index_new_tokens(most=2)
+        index.index_new_tokens(max_tokens=2)
     assert index.continuation([], 1) == ([8], 2)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(0, 2), max_size=4))
 def test_it_finds_what_a_search_finds(tokens: list[int], tail: list[int]) -> None:
     index = NgramIndex(tokens)
-    index.index_new_tokens(most=random.Random(len(tokens)).randint(40, 80))
+    index.index_new_tokens(max_tokens=random.Random(len(tokens)).randint(40, 80))
     end = [*tokens, *tail]
     expected: tuple[list[int], int] = ([], 0)
     for length in LENGTHS:

@@ -204,7 +204,7 @@ def test_at_a_deadline_what_was_drafted_in_time_goes() -> None:
     assert len(session.submitted) == 2
     session.submit_ready()  # said once
     short = sampled_session(gamma=4)
-    short.longest = 1
+    short.max_draft_tokens = 1
     fill(short, 2)
     short.submit_ready()
     assert len(short.submitted) == 1

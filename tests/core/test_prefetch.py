@@ -9,7 +9,7 @@ import pytest
 
 from specbranch.core.distribution import Distribution
 from specbranch.core.planners import PLANNERS
-from specbranch.core.session import Session
+from specbranch.core.session import Session, likely_verdicts
 from tests.core.planners.test_planners import DOUBTFUL, SURE, run, session_of
 
 LIKELY = Distribution((1, 2, 3), (0.6, 0.3, 0.1), 0.9)
@@ -50,7 +50,7 @@ def test_the_answer_after_a_verdict_is_the_one_that_was_told_before_it(
 
 def test_outcomes_are_the_verdicts_that_may_come_the_likeliest_first() -> None:
     session = under_verification(DOUBTFUL)
-    told = [session.tree.path(node) for node in session.tree.likely_verdicts(100, 0.01)]
+    told = [node.path() for node in likely_verdicts(session.tree, 100, 0.01)]
 
     assert all(tokens[:-1] == [1] * (len(tokens) - 1) for tokens in told)  # some are accepted, then another token
     assert all(len(tokens) == 2 or tokens[-1] != 1 for tokens in told)
@@ -58,7 +58,7 @@ def test_outcomes_are_the_verdicts_that_may_come_the_likeliest_first() -> None:
     chances = [math.prod(0.2 if token < 5 else 0.1 for token in tokens) for tokens in told]
     assert {len(tokens) for tokens in told} == {1, 2}
     assert max(chances) == pytest.approx(chances[0])
-    assert session.tree.likely_verdicts(2, 0.01) == session.tree.likely_verdicts(100, 0.01)[:2]
+    assert likely_verdicts(session.tree, 2, 0.01) == likely_verdicts(session.tree, 100, 0.01)[:2]
 
 
 def test_nothing_is_foreseen_while_the_target_waits_for_a_submission() -> None:
@@ -90,7 +90,7 @@ def test_a_budget_that_waits_says_nothing_before() -> None:
 
 def test_no_more_is_submitted_nor_foreseen_than_the_request_allows() -> None:
     session = under_verification()
-    session.longest = 2
+    session.max_draft_tokens = 2
 
     told = foreseen(session)
     assert max(len(proposal) for _, proposal in told) == 2

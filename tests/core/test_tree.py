@@ -29,14 +29,18 @@ def settle(tree: Tree, *tokens: int) -> RollbackCounts:
     return tree.count_rollback()
 
 
-@pytest.fixture
-def tree() -> Tree:
+def branching_tree() -> Tree:
     """After token 9: the chain 1 2 3, with the alternative 7 8 to 2."""
     tree = Tree([5, 9], GreedyPicker())
     grown(tree, tree.root, (1,), (2, 7), (3,))
     one = tree.root.children[0]
     grown(tree, tree.children(one, 2)[1], (8,))
     return tree
+
+
+@pytest.fixture
+def tree() -> Tree:
+    return branching_tree()
 
 
 def test_a_tree_needs_a_committed_token() -> None:
@@ -207,24 +211,3 @@ def test_every_drafted_token_is_settled_once_or_still_alive(data: st.DataObject)
         assert tree.num_drafted == settled + tree.num_alive
         assert tree.num_alive == sum(1 for _ in nodes(tree))
         assert all(node.outcome is None for node in nodes(tree))
-
-
-def test_the_frontier_holds_the_likeliest_nodes_that_were_not_run(tree: Tree) -> None:
-    found = tree.frontier(tree.root, 9, 5, 0.01)
-
-    assert [(node.token, round(chance, 4)) for node, chance in found] == [(3, 0.125), (8, 0.0833)]
-    assert [node.token for node, _ in tree.frontier(tree.root, 9, 1, 0.01)] == [3]
-    assert [node.token for node, _ in tree.frontier(tree.root, 9, 5, 0.1)] == [3]
-    (end,) = tree.frontier(found[1][0], 9, 5, 0.01)
-    assert end == (found[1][0], 1.0)
-    assert tree.frontier(tree.root, 2, 5, 0.01) == []
-
-
-def test_the_frontier_draws_no_child_that_cannot_be_likely_enough() -> None:
-    tree = Tree([9], GreedyPicker())
-    tree.root.distribution = Distribution((1, 2, 3), (0.7, 0.2, 0.1), 1.0)
-
-    assert [node.token for node, _ in tree.frontier(tree.root, 1, 5, 0.25)] == [1]
-    assert tree.num_drafted == 2  # 0.3 is left after the first, so the second might have been likely enough
-    assert [node.token for node, _ in tree.frontier(tree.root, 1, 5, 0.15)] == [1, 2]
-    assert tree.num_drafted == 2

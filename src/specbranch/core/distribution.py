@@ -1,11 +1,11 @@
-"""Next-token distributions: top-k from logits, how a request samples, and draws that both sides repeat.
+"""Next-token distributions: top-k from logits, how a request samples, and samples that both sides repeat.
 
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
 
-The draft service draws a token to draft on behind it; the target's side draws it again, from the distribution that it
-was told, and only its own draw counts. Both use the same number, made of the request's seed and the text before the
-token: so they agree, and no two places of a draft tree share a number. What the service says of a distribution can
-then be wrong in any way, and the token still was drawn from just that.
+The draft service samples a token to draft on from there. The target's side samples it again, from the distribution that
+the service sent, and only this second sample counts. Both use the same number, made of the request's seed and the
+tokens before: so they agree, and no two positions of a draft tree share a number. However wrong the distribution of the
+service may be, the token was sampled from just that distribution.
 
 A `RandomSource` answers one narrow question: which of these weighted things? So tests can replace it by enumeration,
 and prove a distribution instead of sampling it.
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 Prob = float | Fraction
 Dense = NDArray[Any]  # [vocab]; float64, or object holding Fractions
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
-TEXT_LEN = 128  # tokens before a place that its number is made of; a draft tree is no deeper
-MAX_IDS = 32  # that a token is drawn from; they go over the wire with it
+TEXT_LEN = 128  # tokens before a position that its random number is made of; a draft tree is no deeper
+MAX_IDS = 32  # tokens that one is sampled from; they go over the wire with it
 _SCALE = 2.0**-53
 
 
@@ -47,21 +47,21 @@ class Distribution:
         return self.probs[0] if self.probs else 0.0
 
     def dense(self, vocab_len: int) -> Dense:
-        """The top-k tokens as a vector over the vocabulary; all others are zero."""
+        """Return the probabilities of the top-k as a vector over the vocabulary; all others are zero."""
         vector = np.zeros(vocab_len, dtype=object)
         vector[list(self.ids)] = self.probs
         return vector
 
 
 def distribution_of(weights: Sequence[Prob]) -> Distribution:
-    """The whole distribution over a small vocabulary: weight i belongs to token i; ties go to the lower token."""
+    """Make the whole distribution over a small vocabulary: weight i is token i's; ties go to the lower token."""
     order = sorted((i for i, w in enumerate(weights) if w), key=lambda i: (-weights[i], i))
     probs = tuple(weights[i] for i in order)
     return Distribution(tuple(order), probs, -sum(float(p) * math.log(p) for p in probs))
 
 
 def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
-    """The `top_k` most likely tokens at temperature 1, and the entropy of the whole distribution."""
+    """Return the `top_k` most likely tokens at temperature 1, with the entropy of the whole distribution."""
     shifted = logits - logits.max()  # [vocab]
     weights = np.exp(shifted)
     total = float(weights.sum())
@@ -72,7 +72,7 @@ def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Indices of the `count` largest values, and perhaps a few more, in order.
+    """Return the indices of the `count` largest values, and perhaps a few more, in order.
 
     The `count` largest block maxima are `count` values, so no value below the smallest of them is needed.
     """
@@ -94,9 +94,9 @@ class RequestSampling:
     seed: int = 0
 
     def apply(self, distribution: Distribution) -> Distribution:
-        """A draft's distribution as the target would sample from it: what tokens are drawn from.
+        """Return a draft's distribution as the target would sample from it, to sample draft tokens from.
 
-        In float32, as it goes over the wire. The tokens that the draft does not name are left out.
+        In float32, as it goes over the wire. The tokens that are not in the draft's top-k are left out.
         """
         ids = distribution.ids[: min(self.top_k or MAX_IDS, MAX_IDS)]
         raw = np.asarray(distribution.probs[: len(ids)], dtype=np.float64)
@@ -112,20 +112,20 @@ class RequestSampling:
 
 
 def seeded_uniform(seed: int, position: int, text: Sequence[int]) -> float:
-    """A number from 0 to 1 for the token at a position behind a text, of which the last `TEXT_LEN` tokens count."""
+    """Return a number from 0 to 1 for the token at a position, made of the seed and the last `TEXT_LEN` tokens."""
     tail = text[-TEXT_LEN:]
     key = struct.pack(f"<Qq{len(tail)}i", seed, position, *tail)
     return float(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * _SCALE
 
 
 def inverse_cdf(probs: Sequence[Prob], number: float) -> int:
-    """Which of these a number from 0 to 1 falls on, each as often as its probability says."""
+    """Return the index that a number in [0, 1) selects by inverse-CDF sampling."""
     left = number * float(sum(probs))
     for index, prob in enumerate(probs):
         left -= float(prob)
         if left < 0:
             return index
-    return len(probs) - 1  # rounding can leave a crumb
+    return len(probs) - 1  # rounding can leave a small rest
 
 
 class RandomSource(Protocol):
@@ -137,7 +137,7 @@ class RandomSource(Protocol):
 
 
 class SeededRandom:
-    """Choices from a pseudo-random stream. One pick takes exactly one number from the stream."""
+    """Choices from a pseudo-random stream; one pick uses exactly one number of it."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -151,5 +151,5 @@ class SeededRandom:
                 left -= float(weight)
                 if left < 0:
                     return index
-        # Rounding can leave a crumb behind the last positive weight.
+        # Rounding can leave a small rest after the last positive weight.
         return last

@@ -1,14 +1,14 @@
 """N-gram drafts: what followed the same few tokens before, in this sequence or in past answers.
 
-A guess is put into the draft tree below a node that was not run. The draft then runs the node and all that is guessed
-behind it in one step, and its distributions confirm the guess or not; or the target verifies it at once. Either way a
-guess can only be right or wasted.
+A guess is added to the draft tree below a node that was not run. The draft then runs the node and the guesses below it
+in one step, and its distributions confirm the guesses or not; or the target verifies them at once. Either way a guess
+can only be right or wasted.
 
 Drafts from the sequence itself cost no model. Summaries, answers from given sequences and edits of code copy long
 stretches.
 
-People ask the same things again, agents run in loops, and edits of one file repeat most of it. The memory is bounded:
-answers that nobody looked at for longest are forgotten. It never leaves its namespace.
+People ask the same things again, agents run in loops, and edits of one file repeat most of it. So past answers are kept
+within a bound: those that were not used for longest are forgotten first. They never leave their namespace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from specbranch.core.calibration import Grounds
+from specbranch.core.calibration import Calibration, Grounds
 from specbranch.core.node import Node
 from specbranch.core.tree import Tree
 
@@ -26,58 +26,64 @@ SOURCES = (TEXT, MEMORY)
 
 Guess = list[tuple[int, Grounds]]  # tokens in a row
 LENGTHS = (5, 4, 3, 2)  # of the tokens that must agree, the longest tried first
+_MAX_NEWEST = 64  # tokens to index before a guess, which an answer to the target may wait for
 _CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
-_SHORTEST = 3  # fewer tokens that agree with another answer mean little
+_MIN_LEN = 3  # fewer tokens that agree with another answer mean little
 
 
 class NgramDrafter:
-    """Guesses for one sequence. `answer` is its own part of the memory, which it does not guess from."""
+    """Guesses for one sequence. `answer` is its own part of the history, from which it does not guess."""
 
-    def __init__(self, tokens: list[int], memory: OutputHistory, answer: PastOutput | None = None) -> None:
+    def __init__(self, tokens: list[int], history: OutputHistory, answer: PastOutput | None = None) -> None:
+        self._index = NgramIndex(tokens)
         self._tokens = tokens
-        self._suffixes = NgramIndex(tokens)
-        self._memory = memory
+        self._history = history
         self._answer = answer
 
-    def index_new_tokens(self, most: int = 2048) -> None:
-        """Take in what the sequence has gained, at most so many tokens."""
-        self._suffixes.index_new_tokens(most)
+    def index_new_tokens(self) -> None:
+        """Index the new tokens of the sequence, a bounded number at a time."""
+        self._index.index_new_tokens()
 
-    def extend(self, tree: Tree, tip: Node, count: int, least: float, sources: Collection[str] = SOURCES) -> list[Node]:
-        """Plant below a node that was not run what is guessed to follow it; the chain that is planted.
+    def extend(
+        self, tree: Tree, tip: Node, count: int, min_prob: float, sources: Collection[str] = SOURCES
+    ) -> list[Node]:
+        """Add guesses below a node that was not run, and return them: a chain of at most `count` nodes.
 
-        At most `count` tokens, and none that is less likely than `least` to come true.
+        No guess is added whose probability, seen from the root, is below `min_prob`.
         """
+        if TEXT in sources and self._index.num_indexed < len(self._tokens):
+            self._index.index_new_tokens(_MAX_NEWEST)
         chain: list[Node] = []
         guess: Guess = []
         while len(chain) < count and tip.distribution is None:
             if not guess:
-                guess = self._best(tree, tip, count - len(chain), sources)
+                guess = self._best_guess(tree.calibration, tip, count - len(chain), sources)
             if not guess:
                 break
             token, grounds = guess.pop(0)
-            if tree.path_prob(tip) * tree.calibration.guess_accept_prob(grounds) < least:
+            if tree.path_prob(tip) * tree.calibration.guess_accept_prob(grounds) < min_prob:
                 break
             tip = tree.add_guess(tip, token, grounds)
             chain.append(tip)
         return chain
 
-    def _best(self, tree: Tree, tip: Node, count: int, sources: Collection[str]) -> Guess:
-        """The guess of whoever was right most often on such grounds."""
-        tail = tip.path(most=LENGTHS[0])
-        found: list[Guess] = []
+    def _best_guess(self, calibration: Calibration, tip: Node, count: int, sources: Collection[str]) -> Guess:
+        """Return the guess of the source that was right most often where as many tokens agreed; [] if none has one."""
+        tail = tip.path(max_len=LENGTHS[0])
+        found: list[tuple[str, Sequence[int], int]] = []
         if TEXT in sources:
-            found.append(_repeated(TEXT, *self._suffixes.continuation(tail, count)))
+            found.append((TEXT, *self._index.continuation(tail, count)))
         if MEMORY in sources:
             end = [*self._tokens[-LENGTHS[0] :], *tail][-LENGTHS[0] :]
-            found.append(_repeated(MEMORY, *self._memory.continuation(end, count, other_than=self._answer)))
-        chance = tree.calibration.guess_accept_prob
-        return max(filter(None, found), key=lambda guess: chance(guess[0][1]), default=[])
-
-
-def _repeated(source: str, tokens: Sequence[int], num_agreed: int) -> Guess:
-    """Each guessed token that comes true is one more that agrees."""
-    return [(token, (source, min(num_agreed + index, LENGTHS[0]))) for index, token in enumerate(tokens)]
+            found.append((MEMORY, *self._history.continuation(end, count, other_than=self._answer)))
+        best: Guess = []
+        best_prob = 0.0
+        for source, tokens, num_agreed in found:
+            if tokens and (prob := calibration.guess_accept_prob((source, num_agreed))) > best_prob:
+                # Each guessed token that comes true is one more that agrees.
+                best = [(token, (source, min(num_agreed + index, LENGTHS[0]))) for index, token in enumerate(tokens)]
+                best_prob = prob
+        return best
 
 
 class NgramIndex:
@@ -87,23 +93,23 @@ class NgramIndex:
     """
 
     def __init__(self, tokens: list[int]) -> None:
+        self.num_indexed = 1
         self._tokens = tokens
-        self._num_read = 1
         self._positions: dict[tuple[int, ...], int] = {}
 
-    def index_new_tokens(self, most: int = 2048) -> None:
-        """Take in what the sequence has gained, at most so many tokens; a long prompt takes several calls."""
-        end = min(len(self._tokens), self._num_read + most)
-        for position in range(self._num_read, end):
+    def index_new_tokens(self, max_tokens: int = 2048) -> None:
+        """Index the new tokens of the sequence, at most `max_tokens`; a long prompt takes several calls."""
+        end = min(len(self._tokens), self.num_indexed + max_tokens)
+        for position in range(self.num_indexed, end):
             for length in LENGTHS:
                 if length <= position:
                     self._positions[tuple(self._tokens[position - length : position])] = position
-        self._num_read = max(self._num_read, end)
+        self.num_indexed = max(self.num_indexed, end)
 
     def continuation(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
-        """What followed the sequence's end and `tail` last time, at most `count` tokens, and how many tokens agreed.
+        """Return what followed the sequence's end and `tail` last time, and how many tokens agreed.
 
-        Nothing, and 0, if they did not occur before.
+        At most `count` tokens; none, and 0, if the end did not occur before.
         """
         longest = LENGTHS[0]
         end = [*self._tokens[-longest:], *tail][-longest:]
@@ -127,18 +133,21 @@ class PastOutput:
 
 
 class HistoryBudget:
-    """What all memories together may hold. The largest and the longest idle forgets first: its size times its rest."""
+    """A limit for the tokens of several histories together.
+
+    When it is exceeded, the history with the largest product of size and idle time forgets answers first.
+    """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
         self._num_tokens = 0
         self._now = 0
-        self._last: dict[OutputHistory, int] = {}  # when it grew last
+        self._last: dict[OutputHistory, int] = {}  # when each history grew last
 
-    def take(self, memory: OutputHistory, num_tokens: int) -> None:
-        """A memory has grown by so many tokens."""
+    def take(self, history: OutputHistory, num_tokens: int) -> None:
+        """Count the new tokens of a history, and forget answers until all histories are within the limit."""
         self._now += 1
-        self._last[memory] = self._now
+        self._last[history] = self._now
         self._num_tokens += num_tokens
         while self._num_tokens > self._capacity:
             fullest = max(self._last, key=lambda one: one.num_tokens * (1 + self._now - self._last[one]))
@@ -148,7 +157,10 @@ class HistoryBudget:
 
 
 class OutputHistory:
-    """Positions in answers by the tokens before them. Read by one thread while another writes: each change is whole."""
+    """Positions in past answers by the tokens before them.
+
+    One thread may read while another writes: each change is atomic.
+    """
 
     def __init__(self, room: HistoryBudget | None = None) -> None:
         self._room = room or HistoryBudget()
@@ -157,11 +169,11 @@ class OutputHistory:
         self.num_tokens = 0
 
     def begin(self) -> PastOutput:
-        """A new answer, to be passed to `add`; it is remembered from its first token on."""
+        """Return a new, empty answer to pass to `add`; it is remembered from its first token on."""
         return PastOutput()
 
     def add(self, answer: PastOutput, tokens: Sequence[int]) -> None:
-        """Take in the next tokens of an answer."""
+        """Add the next tokens of an answer."""
         if answer.is_forgotten or not tokens:
             return
         kept = answer.tokens
@@ -169,7 +181,7 @@ class OutputHistory:
             self._answers.append(answer)
         for token in tokens:
             for length in LENGTHS:
-                if _SHORTEST <= length <= len(kept):
+                if _MIN_LEN <= length <= len(kept):
                     self._positions[tuple(kept[-length:])] = (answer, len(kept))
             kept.append(token)
         self.num_tokens += len(tokens)
@@ -178,12 +190,12 @@ class OutputHistory:
     def continuation(
         self, tail: Sequence[int], count: int, other_than: PastOutput | None = None
     ) -> tuple[list[int], int]:
-        """What followed the last tokens of `tail` in an answer, at most `count` tokens, and how many tokens agreed.
+        """Return what followed the last tokens of `tail` in an answer, and how many tokens agreed.
 
-        Nothing, and 0, if they occurred in no answer, or only in `other_than`.
+        At most `count` tokens; none, and 0, if those occurred in no answer, or last in `other_than`.
         """
         for length in LENGTHS:
-            if _SHORTEST <= length <= len(tail):
+            if _MIN_LEN <= length <= len(tail):
                 found = self._positions.get(tuple(tail[-length:]))
                 if found is not None and found[0] is not other_than:
                     answer, position = found
@@ -192,7 +204,7 @@ class OutputHistory:
         return [], 0
 
     def forget_oldest(self) -> int:
-        """Forget the oldest answer; how many tokens that were. One that was of use lately is spared once."""
+        """Forget the oldest answer, and return how many tokens it had; spare one that was used, once, and return 0."""
         answer = self._answers.popleft()
         if answer.is_used:
             answer.is_used = False
@@ -205,7 +217,7 @@ class OutputHistory:
         tokens = answer.tokens
         for position in range(len(tokens)):
             for length in LENGTHS:
-                key = tuple(tokens[position - length : position]) if _SHORTEST <= length <= position else None
+                key = tuple(tokens[position - length : position]) if _MIN_LEN <= length <= position else None
                 if key is not None and self._positions.get(key, (None, 0))[0] is answer:
                     del self._positions[key]
         self.num_tokens -= len(tokens)

@@ -1,8 +1,8 @@
 """A node of the draft tree, and how its children are drawn: by match (rule A) or by rejection sampling (rule B).
 
-Of rule B there are two forms. `RejectionPicker` is what a stock engine can verify: one drawn token at a place.
-`WithoutReplacementPicker` is the paper's, for reference: several at a place, drawn without replacement and tested in
-turn.
+Rule B has two forms. `RejectionPicker` is what a stock engine can verify: one sampled token at a position.
+`WithoutReplacementPicker` is the paper's, for reference: several at a position, sampled without replacement and tested
+in turn.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from specbranch.core.distribution import (
     seeded_uniform,
 )
 
-First = tuple[int, Distribution | None]  # a token, and the distribution that it was drawn from by chance
+First = tuple[int, Distribution | None]  # a token, and the distribution that it was sampled from
 
 
 class TokenOutcome(Enum):
-    """What became of a drafted token."""
+    """The outcome of a drafted token."""
 
     USED = "used"  # a verdict committed it
     REJECTED = "rejected"  # submitted and refused
     UNUSED = "unused"  # prepared for another outcome
-    CUT = "cut"  # followed a submission that left it out, and was lost with it
+    CUT = "cut"  # drafted before a submission that ended above it, and discarded with that submission
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -42,27 +42,28 @@ class Node:
     token: int
     parent: Node | None
     position: int
-    submission_index: int  # after so many submissions
+    submission_index: int  # number of submissions before it was drafted
     children: list[Node] = field(default_factory=list)
     distribution: Distribution | None = None  # of the next token, once the node was run
     is_submitted: bool = False
     outcome: TokenOutcome | None = None
     guess_source: Grounds | None = None  # of a token that was guessed, not drawn from a distribution
-    sampled_from: Distribution | None = (
-        None  # by chance, to be tested against it; None for the likeliest and for guesses
-    )
+    sampled_from: Distribution | None = None  # the target tests the token against it; None if it was not sampled
     has_committed_child: bool = False  # a token drawn after this one was committed
     log_prob: float = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
 
     def child_with(self, token: int) -> Node | None:
-        """The child that holds `token`, if it has been drawn."""
-        return next((child for child in self.children if child.token == token), None)
+        """Find the child that holds `token`; None if it has not been drawn."""
+        for child in self.children:
+            if child.token == token:
+                return child
+        return None
 
-    def path(self, most: int | None = None) -> list[int]:
-        """The last tokens up to this one, without the committed one that is the root; at most so many."""
+    def path(self, max_len: int | None = None) -> list[int]:
+        """Return the tokens below the root up to this one; at most the last `max_len` of them."""
         tokens: list[int] = []
         node = self
-        while node.parent is not None and (most is None or len(tokens) < most):
+        while node.parent is not None and (max_len is None or len(tokens) < max_len):
             tokens.append(node.token)
             node = node.parent
         return tokens[::-1]
@@ -72,24 +73,24 @@ class Node:
 
 
 class TokenPicker(Protocol):
-    """Draws the tokens that follow one node that was run, one at a time."""
+    """A way to draw the tokens that follow a node that was run, one at a time."""
 
     def first(self, node: Node, is_tested: bool) -> First | None:
-        """The token to submit behind a node; None if its distribution has none.
+        """Draw the token to submit after a node; return None if its distribution has none.
 
-        Not `is_tested`: the target will say its own token here, which this one may equal.
+        If it is not `is_tested`, the target samples its own token here, which may be the same one.
         """
         ...
 
     def further(self, distribution: Distribution, taken: Collection[int]) -> int | None:
-        """One more token that is not among `taken`, or None when its top-k holds no other."""
+        """Draw one more token that is not among `taken`; return None if the top-k holds no other."""
         ...
 
 
 class GreedyPicker:
-    """The most likely token not yet taken.
+    """Draws the most likely token not yet drawn.
 
-    Exact together with rule A, which never asks for the draft's distribution.
+    Exact together with rule A, which never uses the draft's distribution.
     """
 
     def first(self, node: Node, is_tested: bool) -> First | None:
@@ -101,7 +102,7 @@ class GreedyPicker:
 
 
 class WithoutReplacementPicker:
-    """A sample without replacement, as rule B requires. Exact only if top-k is the whole distribution."""
+    """Samples without replacement, as rule B requires. Exact only if the top-k is the whole distribution."""
 
     def __init__(self, chance: RandomSource) -> None:
         self._chance = chance
@@ -122,9 +123,9 @@ class WithoutReplacementPicker:
 
 
 class RejectionPicker(GreedyPicker):
-    """The token to submit is drawn by chance where that is kept more often; the others are the most likely ones.
+    """Samples the token to submit where sampled tokens are kept more often; the others are the most likely ones.
 
-    Which of the two it is depends on the distribution and on what was learned, never on the token.
+    Whether to sample depends on the distribution and on what was learned, never on the token.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class RejectionPicker(GreedyPicker):
 
 
 def rejection_picker(sampling: RequestSampling, tokens: Sequence[int], calibration: Calibration) -> RejectionPicker:
-    """The draw for a request; `tokens` are the committed ones of its sequence, which grow."""
+    """Make the picker of a request; `tokens` is the list of its committed tokens, which grows."""
 
     def pick_at(node: Node, probs: Sequence[Prob]) -> int:
         text = [*tokens[-TEXT_LEN:], *node.path()]

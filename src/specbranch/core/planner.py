@@ -1,11 +1,11 @@
 """The base classes of planners and predictors, and the settings of planners.
 
 A planner decides what is drafted and what is submitted, never what is accepted. So by rule A, the default, no planner
-can change the output distribution. Where tokens are drawn by chance (`Node.sampled_from`, rule B) there is one
-condition: whether one is submitted may depend on the distribution that it was drawn from, not on which token it is, nor
-on what follows it.
+can change the output distribution. Where tokens are sampled (`Node.sampled_from`, rule B) there is one condition:
+whether one is submitted may depend on the distribution that it was sampled from, not on which token it is, nor on what
+follows it.
 
-One planner object serves one sequence. It is asked on every verdict, so its answers must cost microseconds.
+One planner object serves one sequence. It is called on every verdict, so its methods must return within microseconds.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MAX_ROWS = 64  # draft rows, guesses or branches at a time
 
 
 class SettingError(SpecBranchError, ValueError):
-    """A planner was asked for with a value or a name that it does not know."""
+    """A planner's name, or the name or the value of one of its settings, is not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The least and the greatest value of a number; if `is_open`, they themselves are left out."""
+    """The lowest and the highest value of a number; if `is_open`, the number must lie between them."""
 
     low: float
     high: float
     is_open: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether a value lies within; what is not a number lies nowhere."""
+        """Return whether a value lies within the bounds; NaN does not."""
         return self.low < value < self.high if self.is_open else self.low <= value <= self.high
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ Share = Annotated[float, Bounds(0, 1)]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a planner. A field is a bool, a `Literal`, or a number with its bounds; each is held to that."""
+    """The settings of a planner. A field is a bool, a `Literal`, or a number with its bounds; bad values raise."""
 
     def __post_init__(self) -> None:
         for name, kind in _kinds(type(self)).items():  # type: ignore[arg-type]  # mypy looks for the hash of instances
@@ -70,7 +70,7 @@ def _kinds(settings: type[Settings]) -> dict[str, Any]:
 
 
 def _advice(kind: Any, value: object) -> str | None:
-    """What to do about a value; None if it is one of its kind."""
+    """Say which value to give instead of a bad one; return None if the value is valid."""
     if kind is bool:
         return None if isinstance(value, bool) else "give true or false"
     if get_origin(kind) is Literal:
@@ -83,7 +83,7 @@ def _advice(kind: Any, value: object) -> str | None:
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    """Return the end of a message about an unknown name: the nearest known name, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
@@ -94,22 +94,22 @@ S = TypeVar("S", bound=Settings)
 
 
 class Predictor(Protocol):
-    """H-RAD, or a stand-in for it. It sees the round that has just begun."""
+    """H-RAD, or a stand-in for it."""
 
     def predict(self, round: Round) -> Signal:
-        """What will become of the next window of draft tokens."""
+        """Predict how much of the next window of draft tokens the target accepts, from the round that has begun."""
         ...
 
 
 class Planner(ABC, Generic[S]):
     """What to submit and when, what to prepare, and what to learn from a verdict.
 
-    Made by `planner(settings, predictor)`, where `settings` is of `settings_type`. A planner that is asked for by name
-    is registered by `specbranch.register_planner`.
+    Made by `planner(settings, predictor)`, where `settings` is of `settings_type`. `specbranch.register_planner` gives
+    a planner its name.
     """
 
     settings_type: ClassVar[type[Settings]] = Settings
-    # Whether the planner asks its predictor. A trained one must then have been trained for windows of `gamma` tokens.
+    # Whether the planner uses its predictor. A trained one must then have been trained for windows of `gamma` tokens.
     asks_predictor: ClassVar[bool] = False
 
     def __init__(self, settings: S, predictor: Predictor) -> None:
@@ -118,26 +118,26 @@ class Planner(ABC, Generic[S]):
 
     @property
     def may_block_target(self) -> bool:
-        """Whether `submit` may let the target wait. Of one that never does, little time is given to the answer."""
+        """Whether `submit` may let the target wait. If it never does, the client waits only shortly for the answer."""
         return True
 
     @abstractmethod
     def submit(self, round: Round) -> Sequence[Node] | None:
-        """The chain below the root to verify now (it may be empty), or None to let the target wait for more.
+        """Return the chain below the root to verify now (it may be empty), or None to let the target wait for more.
 
-        Asked after every verdict, and again after every draft step while the target waits.
+        Called after every verdict, and again after every draft step while the target waits.
         """
 
     @abstractmethod
     def rows_to_run(self, round: Round) -> Sequence[Node]:
-        """The nodes worth running in the next draft step, most valuable first. Asked between draft steps."""
+        """Return the nodes worth running in the next draft step, most valuable first. Called between draft steps."""
 
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
-        """What `submit` would answer if the verdict that is awaited took the sequence to `start`.
+        """Return what `submit` would return if the next verdict committed the tokens up to `start`.
 
-        None if that cannot be said before. A target that is told ahead need not ask.
+        Return None if that is not known in advance. A target that has its draft in advance need not wait for one.
         """
         return None
 
     def learn(self, round: Round, verdict: Verdict) -> None:  # most planners learn nothing
-        """Take in the verdict on this round's submission, before the tree is re-rooted."""
+        """Learn from the verdict on this round's submission. Called before the tree is re-rooted."""

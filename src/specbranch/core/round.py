@@ -1,4 +1,4 @@
-"""One draft-verify round: its state, the verdict that ends it, and what is counted."""
+"""One draft-verify round: its state, the verdict that ends it, and the counters of a session."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MAX_WINDOW = 64  # draft tokens in one submission
 
 
 class Signal(IntEnum):
-    """What H-RAD foresees for the next window."""
+    """H-RAD's prediction for the next window of draft tokens."""
 
     NONE = 0  # no token of the window will be accepted
-    SOME = 1  # ask the draft's confidence
+    SOME = 1  # the draft's confidence decides
     ALL = 2  # every token will be accepted
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceHint:
-    """What the target's own state tells about the next window of draft tokens."""
+    """A prediction for the next window of draft tokens, made from the target's hidden state."""
 
     signal: Signal
 
@@ -40,7 +40,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Round:
-    """The situation of one sequence. While nothing is submitted yet, the target waits."""
+    """The state of one sequence from one verdict to the next. The target waits until something is submitted."""
 
     index: int
     tree: Tree
@@ -48,7 +48,7 @@ class Round:
     ngrams: NgramDrafter
     is_hit: bool = False
     signal: Signal | None = None
-    hint: AcceptanceHint | None = None  # told by the target with the verdict that opened the round
+    hint: AcceptanceHint | None = None  # sent with the verdict that began the round
 
     @property
     def is_waiting(self) -> bool:
@@ -58,74 +58,51 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many submitted tokens the target accepted, and the token that it puts after them."""
+    """How many submitted tokens the target accepted, and its own token after them."""
 
     accepted: int
     next_token: int
 
     @classmethod
     def of(cls, tokens: Sequence[int], submitted: Sequence[int]) -> Verdict:
-        """The verdict that an engine gave by committing these tokens; the last one is always its own."""
+        """Return the verdict of an engine that committed these tokens; the last one is always its own."""
         accepted = 0
         while accepted < min(len(submitted), len(tokens) - 1) and submitted[accepted] == tokens[accepted]:
             accepted += 1
         return cls(accepted, tokens[accepted])
 
     def committed(self, submitted: Sequence[int]) -> list[int]:
-        """The tokens that this verdict commits."""
+        """Return the tokens that this verdict commits."""
         if not 0 <= self.accepted <= len(submitted):
             raise ValueError(f"a verdict accepts {self.accepted} of {len(submitted)} submitted tokens")
         return [*submitted[: self.accepted], self.next_token]
 
 
 @dataclass(slots=True, kw_only=True)
-class Stats:
+class Stats(RollbackCounts):
     """Counters of one session, or the sum over several."""
 
-    rounds: int = 0  # verdicts taken
+    rounds: int = 0  # verdicts committed
     hits: int = 0  # verdicts whose root the draft had drawn and run
     submitted: int = 0  # tokens sent for verification
     accepted: int = 0  # submitted tokens that were accepted
     emitted: int = 0  # tokens given to the user, the target's own included
     rows: int = 0  # draft rows run
-    used: int = 0  # drafted tokens that a verdict committed
-    rejected: int = 0  # rolled back: submitted and refused
-    unused: int = 0  # rolled back: prepared for another outcome
-    cut: int = 0  # rolled back: drafted, then not submitted
-    losing: int = 0  # of the rolled back: on branches that were not the draft's first choice
     wait_s: float = 0.0  # time the target waited for a draft
     target_s: float = 0.0  # time the target computed
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
-        """The sum over several sessions."""
+        """Sum the counters of several sessions."""
         return cls(**dict(zip(_NAMES, map(sum, zip(*map(_VALUES, parts), strict=True)), strict=False)))
 
-    def add(self, other: Stats) -> None:
-        """Add another session's counters to these."""
-        for name in _NAMES:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
     def since(self, earlier: Stats) -> Stats:
-        """What was counted after `earlier` was read."""
+        """Return what was counted after `earlier` was read."""
         return Stats(**{name: getattr(self, name) - getattr(earlier, name) for name in _NAMES})
-
-    def settle(self, settled: RollbackCounts) -> None:
-        """Count what became of drafted tokens."""
-        self.used += settled.used
-        self.rejected += settled.rejected
-        self.unused += settled.unused
-        self.cut += settled.cut
-        self.losing += settled.losing
-
-    @property
-    def rolled_back(self) -> int:
-        """Drafted tokens that a verdict made useless, whatever the cause."""
-        return self.rejected + self.unused + self.cut
 
     @property
     def hit_rate(self) -> float:
-        """Share of verdicts that were prepared."""
+        """Share of verdicts whose root the draft had run."""
         return self.hits / self.rounds if self.rounds else 0.0
 
     @property
@@ -145,7 +122,7 @@ class Stats:
 
     @property
     def wait_share(self) -> float:
-        """Share of the target's time that it waited for a draft."""
+        """Share of the target's time in which it waited for a draft."""
         busy = self.wait_s + self.target_s
         return self.wait_s / busy if busy else 0.0
 

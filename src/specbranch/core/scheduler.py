@@ -1,12 +1,10 @@
-"""Who gets the rows of the next draft step. One policy for the service and for the simulator.
+"""Which rows run in the next draft step: one policy for the service and for the simulator.
 
-Rows of all sessions compete: first those that a target waits for, then by how likely the draft thinks it that their
-tokens come true. Sessions that are still in prefill share one piece of tokens in a step, so that others go on drafting
-meanwhile.
+Rows of all sessions compete: first those that a target waits for, then by the probability that their tokens come true.
+Sessions that are still in prefill share one chunk of prefill tokens in a step, so that others go on drafting meanwhile.
 
-Tenants share a step: each has as many rows as the one that asks for fewest. What others ask for beyond that, rows and
-text to read, may make the step take twice as long at most. So nobody's drafts are held up by how much another one asks
-for.
+Tenants share a step: each gets as many rows as the one that requests fewest. The further rows and prefill tokens that
+others request may make the step take twice as long at most. So no tenant's large request delays the drafts of another.
 """
 
 from __future__ import annotations
@@ -22,26 +20,26 @@ from specbranch.core.round import Round
 
 K = TypeVar("K")
 MIN_PREFILL_CHUNK = 8  # tokens to prefill: fewer take as long
-_BESIDE_DRAFTING = 4  # prefill beside sessions that draft gets this part of a piece: one in so many
+_CHUNK_DIVISOR = 4  # of the prefill chunk in a step with sessions that draft
 
 
 @dataclass(slots=True, kw_only=True)
 class RowRequest(Generic[K]):
-    """What one session would like to run in the next step, and what it was granted."""
+    """The nodes that one session wants to run in the next step, and those that it was granted."""
 
     session: K
     nodes: Sequence[Node]
     priorities: Sequence[float]  # of the nodes
     is_target_waiting: bool = False  # a target waits for this session
-    num_unprefilled: int = 0  # committed tokens that the draft has yet to prefill
-    round_index: int = 0  # when it was made
-    tenant: Hashable = None  # whose session it is
-    num_prefilled: float = 0.0  # tokens that were read for its tenant lately
+    num_unprefilled: int = 0  # committed tokens that the draft has not prefilled yet
+    round_index: int = 0  # of the session when the request was made
+    tenant: Hashable = None  # the owner of the session
+    num_prefilled: float = 0.0  # tokens that were prefilled for its tenant lately
     granted: list[Node] = field(default_factory=list)
 
     @property
     def is_in_prefill(self) -> bool:
-        """Whether more than the newest token has to be fed before it can draft."""
+        """Whether the draft must prefill more than the newest token before it can draft."""
         return self.num_unprefilled > 1
 
 
@@ -62,13 +60,13 @@ def request_rows(
     tenant: Hashable = None,
     num_read: float = 0.0,
 ) -> RowRequest[K]:
-    """A session's request to run these nodes of its tree in this round."""
+    """Make a session's request to run these nodes of its tree in this round."""
     lead = 1.0 if is_awaited else 0.0
-    worths = [lead + round.tree.path_prob(node) for node in nodes]
+    priorities = [lead + round.tree.path_prob(node) for node in nodes]
     return RowRequest(
         session=session,
         nodes=nodes,
-        priorities=worths,
+        priorities=priorities,
         is_target_waiting=is_awaited,
         num_unprefilled=num_unread,
         round_index=round.index,
@@ -84,18 +82,18 @@ def select_rows(
     cost: StepCost | None = None,
     is_shared: bool = False,
 ) -> Schedule[K]:
-    """Grant at most `row_limit` rows, the most valuable first, and at most one piece of prefill.
+    """Grant at most `row_limit` rows, the most valuable first, and at most one chunk of prefill.
 
-    Where several tenants ask for rows and their `cost` is known, what each gets is bounded by that. `is_shared`: there
-    are several, though some may ask for nothing right now; they will, before a long step is over.
+    Where several tenants request rows and the `cost` of a row is known, it bounds what each gets. `is_shared`: there
+    are several tenants, of which some may request nothing now; they will, before a long step is over.
     """
     ranked = sorted(
-        ((worth, number, node) for number, request in enumerate(requests) for worth, node in _pairs(request)),
+        ((priority, number, node) for number, request in enumerate(requests) for priority, node in _pairs(request)),
         key=lambda item: (-item[0], item[1]),
     )
     tenants = [requests[number].tenant for _, number, _ in ranked]
     is_alone = len(set(tenants)) < 2
-    equal, more = _shares(tenants, row_limit, most=1 if is_shared and is_alone else row_limit)
+    equal, more = _shares(tenants, row_limit, max_share=1 if is_shared and is_alone else row_limit)
     spare_s = cost.at(len(equal)) if cost is not None and (is_shared or not is_alone) else None
     num_more = row_limit - len(equal)
     if spare_s is not None and cost is not None and cost.per_row_s:
@@ -106,20 +104,23 @@ def select_rows(
         _, number, node = ranked[index]
         requests[number].granted.append(node)
     granted = [request for request in requests if request.granted]
-    # Whoever drafts already must not wait long for others in prefill. These go by smaller pieces, unless a target waits
-    # for one of them.
+    # Sessions that draft already must not wait long for others in prefill. These get a smaller chunk, unless a target
+    # waits for one of them.
     in_prefill = [request for request in granted if request.is_in_prefill]
     if len(in_prefill) < len(granted) and not any(request.is_target_waiting for request in in_prefill):
-        prefill_chunk = max(1, prefill_chunk // _BESIDE_DRAFTING)
+        prefill_chunk = max(1, prefill_chunk // _CHUNK_DIVISOR)
     if spare_s is not None and cost is not None and cost.per_prefill_token_s:
         prefill_chunk = min(prefill_chunk, max(MIN_PREFILL_CHUNK, int(spare_s / cost.per_prefill_token_s)))
-    return Schedule(_within_a_piece(granted, prefill_chunk), prefill_chunk)
+    return Schedule(_fit_chunk(granted, prefill_chunk), prefill_chunk)
 
 
-def _shares(tenants: Sequence[Hashable], row_limit: int, most: int) -> tuple[list[int], list[int]]:
-    """Of rows with these tenants, most valuable first, those within equal shares of `most` at most, and the others."""
+def _shares(tenants: Sequence[Hashable], row_limit: int, max_share: int) -> tuple[list[int], list[int]]:
+    """Split rows with these tenants into those within equal shares of at most `max_share` rows, and the others.
+
+    Rows are given by rank, most valuable first, and returned as indices.
+    """
     totals = Counter(tenants)
-    share = min(min(totals.values(), default=0), max(1, row_limit // max(len(totals), 1)), most)
+    share = min(min(totals.values(), default=0), max(1, row_limit // max(len(totals), 1)), max_share)
     seen: Counter[Hashable] = Counter()
     shares: tuple[list[int], list[int]] = [], []
     for index, tenant in enumerate(tenants):
@@ -129,19 +130,19 @@ def _shares(tenants: Sequence[Hashable], row_limit: int, most: int) -> tuple[lis
     return shares[0][:row_limit], sorted([*beyond, *shares[1]])
 
 
-def _within_a_piece(requests: list[RowRequest[K]], prefill_chunk: int) -> list[RowRequest[K]]:
-    """Without those that would prefill more than one step should; the first always may.
+def _fit_chunk(requests: list[RowRequest[K]], prefill_chunk: int) -> list[RowRequest[K]]:
+    """Return the requests without those whose prefill does not fit into the chunk any more; the first one always fits.
 
-    First come those that a target waits for, then the tenants for whom least was read lately.
+    Requests that a target waits for come first, then the tenants with the fewest tokens prefilled lately.
     """
     in_prefill = [request for request in requests if request.is_in_prefill]
-    left_out, num_read = set(), 0
+    left_out, num_tokens = set(), 0
     for request in sorted(in_prefill, key=lambda request: (not request.is_target_waiting, request.num_prefilled)):
         size = min(request.num_unprefilled, prefill_chunk)
-        if num_read and num_read + size > prefill_chunk:
+        if num_tokens and num_tokens + size > prefill_chunk:
             left_out.add(id(request))
         else:
-            num_read += size
+            num_tokens += size
     return [request for request in requests if id(request) not in left_out]
 
 

@@ -6,8 +6,10 @@ A round is: `propose` (until it answers), `rows` and `add_distribution` as often
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from specbranch.core.costs import PairModel
@@ -18,18 +20,18 @@ from specbranch.core.planner import Planner
 from specbranch.core.round import MAX_WINDOW, AcceptanceHint, Round, Stats, Verdict
 from specbranch.core.tree import Tree
 
-_MIN_PROB = 0.01  # of a verdict that is looked at before it comes
+_MIN_PROB = 0.01  # of a verdict for which a draft is prefetched
 
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:
-    """When a sequence is over: after so many new tokens, or at one of these tokens."""
+    """When a sequence ends: after `max_new_tokens`, or at one of the tokens `eos_ids`."""
 
     max_new_tokens: int | None = None
     eos_ids: frozenset[int] = field(default_factory=frozenset)
 
     def trim(self, tokens: Sequence[int], num_emitted: int) -> tuple[list[int], bool]:
-        """The tokens that may still be emitted, and whether the sequence ends with them."""
+        """Return the tokens that may still be emitted, and whether the sequence ends with them."""
         room = len(tokens) if self.max_new_tokens is None else self.max_new_tokens - num_emitted
         for index, token in enumerate(tokens[:room]):
             if token in self.eos_ids:
@@ -52,7 +54,7 @@ class Session:
         self.prompt_len = len(prompt)
         self.stats = Stats()
         self.is_finished = False
-        self.longest: int | None = None  # the most tokens that the request lets be submitted at once
+        self.max_draft_tokens: int | None = None  # in one submission, as the request limits it; None: no limit
         self._planner = planner
         self._draw = draw
         self._sampling: RequestSampling | None = None
@@ -64,13 +66,13 @@ class Session:
 
     @property
     def tree(self) -> Tree:
-        """What is drafted after the committed tokens."""
+        """The tokens drafted after the committed ones."""
         return self.round.tree
 
     @property
     def submitted(self) -> list[int]:
         """The tokens under verification."""
-        return [node.token for node in self.tree.submitted or ()]
+        return [node.token for node in self.round.tree.submitted or ()]
 
     @property
     def output(self) -> list[int]:
@@ -79,25 +81,25 @@ class Session:
 
     @property
     def sampled_from(self) -> list[Distribution | None]:
-        """What each token under verification was drawn from by chance; None for those that were not."""
-        return [node.sampled_from for node in self.tree.submitted or ()]
+        """The distribution that each token under verification was sampled from; None for those that were not."""
+        return [node.sampled_from for node in self.round.tree.submitted or ()]
 
     @property
     def is_sampled(self) -> bool:
-        """Whether tokens are drawn by chance."""
+        """Whether draft tokens are sampled (rule B)."""
         return self._sampling is not None
 
     def set_sampling(self, sampling: RequestSampling | None) -> None:
-        """Draw further tokens by chance, as the target samples (rule B); None: propose the likeliest (rule A)."""
+        """Sample further draft tokens as the target samples (rule B); None: propose the likeliest ones (rule A)."""
         if sampling != self._sampling:
             self._sampling = sampling
             self._use_calibration()
 
     def seclude(self) -> None:
-        """Teach no other sequence from now on: no token is remembered, and what verdicts tell is learned for this one.
+        """Stop teaching other sequences: remember no more tokens, and learn from verdicts for this sequence alone.
 
-        For tokens that were made with random numbers which may come again, as those of a seed do: a draft must not
-        depend on the numbers that will test it. What others have taught may still be used.
+        For a request with a seed, whose random numbers may come again: a draft must not depend on the numbers that
+        will test it. This sequence still uses what others have taught.
         """
         if not self._is_secluded:
             self._is_secluded = True
@@ -105,89 +107,96 @@ class Session:
             self._use_calibration()
 
     def propose(self) -> list[int] | None:
-        """Tokens for the target to verify now; None while the planner lets it wait. Asking again repeats the answer."""
-        if self.round.is_waiting:
+        """Submit what the planner chooses, and return the tokens under verification; None while it waits for more.
+
+        A second call in the same round returns the same tokens.
+        """
+        tree = self.round.tree
+        if tree.submitted is None:
             nodes = self._planner.submit(self.round)
             if nodes is None:
                 return None
-            self.tree.submit(nodes[: self.longest])
+            tree.submit(nodes[: self.max_draft_tokens])
         return self.submitted
 
     def drafts_by_verdict(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
-        """What `propose` will answer after the verdict that is awaited: committed tokens, and the chain to submit then.
+        """Return what `propose` will answer after the next verdict: pairs of committed tokens and the chain to submit.
 
-        For the likeliest verdicts, at most `count` of them. Nothing where the planner cannot say it before, or has
-        nothing to submit so far: the verdict itself may help.
+        Only the likeliest verdicts are in it, at most `count`. A verdict is left out where the planner cannot answer
+        in advance, or has nothing to submit so far.
         """
-        foreseen: list[tuple[list[int], Sequence[Node]]] = []
-        for node in () if self.round.is_waiting else self.tree.likely_verdicts(count, _MIN_PROB):
+        drafts: list[tuple[list[int], Sequence[Node]]] = []
+        for node in likely_verdicts(self.round.tree, count, _MIN_PROB):
             nodes = self._planner.submit_after(self.round, node)
             if nodes:
-                foreseen.append((self.tree.path(node), nodes[: self.longest]))
-        return foreseen
+                drafts.append((node.path(), nodes[: self.max_draft_tokens]))
+        return drafts
 
     def mark_submitted(self, tokens: Sequence[int]) -> None:
-        """The target verifies these tokens now, which were foreseen; those that the tree has lost do not count."""
+        """Mark prefetched tokens as under verification, as far as they are still in the tree."""
         if self.round.is_waiting:
-            self.tree.submit(self.tree.find(tokens))
+            self.round.tree.submit(self.round.tree.find(tokens))
 
     def skip_round(self) -> None:
-        """Let this round go without a draft: the deadline has passed, or nothing can be drafted."""
+        """Submit nothing in this round if nothing was submitted yet."""
         if self.round.is_waiting:
-            self.tree.submit(())
+            self.round.tree.submit(())
 
     def submit_ready(self) -> None:
-        """The deadline has passed while the planner let the target wait: this round goes without a draft.
+        """Submit what is there at the deadline, although the planner would let the target wait.
 
-        Where tokens were drawn by chance, with what was drafted in time: how long a planner waits depends on what
+        By rule A that is nothing. By rule B it is what was drafted in time: how long a planner waits depends on what
         follows a token, and whether the token is tested must not.
         """
+        tree = self.round.tree
         if self.is_sampled and self.round.is_waiting:
             gamma = getattr(self._planner.settings, "gamma", MAX_WINDOW)
-            self.tree.submit(self.tree.drafted_chain(self.tree.root, gamma)[: self.longest])
+            tree.submit(tree.chain(tree.root, gamma, has_guesses=False)[: self.max_draft_tokens])
         self.skip_round()
 
     def rows(self) -> Sequence[Node]:
-        """The nodes that the draft should run next, most valuable first."""
+        """Count what was rolled back, and return the nodes that the draft should run next, most valuable first."""
         self.count_rollback()
         return self._planner.rows_to_run(self.round)
 
     def add_distribution(self, node: Node, distribution: Distribution) -> None:
-        """Take in the distribution after a node that was run. A node that was rolled back meanwhile does no harm."""
-        self.tree.set_distribution(node, distribution)
+        """Set the distribution after a node that was run, and count the row; safe if the node was rolled back since."""
+        self.round.tree.set_distribution(node, distribution)
         self.stats.rows += 1
 
     def count_rollback(self) -> None:
-        """Count what verdicts have rolled back, and remember what was said.
+        """Count what verdicts have rolled back, and add the new tokens of the answer to the history.
 
-        Done before drafting goes on, not before the target is answered.
+        Done before drafting goes on, not before the target has its answer.
         """
-        self.stats.settle(self.tree.count_rollback())
+        self.stats.add(self.round.tree.count_rollback())
         if not self._is_secluded:
             self.round.costs.history.add(self._answer, self.tokens[self.prompt_len + len(self._answer.tokens) :])
 
     def commit(
         self, tokens: Sequence[int], num_submitted: int | None = None, hint: AcceptanceHint | None = None
     ) -> list[int]:
-        """End a round by content: the target committed these tokens after `num_submitted` had been sent.
+        """End a round: commit the target's tokens, begin the next round with `hint`, and return the emitted tokens.
 
-        None: all that was proposed had been sent. An engine that drives itself may have gone on by several tokens
-        without asking. `hint` is for the round that begins. Returns the tokens that are emitted: all of them, unless
-        the sequence ends before.
+        `num_submitted` is how many of the proposed tokens were sent; None: all. The target may have committed several
+        tokens without a request. All tokens are emitted unless the sequence ends among them.
         """
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
         if self.is_finished:
             raise ValueError("the sequence is over; no more tokens can be committed")
         self.skip_round()
+        old, tree = self.round, self.round.tree
         if num_submitted is not None:
-            self.tree.unsubmit(num_submitted)
+            tree.unsubmit(num_submitted)
         submitted = self.submitted
         verdict = Verdict.of(tokens, submitted)
-        self._planner.learn(self.round, verdict)
+        self._planner.learn(old, verdict)
         emitted, self.is_finished = self._ending.trim(tokens, len(self.tokens) - self.prompt_len)
         self.tokens += emitted
-        self._begin_round(tokens, hint)
+        tree.commit(tokens)
+        is_hit = tree.root.distribution is not None
+        self.round = Round(old.index + 1, tree, old.costs, old.ngrams, is_hit=is_hit, hint=hint)
         self._count(verdict, len(submitted), len(emitted))
         return emitted
 
@@ -198,13 +207,6 @@ class Session:
         else:
             self.tree.set_sampling(rejection_picker(sampling, self.tokens, costs.sampled), costs.sampled)
 
-    def _begin_round(self, committed: Sequence[int], hint: AcceptanceHint | None) -> None:
-        tree, old = self.tree, self.round
-        tree.update_calibration(committed)
-        tree.commit(committed)
-        is_hit = tree.root.distribution is not None
-        self.round = Round(old.index + 1, tree, old.costs, old.ngrams, is_hit=is_hit, hint=hint)
-
     def _count(self, verdict: Verdict, num_submitted: int, num_emitted: int) -> None:
         stats = self.stats
         stats.rounds += 1
@@ -212,3 +214,25 @@ class Session:
         stats.submitted += num_submitted
         stats.accepted += min(verdict.accepted, num_emitted)
         stats.emitted += num_emitted
+
+
+def likely_verdicts(tree: Tree, count: int, min_prob: float) -> list[Node]:
+    """Return the nodes that the next verdict may commit last, the likeliest first, drawing those that are missing.
+
+    A verdict accepts some of the submitted tokens and adds one of its own. At most `count` nodes, none with a
+    probability below `min_prob`; none while nothing is submitted.
+    """
+    if tree.submitted is None:
+        return []
+    found: list[Node] = []
+    for parent, accepted in zip([tree.root, *tree.submitted], [*tree.submitted, None], strict=True):
+        min_prob_here = min_prob * math.exp(tree.root.log_prob - parent.log_prob)
+        rank = 0
+        while rank < len(parent.children) or tree.grow(parent, min_prob_here):
+            child = parent.children[rank]
+            if child.log_prob - parent.log_prob < math.log(min_prob_here):
+                break
+            if child is not accepted:
+                found.append(child)
+            rank += 1
+    return sorted(found, key=attrgetter("log_prob"), reverse=True)[:count]

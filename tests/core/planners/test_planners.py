@@ -465,16 +465,15 @@ def test_where_verifying_costs_time_budget_submits_what_is_worth_it(
     distribution: Distribution, cost_aware: bool, expected: list[int]
 ) -> None:
     costs = PairModel()
-    for num_tokens in (1, 3, 5) * 4:  # a further token takes half the time of the first
-        costs.target.observe(1, num_tokens - 1, 1.0 + 0.5 * (num_tokens - 1))
-        costs.tokens_per_step.observe(3, 6, 8)  # 2.67 tokens in a step of 2 s
+    for num_submitted in (0, 2, 4) * 4:  # of each of three sequences; a further token of each takes half a second
+        costs.observe_step(3, 3 * num_submitted, 8, 1.0 + 0.5 * num_submitted)  # 2.67 tokens each in about 2 s
     session = session_of("budget", costs=costs, gamma=3, cost_aware=cost_aware)
     node = session.tree.root
     for _ in range(3):
         session.add_distribution(node, distribution)
         (node,) = session.tree.children(node, 1)
 
-    assert costs.min_accept_prob == pytest.approx(0.67, abs=0.01)
+    assert costs.target.min_accept_prob == pytest.approx(0.67, abs=0.01)
     assert session.propose() == expected
 
 

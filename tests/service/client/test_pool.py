@@ -499,7 +499,7 @@ def test_each_service_learns_the_time_of_the_whole_step(tmp_path: Path) -> None:
 
     costs = [tenants.costs(b"ours") for tenants in (whole, parts)]
     assert costs[0].target.cost == costs[1].target.cost
-    assert costs[0].tokens_per_step.submitted == costs[1].tokens_per_step.submitted
+    assert costs[0].target.tokens_per_step.submitted == costs[1].target.tokens_per_step.submitted
 
 
 def test_the_time_of_a_step_goes_to_all_services_with_what_is_beside_their_rows(

@@ -34,7 +34,7 @@ def test_a_target_that_tells_its_step_times_teaches_what_verifying_costs() -> No
     assert costs.target.cost.at(1) == pytest.approx(0.1)
     assert costs.target.cost.per_row_s == pytest.approx(0.01)
     # Two tokens a step of 0.11 s without drafts, 18 a second: so much must a token of 0.01 s bring.
-    assert costs.min_accept_prob == pytest.approx(0.18, abs=0.01)
+    assert costs.target.min_accept_prob == pytest.approx(0.18, abs=0.01)
 
 
 def test_where_verifying_is_free_every_token_is_worth_it() -> None:
@@ -42,8 +42,10 @@ def test_where_verifying_is_free_every_token_is_worth_it() -> None:
     for num_submitted in (0, 4, 8, 0, 4, 8):
         tenants.record_step(step(1, num_submitted, 3, 100_000), 0.0)
 
-    assert tenants.costs(b"ours").min_accept_prob == pytest.approx(0.0, abs=1e-9)
-    assert tenants.costs(b"others").min_accept_prob == 0.5, "of a target that nobody has seen verify, much is feared"
+    assert tenants.costs(b"ours").target.min_accept_prob == pytest.approx(0.0, abs=1e-9)
+    assert tenants.costs(b"others").target.min_accept_prob == 0.5, (
+        "of a target that nobody has seen verify, much is feared"
+    )
 
 
 def test_pauses_between_steps_count_only_while_the_target_tells_nothing() -> None:
@@ -66,7 +68,7 @@ def test_a_machine_that_stood_still_once_teaches_nothing_and_a_target_that_has_b
     for num_submitted in (0, 4, 8, 0, 4, 8):
         tenants.record_step(step(1, num_submitted, 3, 100_000), 0.0)
     tenants.record_step(step(1, 8, 3, 30_000_000), 0.0)
-    assert tenants.costs(b"ours").min_accept_prob == pytest.approx(0.0, abs=1e-9)
+    assert tenants.costs(b"ours").target.min_accept_prob == pytest.approx(0.0, abs=1e-9)
     for _ in range(2):
         tenants.record_step(step(1, 0, 1, 30_000_000), 0.0)
         tenants.record_step(step(1, 0, 1, 30_000_000), 0.0)

@@ -1,6 +1,6 @@
-"""Every method behind one base class. A new planner is one new file and one line in `_PLANNERS`.
+"""The registry of planners. A new planner is one new file and one line in `_PLANNERS`.
 
-Planners of other packages join by `register_planner`; `specbranch.extensions` finds them.
+Other packages add theirs with `register_planner`; `specbranch.extensions` finds them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 P = TypeVar("P", bound=type[Planner[Any]])
-_MAX_NAME = 64  # characters, as the wire takes them
+_MAX_NAME = 64  # characters, as on the wire
 
 _PLANNERS: dict[str, type[Planner[Any]]] = {
     "none": NonePlanner,
@@ -39,12 +39,12 @@ _LONGEST = 8  # submission of a planner that has no length of its own
 
 
 def planner_names() -> tuple[str, ...]:
-    """All planners that can be asked for, those of other packages included."""
+    """Return the names of all planners, those of other packages included."""
     return tuple(_PLANNERS)
 
 
 def register_planner(name: str) -> Callable[[P], P]:
-    """Let a planner class be asked for by this name: `@register_planner("mine")`.
+    """Register a planner class by this name: `@register_planner("mine")`.
 
     A draft service runs in a process of its own. It finds the class by an entry point of the group
     `specbranch.planners` with the same name; without one the name is known in this process alone.
@@ -63,17 +63,17 @@ def register_planner(name: str) -> Callable[[P], P]:
 
 
 def setting_names(name: str) -> tuple[str, ...]:
-    """The settings that a planner takes."""
+    """Return the names of a planner's settings."""
     return tuple(field.name for field in fields(_found(name).settings_type))
 
 
 def draft_length_limit(name: str) -> int:
-    """The most draft tokens that a planner lets the target verify at once, unless told otherwise."""
+    """Return how many draft tokens a planner submits at once at most, by its default settings."""
     return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
 
 
 def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -> Planner[Any]:
-    """A fresh planner for one sequence. Unknown names raise, with the nearest known one, and so do bad values."""
+    """Make a new planner for one sequence. Unknown names and bad values raise; the message says what is valid."""
     planner, known = _found(name), setting_names(name)
     for key in settings:
         if key not in known:

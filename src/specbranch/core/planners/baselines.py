@@ -3,13 +3,12 @@
 Plain decoding: nothing is drafted, nothing is submitted.
 
 SpS, plain speculative decoding: draft gamma tokens while the target waits, then verify while the draft waits.
-
 Leviathan et al. 2023, Chen et al. 2023.
 
-AdaEDL: plain speculative decoding that stops drafting when the entropy says the next token would be refused.
+AdaEDL: plain speculative decoding that stops drafting when the entropy predicts that the next token is refused.
 
 The entropy H of the draft distribution bounds its acceptance from below by about 1 - sqrt(eta * H). The threshold
-itself follows the acceptance that was seen. The token that trips the bound is already drafted, so it is submitted too.
+follows the measured acceptance. The token whose bound is below it is already drafted, so it is submitted too.
 
 PEARL: one chain, drafted without pause while the target verifies what is already there.
 
@@ -69,7 +68,7 @@ class SpsPlanner(Planner[SpsSettings]):
 
 @dataclass(frozen=True, slots=True)
 class AdaedlSettings(Settings):
-    """Longest submission, entropy factor, and how the threshold follows acceptance."""
+    """The longest submission, the entropy factor, and how the threshold follows acceptance."""
 
     gamma: Window = 10
     eta: Share = 0.2
@@ -92,7 +91,7 @@ class AdaedlPlanner(Planner[AdaedlSettings]):
 
     @property
     def threshold(self) -> float:
-        """The bound under which drafting stops now."""
+        """The lower bound of acceptance under which drafting stops now."""
         return self._threshold
 
     def submit(self, round: Round) -> Sequence[Node] | None:
@@ -116,7 +115,7 @@ class AdaedlPlanner(Planner[AdaedlSettings]):
         self._threshold = _blend(self._threshold, aim, settings.threshold_memory)
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """The tokens up to the first doubtful one, and the node to run if that position has not been reached yet."""
+        """Return the chain up to the first doubtful token, and the node to run if the draft has not come there yet."""
         chain: list[Node] = []
         node = round.tree.root
         while len(chain) < self.settings.gamma:

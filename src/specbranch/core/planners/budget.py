@@ -1,19 +1,21 @@
 """Budget: spend draft rows where the probability is, whatever the verdict that they prepare for.
 
-Every drafted or drawable token has a chance to come true: the product, along its path from the last
-committed token, of how often the draft is right there (`core/calibration.py`). A row on it is worth that chance,
-whether it lies behind the whole submission, behind a refusal half-way, or deep on a branch. So one ranking answers
-which outcomes to prepare and how deep; the measured cost of rows answers how many. Concentrated on one position this is
-SpecBranch, with a fixed prior SSD, with expensive rows PEARL.
+Every drafted or drawable token has a probability to come true: the product, along its path from the last committed
+token, of how often the draft is right there (`core/calibration.py`). A row on it is worth that probability, whether it
+follows the whole submission, a refusal half-way, or a deep branch. So one ranking says which verdicts to prepare for
+and how deep; the measured cost of rows says how many rows to run. Concentrated on one position this is SpecBranch, with
+a fixed prior SSD, with expensive rows PEARL.
 
 What followed the same few tokens before, in this sequence or in another answer, is guessed to follow again. Where the
-draft has nothing yet, a guess is submitted. Behind a node that is about to run it runs in the same step, so that one
-draft step gives several tokens of depth. Where verifying a token costs the target time, what will hardly be accepted
-is not submitted.
+draft has nothing yet, a guess is submitted. Guesses below a node that is about to run are run in the same step, so that
+one draft step gives several tokens of depth. Where verifying a token costs the target time, tokens that will hardly be
+accepted are not submitted.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -25,8 +27,7 @@ from specbranch.core.round import Round
 from specbranch.core.tree import Tree
 
 _MIN_PROB = 0.01
-_NEWEST = 64  # tokens of the sequence that are looked at before an answer
-_MIN_REPEAT = 0.1  # a token that is verified in vain costs the target a little
+_MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class BudgetSettings(Settings):
 
 
 class BudgetPlanner(Planner[BudgetSettings]):
-    """The likeliest outcomes first, as many as pay for their time."""
+    """The likeliest verdicts first, as many as pay for their time."""
 
     settings_type = BudgetSettings
 
@@ -66,73 +67,128 @@ class BudgetPlanner(Planner[BudgetSettings]):
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         tree = round.tree
-        if self.may_block_target:
+        if self.settings.wait_for_draft:
             tip = tree.next_unrun(tree.root, self.settings.gamma)
             if tip is not None and tree.path_prob(tip) >= _MIN_PROB:
                 return None
-        return self._worth_submitting(round, tree.root)
+        return self.submit_after(round, tree.root)
 
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
-        return None if self.may_block_target else self._worth_submitting(round, start)
+        """Return the chain below `start` that the target should verify once the sequence has come there.
+
+        It ends before the first token that is less likely than its verification costs, and goes on with guesses where
+        the draft has nothing yet. It is empty if all of it gains less than the cost of submitting anything. Return None
+        if the target will wait there for a longer draft.
+        """
+        tree, settings, prices = round.tree, self.settings, round.costs.target
+        if settings.wait_for_draft and start is not tree.root:
+            return None
+        price = prices.min_accept_prob if settings.cost_aware else 0.0
+        min_prob = max(price, settings.min_accept_prob)
+        chain = tree.chain(start, settings.gamma, has_guesses=False) if start.distribution is not None else []
+        for index, node in enumerate(chain):
+            if math.exp(node.log_prob - start.log_prob) < min_prob:
+                del chain[index:]
+                break
+        tip = chain[-1] if chain else start
+        if self._sources and tip.distribution is None and len(chain) < settings.gamma:
+            min_guess_prob = max(_MIN_GUESS_PROB, min_prob) * math.exp(start.log_prob - tree.root.log_prob)
+            chain += round.ngrams.extend(tree, tip, settings.gamma - len(chain), min_guess_prob, self._sources)
+        if chain and settings.cost_aware and self._gain(start, chain, price, min_prob) < prices.min_gain:
+            return []
+        return chain
 
     def rows_to_run(self, round: Round) -> Sequence[Node]:
         tree, settings = round.tree, self.settings
         depth = len(tree.submitted or ()) + settings.gamma
         deepest = tree.root.position + depth
 
-        def guess(node: Node, least: float) -> None:
-            """What is guessed behind a node runs in its step, so that one step gives several tokens of depth."""
-            round.ngrams.extend(tree, node, deepest - node.position, least, self._sources)
+        def guess(node: Node, min_prob: float) -> None:
+            round.ngrams.extend(tree, node, deepest - node.position, min_prob, self._sources)
 
         if self._sources:  # here, because an answer to the target must not wait for it
             round.ngrams.index_new_tokens()
         deepens = settings.run_guesses and self._sources
         return best_rows(round, tree.root, depth, settings.max_rows, _MIN_PROB, guess if deepens else None)
 
-    def _worth_submitting(self, round: Round, start: Node) -> list[Node]:
-        """What the target should verify behind a node, once the sequence has come there."""
-        tree, gamma = round.tree, self.settings.gamma
-        price = round.costs.min_accept_prob if self.settings.cost_aware else 0.0
-        bar = max(price, self.settings.min_accept_prob)
-        chain = list(takewhile(lambda node: tree.path_prob(node, start) >= bar, tree.drafted_chain(start, gamma)))
-        tip = chain[-1] if chain else start
-        if self._sources and len(chain) < gamma and tip.distribution is None:
-            round.ngrams.index_new_tokens(most=_NEWEST)
-            least = max(_MIN_REPEAT, bar) * tree.path_prob(start)
-            chain += round.ngrams.extend(tree, tip, gamma - len(chain), least, self._sources)
-        gain = self._gain(tree, start, chain, price, bar)
-        return chain if not self.settings.cost_aware or gain >= round.costs.min_gain else []
+    def _gain(self, start: Node, chain: Sequence[Node], price: float, min_prob: float) -> float:
+        """Return the tokens that a submission is expected to gain beyond the price of each of its tokens.
 
-    def _gain(self, tree: Tree, start: Node, chain: Sequence[Node], price: float, bar: float) -> float:
-        """Tokens that a submission is expected to bring beyond its price; none less likely than the bar is in it.
-
-        Behind a token that was drawn by chance all others count as if they were like it. What is known of them depends
-        on the token that it is, and whether it is tested must not (rule B).
+        After the first sampled token, count all others as if they were like it. What is known of them depends on which
+        token it is, and whether it is tested must not (rule B). Tokens below `min_prob` do not count then.
         """
         gain = 0.0
         for index, node in enumerate(chain):
-            chance = tree.path_prob(node, start)
-            gain += chance - price
+            prob = math.exp(node.log_prob - start.log_prob)
+            gain += prob - price
             if node.sampled_from is not None:
                 assert node.parent is not None, "below the start"
-                alike = tree.path_prob(node, node.parent)
-                further = (chance * alike**more for more in range(1, self.settings.gamma - index))
-                return gain + sum(one - price for one in takewhile(lambda one: one >= bar, further))
+                alike = math.exp(node.log_prob - node.parent.log_prob)
+                further = (prob * alike**more for more in range(1, self.settings.gamma - index))
+                return gain + sum(one - price for one in takewhile(lambda one: one >= min_prob, further))
         return gain
 
 
 def best_rows(
-    round: Round, start: Node, depth: int, most: int, least: float, guess: Callable[[Node, float], object] | None = None
+    round: Round,
+    start: Node,
+    depth: int,
+    max_rows: int,
+    min_prob: float,
+    guess: Callable[[Node, float], object] | None = None,
 ) -> list[Node]:
-    """The likeliest nodes to run at or below `start`, as many as give the most chance for the time of a draft step.
+    """Return the nodes at or below `start` whose run gives the most probability for the time of a draft step.
 
-    At most `most`, none deeper than `depth` tokens or with a chance below `least`; one while costs are unknown. `guess`
-    may plant guesses behind a node that is to run, none less likely than it is told.
+    At most `max_rows`, none deeper than `depth` tokens or with a probability below `min_prob`; one while costs are
+    unknown. `guess` is as for `frontier`.
     """
     tree, cost = round.tree, round.costs.draft.cost
     if cost is None:
-        return [node for node, _ in tree.frontier(start, depth, 1, least)]
-    # A further row pays only if its chance is to the best one's as its time is to the first row's. The best one itself
-    # must stay, however chances are rounded.
-    tips = tree.frontier(start, depth, most, least, min(cost.share_of_more, 0.999), guess)
-    return [node for node, _ in tips[: cost.best_rows([chance for _, chance in tips])]]
+        return [node for node, _ in frontier(tree, start, depth, 1, min_prob)]
+    # A further row pays only if its probability is to the best one's as its time is to the first row's. The best one
+    # itself must stay, however probabilities are rounded.
+    tips = frontier(tree, start, depth, max_rows, min_prob, min(cost.share_of_more, 0.999), guess)
+    return [node for node, _ in tips[: cost.best_rows([prob for _, prob in tips])]]
+
+
+def frontier(
+    tree: Tree,
+    start: Node,
+    depth: int,
+    count: int,
+    min_prob: float,
+    min_share: float = 0.0,
+    guess: Callable[[Node, float], object] | None = None,
+) -> list[tuple[Node, float]]:
+    """Return the likeliest nodes at or below `start` that were not run yet, each with its probability from there.
+
+    A node comes before the guesses below it: they can run in the same step. At most `count` nodes, none deeper than
+    `depth` tokens, with a probability below `min_prob`, or below `min_share` of the likeliest one's. No child is drawn
+    that cannot be likely enough. `guess` may add guesses below a node that is found, none less likely than its second
+    argument.
+    """
+    found: list[tuple[Node, float]] = []
+    heap = [(0.0, 0, start, 0)]  # minus log probability, order of discovery, node, its rank among its parent's children
+    num_seen = 1
+    while heap and len(found) < count:
+        cost, _, node, rank = heapq.heappop(heap)
+        if node.distribution is None:
+            prob = math.exp(-cost)
+            if prob < min_prob:
+                break
+            if not found:
+                min_prob = max(min_prob, prob * min_share)
+            found.append((node, prob))
+            if guess is not None and not node.children:
+                guess(node, min_prob)
+        nexts = [(node, 0)] if node.position < start.position + depth else []
+        if node is not start and node.parent is not None:
+            nexts.append((node.parent, rank + 1))
+        for parent, child_rank in nexts:
+            min_child_prob = min_prob * math.exp(start.log_prob - parent.log_prob)
+            if child_rank < len(parent.children) or tree.grow(parent, min_child_prob):
+                child = parent.children[child_rank]
+                if child.log_prob - parent.log_prob >= math.log(min_child_prob):
+                    heapq.heappush(heap, (start.log_prob - child.log_prob, num_seen, child, child_rank))
+                    num_seen += 1
+    return found

@@ -12,7 +12,7 @@ from specbranch.core.round import Round, Signal
 
 
 class ConstantPredictor:
-    """Always the same signal. `Signal.SOME` leaves every decision to the draft's confidence."""
+    """Predicts the same signal always. `Signal.SOME` leaves every decision to the draft's confidence."""
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
@@ -29,7 +29,7 @@ CONSTANTS: Mapping[str, ConstantPredictor] = {
 
 
 class RandomPredictor:
-    """Noise, each signal alike: the worst that a predictor can be."""
+    """Predicts each signal with the same probability: the worst that a predictor can be."""
 
     def __init__(self, chance: RandomSource) -> None:
         self._chance = chance
@@ -39,7 +39,7 @@ class RandomPredictor:
 
 
 class OraclePredictor:
-    """`accepted_from(position)` says how many draft tokens from that position on the target will accept."""
+    """Predicts what will happen: `accepted_from(position)` returns how many draft tokens from there on are accepted."""
 
     def __init__(self, accepted_from: Callable[[int], int], window: int) -> None:
         self._accepted_from = accepted_from
@@ -53,9 +53,9 @@ class OraclePredictor:
 
 
 class ReplayPredictor:
-    """`signals[i]` follows the answer's token i; `num_before` tokens of the sequence precede the answer.
+    """Repeats recorded signals: `signals[i]` follows the answer's token i, after `num_before` tokens of prompt.
 
-    Behind the prompt, where no token of the answer is known yet, nothing was foreseen: the confidence decides.
+    Before the answer's first token nothing was predicted: the draft's confidence decides.
     """
 
     def __init__(self, signals: Sequence[Signal], num_before: int) -> None:
@@ -68,7 +68,7 @@ class ReplayPredictor:
 
 
 class HintPredictor:
-    """The signal that came with the verdict. Where none came, the draft's confidence decides."""
+    """Repeats the signal that came with the verdict. Where none came, the draft's confidence decides."""
 
     def predict(self, round: Round) -> Signal:
         return Signal.SOME if round.hint is None else round.hint.signal

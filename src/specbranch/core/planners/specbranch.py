@@ -2,13 +2,13 @@
 
 After a miss (DRAFT stage) H-RAD's signal says how much to draft while the target waits: nothing, up to the first
 distribution with little confidence, or a whole window. While the target verifies (BRANCH stage) the draft grows k =
-max(1, floor(k_max * (1 - confidence))) branches at the branch point, right behind the submission. After a hit
-the surviving branch is cut by a fresh signal (posterior drafting) and the target starts at once.
+max(1, floor(k_max * (1 - confidence))) branches at the branch point, right after the submission. After a hit
+the surviving branch is cut by a new signal (posterior drafting) and the target starts at once.
 
 Three things are better than in the paper. What a cut leaves out stays in the tree, where it is the first branch. After
 a miss the target need not wait: it verifies what is there, if only its own last token, while the draft catches up; on
-recorded traces waiting did not pay. And where rows are expensive, only those are run that pay for their time.
-`wait_for_draft` and not `cost_aware` give the paper's form.
+recorded traces waiting did not pay. And where rows are expensive, only the rows that pay for their time are run.
+`wait_for_draft` without `cost_aware` is the paper's form.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         return [tip for tip in tips if tip]
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """The tokens to submit as far as they are drafted, and the node to run if the cut lies beyond them."""
+        """Return the chain to submit as far as it is drafted, and the node to run if it ends before the cut."""
         if round.signal is None:
             round.signal = self.predictor.predict(round)
         chain: list[Node] = []

@@ -17,7 +17,7 @@ from specbranch.core.planner import Bounds, Planner, Rows, SettingError, Setting
 from specbranch.core.round import Round
 
 Fallback = Literal["jit", "fast"]
-MAX_NODES = 1536  # drafted tokens of all guesses of a round: planning takes time for each
+MAX_NODES = 1536  # drafted tokens of all guesses of a round; planning takes time for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SsdSettings(Settings):
 
 @lru_cache(maxsize=256)
 def fan_out(num_guesses: int, submitted_len: int, acceptance: float, decay: float) -> tuple[int, ...]:
-    """Guesses for each stop point 0..submitted_len; they add up to `num_guesses`."""
+    """Split `num_guesses` over the stop points 0..submitted_len."""
     stops = [(1 - acceptance) * acceptance**k for k in range(submitted_len)] + [acceptance**submitted_len]
     weights = [chance ** (1 / (1 + decay)) for chance in stops]
     shares = [num_guesses * weight / sum(weights) for weight in weights]
@@ -78,7 +78,7 @@ class SsdPlanner(Planner[SsdSettings]):
         return [tree.end, *rows] if tree.end.distribution is None else rows
 
     def _roots(self, round: Round) -> list[Node]:
-        """The guessed tokens at every stop point, the all-accepted one first."""
+        """Return the guessed tokens at every stop point, those after the whole submission first."""
         tree, settings = round.tree, self.settings
         stops = [tree.root, *(tree.submitted or ())]
         counts = fan_out(settings.num_guesses, len(stops) - 1, settings.acceptance, settings.decay)

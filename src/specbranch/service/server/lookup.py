@@ -128,7 +128,7 @@ class SessionLookup:
         """Let a session take in a row's verdict; False if it was forgotten meanwhile."""
         before = self._observer.before_commit(session, row)
         hint, sampling = _hint(row.hint), _sampling(row.sampling)
-        session.core.longest = row.max_draft_tokens
+        session.core.max_draft_tokens = row.max_draft_tokens
         is_known = self._store.commit(session, row.tokens, row.num_submitted, hint, sampling, row.has_recurring_noise)
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)
         return is_known
