@@ -277,7 +277,7 @@ def _stop(server: VllmServer, draft: DraftProcess | None) -> int:
     return 0
 
 
-def _await_ready(server: VllmServer, endpoint: HttpEndpoint, voice: _StatusLine) -> int | None:
+def _await_ready(server: VllmServer, endpoint: HttpEndpoint, status: _StatusLine) -> int | None:
     """Wait until vLLM is ready and return None, or its exit code if it ends before."""
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:
@@ -294,9 +294,9 @@ def _failed(server: VllmServer, code: int, status: _StatusLine) -> int:
     return _exit_code(code)
 
 
-def _watch(server: VllmServer, voice: _StatusLine) -> int:
+def _watch(server: VllmServer, status: _StatusLine) -> int:
     """Wait until vLLM ends; return the exit code."""
-    voice.event(f"ready in {voice.elapsed_s():.0f} s")
+    status.event(f"ready in {status.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)
     status.event(f"vLLM ended with code {code}" if code == 0 else f"vLLM ended: {server.cause()}")
@@ -334,9 +334,3 @@ def _describe_draft(plan: _Plan) -> str:
     assert plan.remote is not None, "there is a draft of one kind"
     models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
     return f"{', '.join(models)}, already running" if models else "not running now; vLLM starts without drafts"
-
-
-def _core_words(cores: Sequence[int] | None) -> str:
-    if cores is None:
-        return "not pinned"
-    return f"{'core' if len(cores) == 1 else 'cores'} {','.join(str(core) for core in cores)}"
