@@ -149,7 +149,7 @@ def _serve(server: Server, metrics_port: int | None, until_eof: bool) -> None:
         signal.signal(number, lambda *_: server.stop())
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(server,), name="eof", daemon=True).start()
-    metrics = serve_metrics(server.handler.figures, metrics_port) if metrics_port else None
+    metrics = serve_metrics(server.handler.metrics, metrics_port) if metrics_port else None
     try:
         server.serve()
     finally:
