@@ -125,7 +125,8 @@ def draft(
         options.on_progress(f"importing the libraries of the {name} engine")
         draft_engine = open_engine(name, options)
         recorder = TraceRecorder(record, Path(model).name) if record else None
-        server = Server(draft_engine, service, EventSink(timeline_recorder, recorder))
+        observer = EventSink(timeline_recorder, recorder) if timeline or record else None
+        server = Server(draft_engine, service, observer)
         try:
             _serve(server, metrics_port, until_eof)
         finally:

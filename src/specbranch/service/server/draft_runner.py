@@ -44,7 +44,7 @@ class DraftRunner:
         self._store = store
         self._notify = notify
         self._clock = clock
-        self._observer = observer or EventSink()
+        self._observer = observer
         self._news: queue.SimpleQueue[DraftSession | None] = queue.SimpleQueue()  # None wakes the thread
         self._grown: queue.SimpleQueue[DraftSession] = queue.SimpleQueue()
         self._is_stopping = False
@@ -185,7 +185,8 @@ class DraftRunner:
             return False
         self._num_failures = 0
         step_s = self._clock() - start_s
-        self._observer.drafted(rows, start_s, start_s + step_s)
+        if self._observer is not None:
+            self._observer.drafted(rows, start_s, start_s + step_s)
         self._place(rows, distributions)
         self.counts.steps += 1
         self.counts.rows += num_outputs

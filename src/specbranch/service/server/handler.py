@@ -90,13 +90,13 @@ class RequestHandler:
         self._info = engine.info
         self._store = store
         self._runner = runner
-        self._observer = observer or EventSink()
+        self._observer = observer
         self._clock = clock
         self._warn = RateLimitedWarning(log, clock)
         self._grown: dict[DraftSession, None] = {}  # since `answer_ready` looked at them
         self._unpushed: dict[DraftSession, None] = {}  # have grown since `push_prefetched` looked at them
         self.faults = FaultGuard(store)
-        self.lookup = SessionLookup(engine, store, runner, faults=self.faults, observer=self._observer, clock=clock)
+        self.lookup = SessionLookup(engine, store, runner, faults=self.faults, observer=observer, clock=clock)
         self.counts = self.lookup.counts
         self._waiting = PendingReplies(self.faults, runner.notify)
         self.metrics = ServiceMetrics(
@@ -222,20 +222,21 @@ class RequestHandler:
         served = _ServedRows(step, activity)
         pending = self._serve_asking(served, asking, now_s) if asking else None
         replied_s = self._clock()
-        is_held = pending is not None and bool(pending.waiting)
+        held = pending if pending is not None and pending.waiting else None
         if pending is None:
             self.lookup.tenants.record_reply(step.namespace, replied_s)
-        elif not is_held:
+        elif held is None:
             yield self._reply(pending, replied_s)
         for index in prefetched:
             try:
                 self._serve_row(served, index)
             except Exception as error:  # the reply has left; the client asks for this row again
                 self.faults.record(error, "a row is not followed")
-        self._observer.arrived(client, step, served.sessions, now_s)
-        if not is_held:
-            self._observer.answered(client, step, now_s, replied_s, 0)
-        elif pending is not None and pending.deadline_s <= now_s:
+        if self._observer is not None:
+            self._observer.arrived(client, step, served.sessions, now_s)
+            if held is None:
+                self._observer.answered(client, step, now_s, replied_s, 0)
+        if held is not None and held.deadline_s <= now_s:
             yield from self.answer_overdue()
 
     def _serve_asking(self, served: _ServedRows, rows: Sequence[int], now_s: float) -> PendingStep:
@@ -302,7 +303,8 @@ class RequestHandler:
         return (pending.client, DraftReply(pending.step.round, pending.proposals, probs))
 
     def _trace_reply(self, pending: PendingStep, at_s: float) -> None:
-        self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)
+        if self._observer is not None:
+            self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)
 
 
 class _ServedRows:

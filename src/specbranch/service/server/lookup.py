@@ -37,7 +37,7 @@ class SessionLookup:
         runner: DraftRunner,
         *,
         faults: FaultGuard,
-        observer: EventSink,
+        observer: EventSink | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -75,7 +75,8 @@ class SessionLookup:
                     session = self._put_stub(request.namespace, user, digest, int(tokens[-1]), obstacle)
                 session.touch(client)
                 self.counts.opened += 1
-        self._observer.opened(client.client, request, self._clock())
+        if self._observer is not None:
+            self._observer.opened(client.client, request, self._clock())
         return is_accepted
 
     def commit_row(self, namespace: bytes, row: StepRow) -> DraftSession | None:
@@ -112,6 +113,8 @@ class SessionLookup:
 
     def _commit(self, session: DraftSession, row: StepRow) -> bool:
         """Commit a verdict to a session and trace it; return False if the session was dropped meanwhile."""
+        if self._observer is None:
+            return self._store.commit(session, row)
         before = self._observer.before_commit(session, row)
         is_committed = self._store.commit(session, row)
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)

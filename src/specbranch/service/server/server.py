@@ -87,7 +87,7 @@ class Server:
     ) -> None:
         """`work_clock` is the CPU time of this thread, by which clients are charged."""
         self._engine = engine
-        self._observer = observer or EventSink()
+        self._observer = observer
         self._options = options
         self._clock = clock
         self._work_clock = work_clock
@@ -128,7 +128,8 @@ class Server:
                 self._loop(listener, wake)
         finally:
             has_ended = self.runner.stop(_STOP_S)
-            self._observer.close()
+            if self._observer is not None:
+                self._observer.close()
             if not has_ended:
                 log.error(
                     "the draft engine has not finished its step within %g s; the service exits without it", _STOP_S
@@ -152,7 +153,8 @@ class Server:
         self._send(router, self.handler.answer_overdue())
         if is_woken:
             self._send(router, self.handler.push_prefetched())
-        self._observer.flush()
+        if self._observer is not None:
+            self._observer.flush()
 
     def _loop(self, listener: Listener, wake: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
