@@ -387,7 +387,7 @@ def test_drain_waits_until_no_text_is_in_use(tmp_path: Path) -> None:
         walk_until_accepted(Walk(client, [1, 2, 3]))
         assert drain(address, "--wait", "0.6")[0] == 1
         for session in server.store.snapshot():
-            session.client.heard_s -= 20  # its target has been silent since
+            session.client.last_message_s -= 20  # its target has been silent since
         code, told = drain(address, "--wait", "60", "--json")
 
     assert code == 0

@@ -31,10 +31,10 @@ class State(Enum):
     """What a session is doing."""
 
     PREPARING = "preparing"  # the draft works ahead; no target waits
-    TARGET_WAITING = "awaited"  # a target waits for its draft
-    PREFILLING = "behind"  # a target asked for a draft and got none: a long prefill comes first
+    TARGET_WAITING = "target waiting"  # a target waits for its draft
+    PREFILLING = "prefilling"  # a target asked for a draft and got none: a long prefill comes first
     UNDRAFTABLE = "undraftable"  # kept only so that clients do not open the sequence again
-    DROPPED = "forgotten"  # removed from the store; the draft thread closes its handles
+    DROPPED = "dropped"  # removed from the store; the draft thread closes its handles
 
 
 class DraftSession:
@@ -107,7 +107,7 @@ class DraftSession:
 
     def is_active(self, now_s: float) -> bool:
         """Return whether its target still decodes it: it is neither paused nor idle, and the target is not silent."""
-        return not (self.is_paused or self.is_idle) and now_s - self.client.heard_s < _ACTIVE_S
+        return not (self.is_paused or self.is_idle) and now_s - self.client.last_message_s < _ACTIVE_S
 
     @property
     def num_unprefilled(self) -> int:

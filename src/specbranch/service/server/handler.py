@@ -201,7 +201,7 @@ class RequestHandler:
         self._store.is_draining = request.is_on
         yield client, self._draining(request.round)
         if is_change:
-            log.info("new sequences are %s from now on", "declined" if request.is_on else "taken")
+            log.info("the service %s new sequences from now on", "declines" if request.is_on else "accepts")
             state = self._draining()
             yield from ((other, state) for other in self.lookup.tenants.clients)
 

@@ -88,15 +88,15 @@ class Listener:
             return
         if self._path.exists():
             raise AddressError(
-                f"{self._path} was replaced: another service listens there, and nobody can reach this one any more; "
+                f"{self._path} was replaced: another service listens there, and no client can reach this one any more; "
                 "start one of them with another --listen"
             )
         try:
             self._file.replace(_bind_unix(self.socket, self._address, self._path))
         except (AddressError, OSError) as error:
-            self._warn("the socket was deleted, and it cannot be made again: %s", error)
+            self._warn("the socket's file was deleted, and cannot be made again: %s", error)
         else:
-            self._warn("the socket was deleted; made it again at %s", self._address)
+            self._warn("the socket's file was deleted; the service made it again at %s", self._address)
 
     def _remove(self) -> None:
         if self._file is not None:
@@ -162,9 +162,12 @@ def _watch_descriptors(events: zmq.Socket[bytes], file: SocketFile, is_over: thr
         except OSError:
             is_full = True
         if is_full and file.hide():
-            warn("more than %d descriptors are open: no new client is taken until some have left", limit - reserve)
+            warn(
+                "more than %d file descriptors are open: new clients cannot connect until others disconnect",
+                limit - reserve,
+            )
         elif not is_full and file.show():
-            log.info("new clients are taken again")
+            log.info("new clients can connect again")
 
 
 def _bind_unix(router: zmq.Socket[bytes], address: str, path: Path) -> SocketFile:
@@ -203,7 +206,7 @@ def _bind_tcp(
         raise AddressError(f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR")
     public, secret = load_key(keys.secret)
     if not list(keys.clients.glob("*.key")):
-        raise AddressError(f"{keys.clients} holds no client's public key; nobody could connect")
+        raise AddressError(f"{keys.clients} holds no client's public key, so no client could connect; copy one there")
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve(domain="*", location=str(keys.clients))

@@ -59,7 +59,7 @@ class SessionLookup:
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
         is_accepted = True
-        client.heard_s = self._clock()
+        client.last_message_s = self._clock()
         for tokens in map(unpack_tokens, request.sequences):
             planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
             # Rows with equal sequences open it once each; the first draft tree stays.

@@ -37,14 +37,14 @@ class ClientActivity:
 
     client: bytes = b""
     steps: int = 0
-    heard_s: float = 0.0  # when its last message came
+    last_message_s: float = 0.0
     num_pushes: int = 0
     namespaces: set[bytes] = field(default_factory=set)
 
     def begin_step(self, now_s: float) -> None:
         """Count a step and allow new pushes."""
         self.steps += 1
-        self.heard_s = now_s
+        self.last_message_s = now_s
         self.num_pushes = 0
 
 

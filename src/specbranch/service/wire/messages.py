@@ -291,7 +291,7 @@ def decode_reply(frame: bytes) -> Reply:
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, max_len: int) -> T:
     if len(frame) > max_len:
-        raise FrameError(f"a frame of {len(frame)} bytes; at most {max_len} are taken")
+        raise FrameError(f"a frame of {len(frame)} bytes is too long; the limit is {max_len}")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
