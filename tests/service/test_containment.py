@@ -16,6 +16,7 @@ from specbranch.core.node import Node
 from specbranch.core.planner import Planner
 from specbranch.core.round import Round, Verdict
 from specbranch.engines.base import Row
+from specbranch.engines.tree_cache import EngineRow
 from specbranch.errors import EngineError
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
@@ -266,15 +267,16 @@ def test_a_verdict_that_leaves_nothing_to_run_evicts_nobody(monkeypatch: pytest.
     bench.work()
     bench.open([4, 5], planner="sps")
     bench.step([4, 5], 6, wait_ms=1000)
-    borrow = bench.runner._adopt_prefix
+    planner = bench.runner.planner
+    engine_rows = planner._engine_rows
 
-    def give_up_first(session: DraftSession) -> None:
+    def give_up_first(*request: Any) -> list[EngineRow]:
         bench.now_s += 2
         bench.handler.answer_overdue()
         bench.step([4, 5, 6], 7)
-        borrow(session)
+        return engine_rows(*request)
 
-    monkeypatch.setattr(bench.runner, "_adopt_prefix", give_up_first)
+    monkeypatch.setattr(planner, "_engine_rows", give_up_first)
     bench.runner.run_step()
 
     assert len(bench.store) == 2 and bench.store.num_evictions == 0

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from specbranch.core.distribution import Distribution
-from specbranch.core.round import Stats
+from specbranch.core.round import Draft, Stats
 from specbranch.engines.base import Row
 from specbranch.errors import EngineFull
 from specbranch.logs import RateLimitedWarning
-from specbranch.service.server.batch import TenantActivity
+from specbranch.service.server.batch import DraftBatch, TenantActivity
 from specbranch.service.server.draft_runner import _MAX_FAILURES
 from specbranch.service.server.draft_session import DraftSession
 from specbranch.service.server.fair_queue import DecayedUsage, FairQueue, Message
@@ -58,7 +58,7 @@ def row_of(text: list[int], *new: int) -> StepRow:
 
 
 def in_turn(bench: Bench) -> list[DraftSession]:
-    return list(chain(*bench.runner._select_sessions()))
+    return list(chain(*bench.runner.planner._select_sessions()))
 
 
 def namespaces(bench: Bench) -> list[bytes]:
@@ -164,7 +164,7 @@ def test_a_text_that_a_thousand_rows_wait_for_is_asked_once_and_all_get_its_answ
     calls: list[None] = []
     propose = session.propose
 
-    def counted() -> list[int] | None:
+    def counted() -> Draft | None:
         calls.append(None)
         return propose()
 
@@ -318,7 +318,7 @@ def test_where_planning_takes_long_each_tenant_has_a_turn_and_what_is_decoded_go
     bench.runner._take_news()
     assert len(in_turn(bench)) == 41, "how long it takes is not known"
     bench.runner.cost.observe(1, 0.002)
-    bench.runner._plan_s = 0.0002
+    bench.runner.planner._planning_s = 0.0002
     turns = [in_turn(bench) for _ in range(20)]
 
     assert [len(turn) for turn in turns] == [3] * 20, "one, and a quarter of the ten that there is time for"
@@ -336,7 +336,7 @@ def test_texts_that_were_only_announced_have_their_turn_beside_many_that_are_dec
     bench.open([4, 5], namespace=b"new")
     bench.runner._take_news()
     bench.runner.cost.observe(1, 0.002)
-    bench.runner._plan_s = 0.001
+    bench.runner.planner._planning_s = 0.001
     turns = [{session.namespace for session in in_turn(bench)} for _ in range(12)]
 
     assert {len(turn) for turn in turns} == {5}
@@ -346,17 +346,17 @@ def test_texts_that_were_only_announced_have_their_turn_beside_many_that_are_dec
 
 def test_planning_is_timed_without_the_engine() -> None:
     bench = Bench()
-    plan = bench.runner._plan
+    plan = bench.runner.planner.plan
 
-    def slow_plan(*sessions: Any) -> Any:
+    def slow_plan() -> DraftBatch:
         bench.now_s += 0.5
-        return plan(*sessions)
+        return plan()
 
-    bench.runner._plan = slow_plan  # type: ignore[method-assign, assignment]
+    bench.runner.planner.plan = slow_plan  # type: ignore[method-assign]
     bench.open([1, 2], [3, 4])
     bench.runner.run_step()
 
-    assert bench.runner._plan_s == pytest.approx(0.1 * 0.5 / 4), "two sessions and two rows"
+    assert bench.runner.planner._planning_s == pytest.approx(0.1 * 0.5 / 4), "two sessions and two rows"
 
 
 class Lost(ScriptedEngine):
@@ -431,9 +431,9 @@ def test_figures_are_collected_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(bench.store, "stats", counted)
     for _ in range(10):
-        bench.handler.figures.families()
+        bench.handler.metrics.families()
     bench.now_s += 1.0
-    bench.handler.figures.as_dict()
+    bench.handler.metrics.as_dict()
 
     assert len(calls) == 2
 
@@ -446,15 +446,16 @@ def test_texts_of_a_tenant_that_is_gone_have_few_turns_while_others_are_there() 
         bench.step([4, number], likely([4, number]), namespace=b"gone")
     bench.runner._take_news()
     bench.runner.cost.observe(1, 0.002)
-    bench.runner._plan_s = 0.0002
+    bench.runner.planner._planning_s = 0.0002
     assert len(in_turn(bench)) == 40, "nobody else is there"
     bench.now_s += 2
     bench.client = b"other"
     bench.open([1, 2, 3], namespace=b"here")
     bench.runner._take_news()
     assert [len(in_turn(bench)) for _ in range(5)] == [2] * 5, "an announced one, and one that is waited for"
-    (session,) = [one for one in bench.runner._busy if one.namespace == b"here"]
-    bench.runner._busy.discard(session)
+    runnable = bench.runner.planner.runnable
+    (session,) = [one for one in runnable.all() if one.namespace == b"here"]
+    runnable.discard(session)
     assert [len(in_turn(bench)) for _ in range(5)] == [2] * 5, "the other one will be back soon"
     bench.now_s += 2
     assert len(in_turn(bench)) == 40, "it is gone as well"
@@ -490,14 +491,14 @@ def slow_to_plan(plan_s: float, num_gone: int, *, is_decoded: bool) -> Bench:
     bench.runner._take_news()
     bench.runner._news = NoNews()  # type: ignore[assignment]
     bench.runner.cost.observe(1, 0.002)
-    bench.runner._plan_s = 0.0005
-    request = bench.runner._row_request
+    bench.runner.planner._planning_s = 0.0005
+    request = bench.runner.planner._row_request
 
     def slow_wish(session: Any, now_s: float) -> Any:
         bench.now_s += plan_s if session.namespace == b"gone" else 0
         return request(session, now_s)
 
-    bench.runner._row_request = slow_wish  # type: ignore[method-assign]
+    bench.runner.planner._row_request = slow_wish  # type: ignore[method-assign]
     return bench
 
 
@@ -507,14 +508,15 @@ def test_texts_that_take_long_to_plan_for_and_that_nobody_decodes_have_little_ti
     plan_s: float, pause_s: float, is_decoded: bool
 ) -> None:
     bench = slow_to_plan(plan_s, 40, is_decoded=is_decoded)
-    bench.runner._plan(*bench.runner._select_sessions())
+    bench.runner.planner.plan()
     assert {session.namespace for session in in_turn(bench)} == {b"good"}
     bench.now_s += 0.9 * pause_s
     assert {session.namespace for session in in_turn(bench)} == {b"good"}
     bench.runner._wait_for_news()
     assert bench.runner._news.waited_s == [], "the good one has something to do"  # type: ignore[attr-defined]
-    (good,) = [session for session in bench.runner._busy if session.namespace == b"good"]
-    bench.runner._busy.discard(good)
+    runnable = bench.runner.planner.runnable
+    (good,) = [session for session in runnable.all() if session.namespace == b"good"]
+    runnable.discard(good)
     assert in_turn(bench) == []
     bench.runner._wait_for_news()
     assert bench.runner._news.waited_s == [pytest.approx(0.1 * pause_s)]  # type: ignore[attr-defined]
@@ -525,7 +527,7 @@ def test_texts_that_take_long_to_plan_for_and_that_nobody_decodes_have_little_ti
 def test_planning_for_texts_that_nobody_decodes_ends_after_a_few_milliseconds() -> None:
     bench = slow_to_plan(0.003, 3, is_decoded=False)
     before_s = bench.now_s
-    bench.runner._plan(*bench.runner._select_sessions())
+    bench.runner.planner.plan()
 
     assert bench.now_s - before_s == pytest.approx(0.006), "two of the three"
 
@@ -556,8 +558,8 @@ def test_what_was_only_announced_and_what_is_of_the_gone_take_turns() -> None:
     bench.runner._take_news()
     turns = []
     for _ in range(10):
-        bench.runner._busy.select(4, 0, {b"new"})  # there is no time for them
-        turns.append(bench.runner._busy.select(4, 1, {b"new"})[1][0].namespace)
+        bench.runner.planner.runnable.select(4, 0, {b"new"})  # there is no time for them
+        turns.append(bench.runner.planner.runnable.select(4, 1, {b"new"})[1][0].namespace)
 
     assert turns.count(b"gone") == turns.count(b"new") == 5
 
@@ -572,7 +574,7 @@ def test_prompts_of_one_tenant_are_read_in_the_order_in_which_they_came() -> Non
 
     bench = Bench(Engine(DRAFT), max_sessions=64)
     ticks = itertools.count()
-    bench.runner._clock = lambda: 100.0 + 0.001 * next(ticks)
+    bench.runner._clock = bench.runner.planner._clock = lambda: 100.0 + 0.001 * next(ticks)
     for number in range(6):
         bench.open([number + 1] * 9)
     while bench.runner.run_step():

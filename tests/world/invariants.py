@@ -81,7 +81,7 @@ class Invariants:
     def check(self, service: Service) -> None:
         """All rules that hold of a service at any moment."""
         sessions = service.server.store.snapshot()
-        for session in (*sessions, *service.server.store._forgotten):
+        for session in (*sessions, *service.server.store._dropped):
             self._seen.setdefault(session, 0)
         self._check_texts(sessions)
         self._check_namespaces(sessions)
@@ -125,7 +125,7 @@ class Invariants:
         _require(is_within, "memory", f"{num_tokens} tokens of sequences")
         _require(engine.num_handles <= limits.max_handles, "memory", f"{engine.num_handles} handles")
         _require(engine.num_tokens <= limits.max_tokens, "memory", f"{engine.num_tokens} tokens in the cache")
-        held = sum(session.tree_cache.num_handles for session in {*sessions, *store._forgotten})
+        held = sum(session.tree_cache.num_handles for session in {*sessions, *store._dropped})
         _require(held == engine.num_handles, "memory", f"{engine.num_handles} handles are open, {held} are known")
         marked = set(store._prefixes._marks)
         _require(marked <= set(sessions), "memory", "a forgotten session is still known by its beginning")

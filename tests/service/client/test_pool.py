@@ -387,7 +387,7 @@ def test_drain_waits_until_no_text_is_in_use(tmp_path: Path) -> None:
         walk_until_accepted(Walk(client, [1, 2, 3]))
         assert drain(address, "--wait", "0.6")[0] == 1
         for session in server.store.snapshot():
-            session.step_counter.heard_s -= 20  # its target has been silent since
+            session.client.last_message_s -= 20  # its target has been silent since
         code, told = drain(address, "--wait", "60", "--json")
 
     assert code == 0
@@ -402,10 +402,10 @@ def test_draining_is_told_to_everyone_and_counted() -> None:
 
     assert told == [(b"other", Draining(7, True, 1)), (b"me", Draining(0, True, 1))]
     assert bench.ask(Drain(8)) == [Draining(8, True, 1)], "it is no news any more"
-    figures = bench.handler.figures.as_dict()
+    figures = bench.handler.metrics.as_dict()
     assert (figures["draining"], figures["active_sessions"], figures["sessions"]) == (1, 1, 1)
     bench.now_s += 11
-    assert bench.handler.figures.as_dict()["active_sessions"] == 0
+    assert bench.handler.metrics.as_dict()["active_sessions"] == 0
 
 
 def test_a_draining_service_declines_new_texts_only() -> None:
@@ -430,10 +430,10 @@ def test_rows_that_find_no_room_in_a_draft_step_are_counted() -> None:
     bench = Bench(engine)
     bench.open([1, 2], [3, 4], [5, 6], [7, 8])
     bench.runner.run_step()
-    assert bench.handler.figures.as_dict()["waiting_rows"] == 2
+    assert bench.handler.metrics.as_dict()["waiting_rows"] == 2
     bench.work(100)
     bench.now_s += 2  # figures are read anew
-    assert bench.handler.figures.as_dict()["waiting_rows"] == 0
+    assert bench.handler.metrics.as_dict()["waiting_rows"] == 0
 
 
 def test_keys_open_all_services_of_a_pool(tmp_path: Path) -> None:

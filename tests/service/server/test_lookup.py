@@ -413,11 +413,11 @@ def test_a_verdict_between_planning_and_running_does_no_harm() -> None:
     bench.open([1, 2])
     bench.work(2)
     session = bench.store.snapshot()[0]
-    request = bench.runner._row_request(session, bench.now_s)
+    request = bench.runner.planner._row_request(session, bench.now_s)
     assert request is not None
     request.granted = list(request.nodes)
     bench.step([1, 2], 49)
-    feeds = bench.runner._engine_rows(request, 4)
+    feeds = bench.runner.planner._engine_rows(request, 4)
 
     assert [feed.row.tokens for feed in feeds] == [(49,)]
 

@@ -140,7 +140,7 @@ def test_nothing_is_told_twice_nor_without_end(monkeypatch: pytest.MonkeyPatch) 
     bench.runner._grown.put(bench.store.snapshot()[0])
     assert told(bench) == []
 
-    monkeypatch.setattr(handler, "_MOST", 2)
+    monkeypatch.setattr(handler, "_MAX_PUSHES", 2)
     bench.step(TEXT, likely(TEXT))
     messages = []
     for _ in range(10):

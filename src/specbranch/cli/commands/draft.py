@@ -125,7 +125,8 @@ def draft(
         options.on_progress(f"importing the libraries of the {name} engine")
         draft_engine = open_engine(name, options)
         recorder = TraceRecorder(record, Path(model).name) if record else None
-        server = Server(draft_engine, service, EventSink(timeline_recorder, recorder))
+        observer = EventSink(timeline_recorder, recorder) if timeline or record else None
+        server = Server(draft_engine, service, observer)
         try:
             _serve(server, metrics_port, until_eof)
         finally:
@@ -149,7 +150,7 @@ def _serve(server: Server, metrics_port: int | None, until_eof: bool) -> None:
         signal.signal(number, lambda *_: server.stop())
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(server,), name="eof", daemon=True).start()
-    metrics = serve_metrics(server.handler.figures, metrics_port) if metrics_port else None
+    metrics = serve_metrics(server.handler.metrics, metrics_port) if metrics_port else None
     try:
         server.serve()
     finally:

@@ -1,7 +1,7 @@
-"""Counters of a running service, by its own protocol or from a page of metrics.
+"""Read the counters of a running service, by its own protocol or from a page of metrics.
 
-A connection of its own, apart from the one that drafts come through. A service that does not answer is waited for once;
-from then on it is asked, but not waited for, until an answer comes.
+Counters have their own connection, separate from that for drafts. The client waits for a service that does not answer
+once; from then on it asks without waiting, until a reply comes.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from specbranch.service.wire.messages import ErrorReply, Overview, OverviewReque
 
 log = logging.getLogger(__name__)
 
-
-_PATIENCE_S = 1.0  # a question that stays open for longer is met with silence
+_MAX_LATE_S = 1.0  # a service with an older unanswered request is silent
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class ServiceStatus(enum.Enum):
-    """How a service was found when it was last asked."""
+    """How a service reacted to the last request."""
 
     ANSWERS = "answers"
-    LATE = "late"  # no answer yet: a busy machine, or the beginning of a silence
-    SILENT = "silent"  # it is connected and says nothing
-    ABSENT = "absent"  # nobody listens
+    LATE = "late"  # no reply yet: the machine is busy, or the service has stopped answering
+    SILENT = "silent"  # it is connected and does not answer
+    ABSENT = "absent"  # no service listens at the address
 
 
 class StatsClient:
     """One connection to a draft service. One thread at a time may use it.
 
-    It asks for the `stats` of one namespace or, without one, for the `overview` of the service. `refusal` is why the
-    last question was not answered by either. `transport` and `clock` are as those of `DraftClient`.
+    It requests the `stats` of one namespace or, without one, the `overview` of the service. `refusal` is the reason if
+    the service refused the last request. `transport` and `clock` are as those of `DraftClient`.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class StatsClient:
         self._channel = MessageChannel(transport or ZmqTransport(address, keys), clock)
         self._round = 0
         self._is_new = True
-        self._open_s: float | None = None  # when the oldest question was asked that is still open
+        self._open_s: float | None = None  # when the oldest request without a reply was sent
         self.stats: StatsReply | None = None
         self.overview: Overview | None = None
         self.refusal: str | None = None
 
     def poll(self, timeout_s: float) -> ServiceStatus:
-        """Bring the figures up to date if that can be done in time; they stay as they were if not."""
+        """Request the counters and wait up to `timeout_s`; leave them unchanged if no reply comes in time."""
         try:
             return self._poll(timeout_s)
         except Exception:
@@ -69,7 +68,7 @@ class StatsClient:
             return ServiceStatus.ABSENT
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._channel.close()
 
     def _poll(self, timeout_s: float) -> ServiceStatus:
@@ -78,30 +77,30 @@ class StatsClient:
         now_s = self._clock()
         end_s = now_s + timeout_s
         for reply in self._channel.iter_replies(end_s, waits=False):
-            self._take(reply)  # an answer that came too late; it still is the newest we have
+            self._store(reply)  # a late reply is still newer than what we have
         self._round += 1
         if self._is_new:
-            # Connecting happens in the background; the first question must not come too early.
+            # ZeroMQ connects in the background, so wait before the first request.
             self._channel.await_writable(timeout_s)
             self._is_new = False
-        if not self._channel.send(self._question()):
+        if not self._channel.send(self._request()):
             self._open_s = None
             return ServiceStatus.ABSENT
         if self._open_s is not None:
-            return ServiceStatus.SILENT if now_s - self._open_s > _PATIENCE_S else ServiceStatus.LATE
+            return ServiceStatus.SILENT if now_s - self._open_s > _MAX_LATE_S else ServiceStatus.LATE
         for reply in self._channel.iter_replies(end_s):
-            if self._take(reply) == self._round:
+            if self._store(reply) == self._round:
                 return ServiceStatus.ANSWERS
         self._open_s = now_s
         return ServiceStatus.LATE
 
-    def _question(self) -> StatsRequest | OverviewRequest:
+    def _request(self) -> StatsRequest | OverviewRequest:
         if self._namespace is None:
             return OverviewRequest(self._round)
         return StatsRequest(self._round, self._namespace)
 
-    def _take(self, reply: Reply | None) -> int | None:
-        """Take in one message; the round that it answers, None if it is no answer."""
+    def _store(self, reply: Reply | None) -> int | None:
+        """Store one reply, and return the round that it answers; None if it is no reply."""
         self._open_s = None
         if reply is None:
             return None
@@ -112,13 +111,13 @@ class StatsClient:
         if isinstance(reply, Overview):
             self.overview = reply
             return reply.round
-        # A service of an older release knows no reports. It is there, though, and drafts.
+        # A service of an older release refuses such requests, but it drafts.
         return self._round
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """One number of a page."""
+    """One number on a page of metrics."""
 
     name: str
     labels: Mapping[str, str]
@@ -126,7 +125,7 @@ class MetricSample:
 
 
 def parse_metrics_text(text: str) -> Iterator[MetricSample]:
-    """The samples of a page; comments and what is no sample are left out."""
+    """Yield the samples of a page; skip comments and malformed lines."""
     for line in text.splitlines():
         found = _SAMPLE.match(line)
         if found is None:

@@ -1,46 +1,65 @@
-"""Sessions that may have something to draft, by tenant, each tenant's in turn: a step costs what it plans."""
+"""Plan the batch of a draft step: whose sessions take part, which rows each runs, and how much is prefilled.
+
+Planning itself takes time, so where several tenants share the draft a step plans for no more sessions than pay off.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from specbranch.service.server.draft_session import DraftSession
+from specbranch.core.costs import StepCost, StepTimeModel
+from specbranch.core.scheduler import MIN_PREFILL_CHUNK, RowRequest, request_rows, select_rows
+from specbranch.engines.base import EngineInfo
+from specbranch.engines.tree_cache import EngineRow
+from specbranch.errors import EngineFull
+from specbranch.service.server.draft_session import DraftSession, State
+from specbranch.service.server.fair_queue import DecayedUsage
+from specbranch.service.server.prometheus import DraftRunnerCounts
+from specbranch.service.server.store import FaultGuard
 
-_SILENT_S, _MAX_SILENT_S = 1.0, 20.0  # a tenant of which nothing is heard for so long may be gone
-_PAUSE_S = 0.05  # between two messages of a tenant, not within one
+_MIN_SILENCE_S, _MAX_SILENCE_S = 1.0, 20.0  # after which a tenant counts as gone
+_MIN_PAUSE_S = 0.05  # between two steps of a tenant; messages of one step come closer together
+_PREFILL_HALF_LIFE_S = 10.0
+_SMOOTHING = 0.1  # weight of a new time of prefill or of planning
+_MIN_PLANNED = 4  # sessions, however long planning takes
+_OTHERS_SHARE = 4  # one place in four is for sessions that no present tenant decodes
+_MAX_OTHERS_PLANNING_S = 0.004  # for those sessions, per step
+_REST_FACTOR, _MAX_REST_S = 16, 0.25  # after that they rest for 16 times as long
 _Queues = OrderedDict[bytes, OrderedDict[DraftSession, None]]  # by tenant
+SessionRow = tuple[DraftSession, EngineRow]
 
 
 @dataclass(slots=True)
 class TenantActivity:
-    """When there was news of a tenant. One with slow steps may be silent for longer: for two of its pauses."""
+    """When a tenant last sent something. One with slow steps may be silent for twice its usual pause."""
 
     last_s: float = -math.inf
     pause_s: float = 0.0
 
     def record(self, now_s: float) -> None:
-        """There is news."""
+        """Note that the tenant has sent something."""
         pause_s = now_s - self.last_s
-        if _PAUSE_S < pause_s < math.inf:
+        if _MIN_PAUSE_S < pause_s < math.inf:
             self.pause_s = max(pause_s, self.pause_s / 2)
         self.last_s = now_s
 
     def is_present(self, now_s: float) -> bool:
-        """Whether it is still there, as far as is known."""
-        return now_s - self.last_s < min(max(_SILENT_S, 2 * self.pause_s), _MAX_SILENT_S)
+        """Return False if the tenant has been silent for so long that it has most likely gone."""
+        return now_s - self.last_s < min(max(_MIN_SILENCE_S, 2 * self.pause_s), _MAX_SILENCE_S)
 
 
 class RunnableSessions:
-    """Texts that targets wait for, those that they decode, and those that were only announced. One thread uses it."""
+    """Sessions that may have rows to run, by tenant: awaited by a target, being decoded, or only opened so far."""
 
     def __init__(self) -> None:
-        self._awaited, self._decoded, self._announced = self._kinds = _Queues(), _Queues(), _Queues()
+        self._awaited, self._decoded, self._opened = self._kinds = _Queues(), _Queues(), _Queues()
         self._kind_of: dict[DraftSession, _Queues] = {}
-        self._num_taken = 0
+        self._num_selections = 0
 
     def __len__(self) -> int:
         return len(self._kind_of)
@@ -48,28 +67,28 @@ class RunnableSessions:
     def __contains__(self, session: DraftSession) -> bool:
         return session in self._kind_of
 
-    def __iter__(self) -> Iterator[DraftSession]:
-        return chain.from_iterable(queue for kind in self._kinds for queue in kind.values())
+    def all(self) -> list[DraftSession]:
+        """Return all sessions: those that a target waits for first, then the decoded ones."""
+        return list(chain.from_iterable(queue for kind in self._kinds for queue in kind.values()))
 
     @property
     def tenants(self) -> set[bytes]:
-        """Whose sessions these are."""
+        """The tenants of these sessions."""
         return {tenant for kind in self._kinds for tenant in kind}
 
     def add(self, session: DraftSession) -> None:
-        """There is news of this session."""
-        kind = self._announced
-        if session.is_target_waiting:
+        """Add a session, or move it to the kind that it is of now."""
+        if session.state is State.TARGET_WAITING:
             kind = self._awaited
-        elif session.has_verdict:
-            kind = self._decoded
+        else:
+            kind = self._decoded if session.has_verdict else self._opened
         if self._kind_of.get(session) is not kind:
             self.discard(session)
             kind.setdefault(session.tenant, OrderedDict())[session] = None
             self._kind_of[session] = kind
 
     def discard(self, session: DraftSession) -> None:
-        """Nothing is to be done for it until there is news."""
+        """Remove a session that has nothing to run until it is added again."""
         kind = self._kind_of.pop(session, None)
         if kind is not None:
             del kind[session.tenant][session]
@@ -77,34 +96,254 @@ class RunnableSessions:
                 del kind[session.tenant]
 
     def select(
-        self, most: int, most_others: int, present: Collection[bytes]
+        self, max_sessions: int, max_others: int, present: Collection[bytes]
     ) -> tuple[list[DraftSession], list[DraftSession]]:
-        """So many whose turn it is, the first of every tenant before a second one of any, awaited ones first.
+        """Return the sessions whose turn it is, at most `max_sessions`, and at most `max_others` of the others.
 
-        And beside them at most `most_others` that were only announced, or whose tenants are not `present`.
+        The others were only opened, or their tenants are not `present`. Awaited sessions go first, and the first
+        session of every tenant before a second one of any. Move the returned sessions to the end of their queues.
         """
         needed: dict[bytes, list[DraftSession]] = {}
         others: list[list[DraftSession]] = []
         for tenant, queue in self._awaited.items():
-            needed[tenant] = list(islice(queue, most))
+            needed[tenant] = list(islice(queue, max_sessions))
         for tenant, queue in self._decoded.items():
             if tenant in present:
-                needed.setdefault(tenant, []).extend(islice(queue, most))
+                needed.setdefault(tenant, []).extend(islice(queue, max_sessions))
             else:
-                others.append(list(islice(queue, most_others)))
-        others += [list(islice(queue, most_others)) for queue in self._announced.values()]
-        self._num_taken += most_others > 0
-        first = self._num_taken % max(len(others), 1)  # another one each time: neither kind waits for the other
+                others.append(list(islice(queue, max_others)))
+        others += [list(islice(queue, max_others)) for queue in self._opened.values()]
+        self._num_selections += max_others > 0
+        first = self._num_selections % max(len(others), 1)  # another one each time, so that no queue waits for ever
         others = others[first:] + others[:first]
-        taken = list(islice(_alternating([*needed.values()]), most)), list(islice(_alternating(others), most_others))
-        for session in chain(*taken):
+        selected = _interleave([*needed.values()], max_sessions), _interleave(others, max_others)
+        for session in chain(*selected):
             kind = self._kind_of[session]
             kind[session.tenant].move_to_end(session)
             kind.move_to_end(session.tenant)
-        return taken
+        return selected
 
 
-def _alternating(queues: Sequence[Sequence[DraftSession]]) -> Iterator[DraftSession]:
-    """The first of every queue, then the second one of each, and so on."""
-    for rank in range(max(map(len, queues), default=0)):
-        yield from (queue[rank] for queue in queues if rank < len(queue))
+def _interleave(queues: Sequence[Sequence[DraftSession]], count: int) -> list[DraftSession]:
+    """Return the first session of every queue, then the second one of each, and so on, at most `count`."""
+    ranks = range(max(map(len, queues), default=0))
+    return list(islice((queue[rank] for rank in ranks for queue in queues if rank < len(queue)), count))
+
+
+@dataclass(slots=True)
+class DraftBatch:
+    """The rows of one draft step with their sessions, and how many sessions were planned for."""
+
+    num_sessions: int
+    rows: list[SessionRow] = field(default_factory=list)
+    without_room: list[DraftSession] = field(default_factory=list)  # if the engine had no room for any row
+
+
+class BatchPlanner:
+    """Chooses sessions and rows for each draft step, and learns how long planning and prefill take.
+
+    The draft thread alone uses it. It fills `counts` in, and reads the time of draft steps from `cost`.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        faults: FaultGuard,
+        cost: StepTimeModel,
+        counts: DraftRunnerCounts,
+        clock: Callable[[], float],
+        prefill_chunk: int,
+    ) -> None:
+        self._info = info
+        self._faults = faults
+        self._cost = cost
+        self._counts = counts
+        self._clock = clock
+        self._prefill_chunk = prefill_chunk
+        self.runnable = RunnableSessions()
+        self._activity: dict[bytes, TenantActivity] = {}  # by tenant
+        self._prefilled = DecayedUsage(_PREFILL_HALF_LIFE_S)  # tokens, by tenant
+        self._prefill_token_s = 0.0  # smoothed
+        self._planning_s = 0.0  # per session or row of a step, without the engine's part, smoothed
+        self._is_shared = False  # by several tenants
+        self._others_at_s = 0.0  # when the sessions that no present tenant decodes are planned for again
+        self._may_pause = False  # there are no sessions but those
+
+    def record_activity(self, session: DraftSession) -> None:
+        """Note that a client has sent something for this session."""
+        self.runnable.add(session)
+        activity = self._activity.get(session.tenant)
+        if activity is None:
+            activity = self._activity[session.tenant] = TenantActivity()
+        activity.record(self._clock())
+
+    def pause_s(self) -> float:
+        """Return how long there is nothing to plan unless a client sends something; infinity if for ever."""
+        if not self.runnable:
+            return math.inf
+        return max(self._others_at_s - self._clock(), 0.0) if self._may_pause else 0.0
+
+    def plan(self) -> DraftBatch:
+        """Choose the rows of the next step and prepare their handles in the engine."""
+        sessions, others = self._select_sessions()
+        requests = self._requests(sessions, others)
+        cost = self._step_cost() if self._is_shared else None
+        schedule = select_rows(requests, self._info.row_limit, self._prefill_chunk, cost, self._is_shared)
+        num_granted = sum([len(request.granted) for request in schedule.requests])
+        self._counts.waiting_rows = sum([len(request.nodes) for request in requests]) - num_granted
+        for request in schedule.requests:  # before any row is made: its tokens are not in the engine's cache yet
+            if request.session.prefix_donor is not None:
+                self._adopt_prefix(request.session)
+        batch = DraftBatch(len(sessions) + len(others))
+        for request in schedule.requests:
+            with self._faults.guard(request.session):
+                rows = self._engine_rows(request, schedule.prefill_chunk)
+                batch.rows += [(request.session, row) for row in rows]
+        if not batch.rows:
+            granted = [request.session for request in schedule.requests if request.granted]
+            batch.without_room = [session for session in granted if not session.is_dropped]
+        return batch
+
+    def observe_step(self, rows: Sequence[SessionRow], num_outputs: int, step_s: float) -> None:
+        """Learn from the time of a step: what rows take or, if the step has prefilled, what a prefilled token takes."""
+        num_prefilled = sum([len(row.row.tokens) for _, row in rows]) - num_outputs
+        if not num_prefilled:
+            self._cost.observe(num_outputs, step_s)
+            return
+        cost = self._cost.cost
+        if cost is not None and num_prefilled >= MIN_PREFILL_CHUNK:  # the time of fewer tokens says little
+            token_s = max(step_s - cost.at(num_outputs), 0.0) / num_prefilled
+            change_s = token_s - self._prefill_token_s
+            self._prefill_token_s += _SMOOTHING * change_s if self._prefill_token_s else token_s
+        now_s = self._clock()
+        for session, row in rows:
+            self._prefilled.add(session.tenant, len(row.row.tokens) - row.row.num_outputs, now_s)
+
+    def observe_planning(self, batch: DraftBatch, planning_s: float) -> None:
+        """Learn how long a step took without the engine's part, per session and row."""
+        each_s = planning_s / (batch.num_sessions + sum([len(row.nodes) for _, row in batch.rows]))
+        self._planning_s += _SMOOTHING * (each_s - self._planning_s)
+
+    def _select_sessions(self) -> tuple[list[DraftSession], list[DraftSession]]:
+        """Return the sessions to plan for: all of one tenant, or of several as many as double the time of a step.
+
+        The second list has the sessions that were only opened, or whose tenants have gone. They get few places and
+        little time. Sessions in neither list come in a later step.
+        """
+        self._may_pause = self._is_shared = False
+        if len(self._activity.keys() | self.runnable.tenants) > 1:
+            now_s = self._clock()
+            self._activity = {tenant: one for tenant, one in self._activity.items() if one.is_present(now_s)}
+            self._is_shared = len(self._activity.keys() | self.runnable.tenants) > 1
+        cost = self._cost.cost if self._is_shared else None
+        if cost is None or self._planning_s <= 0:
+            return self.runnable.all(), []
+        max_sessions = max(_MIN_PLANNED, int(cost.base_s / (self._planning_s + cost.per_row_s)))
+        max_others = max(1, max_sessions // _OTHERS_SHARE)
+        if len(self.runnable) <= max_sessions:
+            max_sessions = max_others = len(self.runnable)
+        if self._clock() < self._others_at_s:
+            max_others = 0
+        selected = self.runnable.select(max_sessions, max_others, self._activity.keys())
+        self._may_pause = not any(selected)
+        return selected
+
+    def _requests(
+        self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
+    ) -> list[RowRequest[DraftSession]]:
+        """Return what these sessions would like to run; stop among the others when their time is up."""
+        now_s = self._clock()  # read once: all sessions of a tenant have then prefilled equally much
+        requests = [self._row_request(session, now_s) for session in sessions]
+        if others:
+            start_s = end_s = self._clock()
+            for session in others:
+                if end_s - start_s < _MAX_OTHERS_PLANNING_S:
+                    requests.append(self._row_request(session, now_s))
+                end_s = self._clock()
+            self._others_at_s = end_s + min(_REST_FACTOR * (end_s - start_s), _MAX_REST_S)
+        return [request for request in requests if request is not None]
+
+    def _row_request(self, session: DraftSession, now_s: float) -> RowRequest[DraftSession] | None:
+        """Return what a session would like to run; None if nothing, or if it waits for its prefix donor."""
+        request = None
+        with self._faults.guard(session), session.lock:
+            core, num_unprefilled = session.core, session.num_unprefilled
+            state = session.state
+            nodes = () if state is State.DROPPED else core.rows()
+            if not nodes and state is State.PREFILLING and num_unprefilled > 1:
+                nodes = (core.tree.root,)  # its planner drafts only while a target waits, and none will before that
+            is_awaited = session.state is State.TARGET_WAITING
+            if not nodes or session.is_idle or (session.is_paused and not is_awaited):
+                self.runnable.discard(session)
+                return None
+            self.runnable.add(session)  # a target that waited for it may have gone on
+            if session.prefix_donor is None or not self._is_donor_prefilling(session):
+                num_prefilled = self._prefilled.get(session.tenant, now_s) if self._is_shared else 0.0
+                request = request_rows(
+                    session, core.round, nodes, is_awaited, num_unprefilled, session.tenant, num_prefilled
+                )
+        return request
+
+    def _step_cost(self) -> StepCost | None:
+        """Return the cost of a draft step with planning and prefill; None before the first step."""
+        cost = self._cost.cost
+        if cost is None:
+            return None
+        return replace(cost, per_row_s=cost.per_row_s + self._planning_s, per_prefill_token_s=self._prefill_token_s)
+
+    def _engine_rows(self, request: RowRequest[DraftSession], prefill_chunk: int) -> list[EngineRow]:
+        """Return the engine rows for the nodes that a session was granted, and make their handles."""
+        session = request.session
+        with session.lock:
+            core = session.core
+            if session.state is State.DROPPED:
+                return []
+            if core.round.index != request.round_index:
+                # A verdict came in between: the old nodes may be gone.
+                request.granted = list(core.rows()[: len(request.granted)])
+            return session.tree_cache.rows_for(core.tokens, core.tree, request.granted, prefill_chunk)
+
+    def _is_donor_prefilling(self, session: DraftSession) -> bool:
+        """Return True if the prefix donor is still prefilling, so it is worth waiting for."""
+        found = session.prefix_donor  # read once: the lookup thread may drop the session meanwhile
+        if found is None or session.tree_cache.num_handles:
+            return False
+        donor, _ = found
+        if donor not in self.runnable or donor.is_dropped or donor.is_idle:
+            return False
+        # A decoded session does not wait for a donor with few turns: one only opened, or of a tenant that has gone.
+        has_turns = donor.has_verdict and (not self._is_shared or donor.tenant in self._activity)
+        return donor.num_unprefilled > 1 and (has_turns or not session.has_verdict)
+
+    def _adopt_prefix(self, session: DraftSession) -> None:
+        """Start a session with the prefix that its donor's cache holds."""
+        found, session.prefix_donor = session.prefix_donor, None
+        if found is None or not session.is_draftable:
+            return
+        donor, length = found
+        if donor.is_dropped or session.tree_cache.num_handles:
+            return
+        prefix = None
+        with self._faults.guard(donor):
+            prefix = _fork_prefix(donor, session, length)
+        if prefix is not None:
+            session.tree_cache.start_from(*prefix)
+            self._counts.borrowed_tokens += prefix[1]
+
+
+def _fork_prefix(donor: DraftSession, session: DraftSession, min_len: int) -> tuple[int, int] | None:
+    """Return a new handle with the common prefix of both sequences, at least `min_len` tokens, and its length."""
+    with donor.lock, contextlib.suppress(EngineFull):
+        tokens = session.core.tokens
+        length = _common_prefix_len(donor.core.tokens, tokens, min_len)
+        handle = donor.tree_cache.fork_prefix(donor.core.tokens, donor.core.tree, length)
+        return None if handle is None else (handle, length)
+    return None
+
+
+def _common_prefix_len(one: Sequence[int], other: Sequence[int], min_len: int) -> int:
+    """Return how many tokens both sequences begin with; `min_len` is known, and the last of `other` does not count."""
+    length = min_len
+    while length < min(len(one), len(other) - 1) and one[length] == other[length]:
+        length += 1
+    return length

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from enum import Enum
 
 from specbranch.core.distribution import RequestSampling
-from specbranch.core.round import AcceptanceHint
+from specbranch.core.round import AcceptanceHint, Draft, Signal
 from specbranch.core.session import Session
 from specbranch.engines.tree_cache import TreeCache
 from specbranch.service.server.tenants import ClientActivity
-from specbranch.service.wire.messages import MAX_OUTCOMES, VerdictDraft
+from specbranch.service.wire.messages import MAX_OUTCOMES, StepRow, VerdictDraft
 from specbranch.service.wire.payloads import Digest, pack_probs
 
 Key = tuple[bytes, bytes]  # namespace, digest
-_PAUSE_STEPS = 4  # a target of four pipeline stages tells of a sequence in every fourth step
-_REST_STEPS = 32
-_ACTIVE_S = 10.0  # a target that says nothing for longer has most likely ended its requests
-_FAR_BEHIND = 32  # tokens yet to prefill: no draft will come soon, so no target waits for one
-_DRAWN_OUTCOMES = 4  # verdicts that are answered ahead where tokens come with their distributions, 257 bytes each
+_MAX_MISSED_STEPS = 4  # a target of four pipeline stages sends a verdict of each sequence in every fourth step
+_IDLE_STEPS = 32
+_ACTIVE_S = 10.0  # a target that has sent nothing for longer has most likely ended its requests
+_MAX_UNPREFILLED = 32  # with more tokens to prefill no draft comes soon, so no target waits for one
+_MAX_SAMPLED_OUTCOMES = 4  # verdicts per push under rule B, where each token comes with 257 bytes of probabilities
 _numbers = itertools.count(1)
 
 
@@ -31,14 +31,14 @@ class State(Enum):
     """What a session is doing."""
 
     PREPARING = "preparing"  # the draft works ahead; no target waits
-    TARGET_WAITING = "awaited"  # a target waits for its draft
-    PREFILLING = "behind"  # a target asked for a draft, and did not wait: there is a long prefill to do first
-    UNDRAFTABLE = "undraftable"  # kept only so that its sequence is not asked for again
-    DROPPED = "forgotten"  # left the store; its handles are to be closed
+    TARGET_WAITING = "target waiting"  # a target waits for its draft
+    PREFILLING = "prefilling"  # a target asked for a draft and got none: a long prefill comes first
+    UNDRAFTABLE = "undraftable"  # kept only so that clients do not open the sequence again
+    DROPPED = "dropped"  # removed from the store; the draft thread closes its handles
 
 
 class DraftSession:
-    """One session of the service: what is drafted, and the engine handles that hold it.
+    """One sequence of the service: its draft tree, and the engine handles that hold it.
 
     Two threads use it. Who writes what:
 
@@ -49,8 +49,8 @@ class DraftSession:
     | `core`: `commit`, `propose` | lookup thread | `lock` |
     | `core`: `rows`, `add_distribution` | draft thread | `lock` |
     | `tree_cache` | draft thread | `lock` |
-    | `prefix_donor` | set by the store, taken by the draft thread | assignment |
-    | step counter, digest, `pushed` | lookup thread | |
+    | `prefix_donor` | set by the store, cleared by the draft thread | assignment |
+    | `client`, digest, `key`, `pushed` | lookup thread | |
     """
 
     def __init__(
@@ -72,21 +72,17 @@ class DraftSession:
         self.lock = threading.Lock()
         self.state = State.PREPARING if is_draftable else State.UNDRAFTABLE
         self.is_draftable = is_draftable
-        self.prefix_donor: tuple[DraftSession, int] | None = None  # who holds the same prefix, and how much of it
+        self.prefix_donor: tuple[DraftSession, int] | None = None  # a session with the same prefix, and its length
         self._state_lock = threading.Lock()
-        self.step_counter = ClientActivity()
-        self.pushed: list[VerdictDraft] = []  # ahead, of the verdict that is awaited
-        self._heard = 0
+        self.client = ClientActivity()
+        self._last_step = 0  # of the client, in which it sent a verdict for this session
+        self.pushed: list[VerdictDraft] = []  # the drafts last pushed for the pending verdict
         self.digest = digest
-
-    @property
-    def key(self) -> Key:
-        """What the session is found by."""
-        return (self.namespace, self.digest.name)
+        self.key: Key = (namespace, digest.name)  # the store finds the session by it
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it has left the store."""
+        """Whether the store has removed it."""
         return self.state is State.DROPPED
 
     @property
@@ -101,17 +97,17 @@ class DraftSession:
 
     @property
     def is_paused(self) -> bool:
-        """Whether its target, which has begun to decode it, went on without it: nothing is drafted until it is back."""
-        return self.has_verdict and self.step_counter.steps - self._heard > _PAUSE_STEPS
+        """Whether its target, which has begun to decode it, left it out of several steps: nothing is drafted then."""
+        return self.has_verdict and self.client.steps - self._last_step > _MAX_MISSED_STEPS
 
     @property
     def is_idle(self) -> bool:
-        """Whether its target has gone on for long without it: the request has most likely ended."""
-        return self.step_counter.steps - self._heard > _REST_STEPS
+        """Whether its target left it out of so many steps that the request has most likely ended."""
+        return self.client.steps - self._last_step > _IDLE_STEPS
 
     def is_active(self, now_s: float) -> bool:
-        """Whether its target goes on with it: neither has left it out for some steps, nor is silent."""
-        return not (self.is_paused or self.is_idle) and now_s - self.step_counter.heard_s < _ACTIVE_S
+        """Return whether its target still decodes it: it is neither paused nor idle, and the target is not silent."""
+        return not (self.is_paused or self.is_idle) and now_s - self.client.last_message_s < _ACTIVE_S
 
     @property
     def num_unprefilled(self) -> int:
@@ -120,51 +116,55 @@ class DraftSession:
 
     @property
     def is_far_behind(self) -> bool:
-        """Whether so much has yet to be prefilled that no target should wait for it: others needed its cache."""
+        """Whether so many tokens are left to prefill, after it lost its cache, that no target should wait for it."""
         with self.lock:
-            return self.num_unprefilled > _FAR_BEHIND
+            return self.num_unprefilled > _MAX_UNPREFILLED
 
     def set_state(self, state: State) -> bool:
-        """Change the state; False if it cannot: a forgotten or undraftable session can only be forgotten."""
+        """Change the state and return True; return False for a dropped session, or for one that can only be dropped."""
         with self._state_lock:
             if self.state is State.DROPPED or not (self.is_draftable or state is State.DROPPED):
                 return False
             self.state = state
             return True
 
-    def touch(self, step_counter: ClientActivity) -> None:
-        """The target with this step counter has just sent a verdict for the session."""
-        self.step_counter, self._heard = step_counter, step_counter.steps
+    def touch(self, client: ClientActivity) -> None:
+        """Note that this client has just sent a verdict for the session."""
+        self.client, self._last_step = client, client.steps
 
-    def commit(
-        self,
-        tokens: Sequence[int],
-        num_submitted: int,
-        hint: AcceptanceHint | None,
-        sampling: RequestSampling | None = None,
-        has_recurring_noise: bool = False,
-    ) -> None:
-        """Take in a verdict; the caller holds the lock and moves the session in the store."""
-        if has_recurring_noise:
+    def close_handles(self) -> None:
+        """Close all engine handles of the session. Called by the draft thread."""
+        with self.lock:
+            self.tree_cache.close()
+
+    def commit(self, row: StepRow) -> None:
+        """Commit a verdict and change the key. The caller holds the lock and moves the session in the store."""
+        hint, sampling = row.hint, row.sampling
+        self.core.max_draft_tokens = row.max_draft_tokens
+        if row.has_recurring_noise:
             self.core.seclude()
-        self.core.commit(tokens, num_submitted, hint)
-        self.core.set_sampling(sampling)
-        self.digest = self.digest.extend(tokens)
+        self.core.commit(row.tokens, row.num_submitted, None if hint is None else AcceptanceHint(Signal(hint.signal)))
+        self.core.set_sampling(
+            None
+            if sampling is None
+            else RequestSampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed)
+        )
+        self.digest = self.digest.extend(row.tokens)
+        self.key = (self.namespace, self.digest.name)
         self.pushed = []
 
-    def mark_prefetched_used(self, tokens: Sequence[int]) -> list[int]:
-        """The target verifies what it was told ahead."""
+    def mark_submitted(self, tokens: Sequence[int]) -> None:
+        """Note that the target verifies these tokens, which were pushed to it before the verdict."""
         with self.lock:
             self.core.mark_submitted(tokens)
-        return []
 
     def prefetch(self) -> list[VerdictDraft]:
-        """What to submit after the verdict that is awaited, where that has changed since it was told."""
+        """Return the drafts for the likeliest next verdicts, and note them as pushed; nothing if they are unchanged."""
         with self.lock:
             outcomes = [
                 VerdictDraft(tokens, [node.token for node in nodes], pack_probs([node.sampled_from for node in nodes]))
                 for tokens, nodes in self.core.drafts_by_verdict(
-                    _DRAWN_OUTCOMES if self.core.is_sampled else MAX_OUTCOMES
+                    _MAX_SAMPLED_OUTCOMES if self.core.is_sampled else MAX_OUTCOMES
                 )
             ]
         if outcomes == self.pushed:
@@ -172,31 +172,32 @@ class DraftSession:
         self.pushed = outcomes
         return outcomes
 
-    def probs(self) -> bytes:
-        """What the tokens under verification were drawn from."""
-        with self.lock:
-            return pack_probs(self.core.sampled_from) if self.core.is_sampled else b""
+    def propose(self) -> Draft | None:
+        """Submit a draft and return it; None if the target should wait for it, which changes the state accordingly.
 
-    def propose(self) -> list[int] | None:
-        """What there is to submit; None if the target should wait for it, and then it is awaited.
-
-        The state changes under the lock: a draft step that ends meanwhile sees it before it looks whom to notify.
+        The state changes under the lock, so that a draft step that ends meanwhile sees it before it notifies.
         """
         with self.lock:
-            proposal = self.core.propose()
-            if proposal is not None:
-                return proposal
-            if self.num_unprefilled > _FAR_BEHIND:
-                return self._propose_without_waiting()
+            draft = self._submit()
+            if draft is not None:
+                return draft
+            if self.num_unprefilled > _MAX_UNPREFILLED:
+                return self._submit_ready()
             self.set_state(State.TARGET_WAITING)
             return None
 
-    def propose_without_waiting(self) -> list[int] | None:
-        """What there is to submit: the target waits no longer."""
+    def propose_without_waiting(self) -> Draft | None:
+        """Submit what has been drafted so far and return it: the target waits no longer."""
         with self.lock:
-            return self._propose_without_waiting()
+            return self._submit_ready()
 
-    def _propose_without_waiting(self) -> list[int] | None:
+    def _submit_ready(self) -> Draft | None:
         self.core.submit_ready()
         self.set_state(State.PREFILLING if self.num_unprefilled > 1 else State.PREPARING)
-        return self.core.propose()
+        return self._submit()
+
+    def _submit(self) -> Draft | None:
+        tokens = self.core.propose()
+        if tokens is None:
+            return None
+        return Draft(tokens, self.core.sampled_from if self.core.is_sampled else ())

@@ -1,9 +1,9 @@
-"""Requests in, replies out, and drafts pushed ahead of the verdicts that they answer.
+"""Requests in, replies out, and drafts pushed before the verdicts that they answer.
 
-An answer never waits for the draft step that is under way, unless a planner lets the target wait.
+A reply never waits for the draft step that is running, unless a planner lets the target wait for its draft.
 
-The target then has its answer when the verdict comes, and the round trip is saved. What is told costs nobody anything:
-a verdict that was not foreseen is asked for as ever.
+A push saves the target the round trip: it holds drafts for the likeliest next verdicts. If another verdict comes, the
+client asks for a draft as usual.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from specbranch.core.costs import StepCost
 from specbranch.core.planners import SettingError
+from specbranch.core.round import Draft
 from specbranch.engines.base import DraftEngine
 from specbranch.logs import RateLimitedWarning
 from specbranch.service.server.draft_runner import DraftRunner
 from specbranch.service.server.draft_session import DraftSession
-from specbranch.service.server.lookup import LookupCounts, SessionLookup
+from specbranch.service.server.lookup import SessionLookup
 from specbranch.service.server.pending import PendingReplies, PendingStep
 from specbranch.service.server.prometheus import ServiceMetrics
 from specbranch.service.server.recorder import EventSink
@@ -38,12 +40,11 @@ from specbranch.service.wire.messages import (
     FrameError,
     Hello,
     OpenSequences,
-    Overview,
     OverviewRequest,
     PrefetchPush,
     PrefetchRow,
     Reply,
-    StatsReply,
+    Request,
     StatsRequest,
     StepRequest,
     StepRow,
@@ -55,10 +56,22 @@ log = logging.getLogger(__name__)
 
 Client = bytes
 Answer = tuple[Client, Reply]
-_MAX_WAIT_S = 1.0  # unless another one is chosen
 _MAX_NAMESPACES = 4  # of one client; ours use one
 _MAX_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
-_MOST = 64  # messages to one client between two of its steps: by then all is drafted that a verdict could use
+_MAX_PUSHES = 64  # to one client between two of its steps: more would not be in time for the verdict
+_NO_DRAFT = Draft([])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerOptions:
+    """How the service was started, for clients that ask; the longest wait for a draft; and who may drain the service.
+
+    `owner` is the public key of the owner, empty if the service uses no keys, or None if nobody may drain it.
+    """
+
+    settings: Mapping[str, str | int] = field(default_factory=dict)
+    max_wait_s: float = 1.0
+    owner: bytes | None = b""
 
 
 class RequestHandler:
@@ -71,41 +84,43 @@ class RequestHandler:
         runner: DraftRunner,
         observer: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
-        settings: Mapping[str, str | int] | None = None,
-        longest_wait_s: float = _MAX_WAIT_S,
-        owner: bytes | None = b"",
+        options: HandlerOptions | None = None,
     ) -> None:
-        """`settings`: how the service was started, for those who ask. None is held back beyond `longest_wait_s`.
-
-        `owner`: the key of the one who may drain the service; empty where no keys are used.
-        """
+        self._options = options or HandlerOptions()
         self._info = engine.info
-        self._settings = dict(settings or {})
         self._store = store
         self._runner = runner
-        self._observer = observer or EventSink()
+        self._observer = observer
         self._clock = clock
-        self._longest_wait_s = longest_wait_s
-        self._owner = owner
         self._warn = RateLimitedWarning(log, clock)
-        self._grown: dict[DraftSession, None] = {}  # since they were last looked at for those who wait
-        self._untold: dict[DraftSession, None] = {}  # since they were last told of ahead
+        self._grown: dict[DraftSession, None] = {}  # since `answer_ready` looked at them
+        self._unpushed: dict[DraftSession, None] = {}  # have grown since `push_prefetched` looked at them
         self.faults = FaultGuard(store)
-        self.lookup = SessionLookup(engine, store, runner, faults=self.faults, observer=self._observer, clock=clock)
-        self._tenants = self.lookup.tenants
+        self.lookup = SessionLookup(engine, store, runner, faults=self.faults, observer=observer, clock=clock)
+        self.counts = self.lookup.counts
         self._waiting = PendingReplies(self.faults, runner.notify)
-        self.figures = ServiceMetrics(store, runner, self.lookup.counts, self.faults, clock)
-
-    @property
-    def counts(self) -> LookupCounts:
-        """What this thread did."""
-        return self.lookup.counts
+        self.metrics = ServiceMetrics(
+            store,
+            (runner.counts, self.counts),
+            (runner.faults, self.faults),
+            runner.cost,
+            self._options.settings,
+            clock,
+        )
+        self._serve_by_type: dict[type[Request], Callable[[Client, Any, bytes], Iterable[Answer]]] = {
+            StepRequest: self._serve_step,
+            OpenSequences: self._serve_open,
+            Hello: self._serve_hello,
+            Drain: self._serve_drain,
+            StatsRequest: lambda client, request, _: [(client, self.metrics.stats_reply(request))],
+            OverviewRequest: lambda client, request, _: [(client, self.metrics.overview(request))],
+        }
 
     def handle(self, client: Client, frames: Sequence[bytes], user: bytes = b"") -> Iterator[Answer]:
-        """Serve one message. What cannot be served is refused, counted and logged; it never raises.
+        """Serve one message. Refuse, count and log what cannot be served; never raise.
 
-        An answer is to be sent as soon as it comes: what nobody waits for is done behind it. `user` names the key that
-        the client has proved to have; a namespace is then one among those of that key only.
+        Send each answer as soon as it is yielded: work that no client waits for comes after it. `user` is the public
+        key that the client has proved to hold; its namespaces are then separate from those of other keys.
         """
         try:
             yield from self._serve(client, frames, user)
@@ -117,243 +132,233 @@ class RequestHandler:
             yield self._error_reply(client, error)
 
     def next_deadline_s(self) -> float | None:
-        """When `answer_overdue` must be called at the latest."""
+        """Return when `answer_overdue` must be called at the latest; None if no reply is held back."""
         return self._waiting.next_deadline_s()
 
     def answer_ready(self) -> list[Answer]:
-        """Answers that were held back and are complete now; asked after draft steps."""
+        """Return the replies that were held back and are complete now. Call after draft steps."""
         self._take_grown()
         grown, self._grown = self._grown, {}
-        return self._answers(self._waiting.completed(grown))
+        return self._expired(self._waiting.completed(grown))
 
     def answer_overdue(self) -> list[Answer]:
-        """Answers whose time is up: rows that are not ready go without a draft."""
-        overdue = [pending for pending in self._waiting.all() if pending.deadline_s <= self._clock()]
+        """Return the replies whose deadline has passed; rows without a draft get what has been drafted so far."""
+        overdue = self._waiting.overdue(self._clock())
         self.counts.overdue += len(overdue)
-        return self._answers(overdue)
+        return self._expired(overdue) if overdue else []
 
     def push_prefetched(self) -> list[Answer]:
-        """Answers that nobody has asked for yet; asked after draft steps."""
+        """Return drafts for the likeliest next verdicts, where they have changed. Call after draft steps."""
         self._take_grown()
-        untold, self._untold = self._untold, {}
-        return list(prefetch_messages(untold, self.faults))
+        unpushed, self._unpushed = self._unpushed, {}
+        return list(prefetch_messages(unpushed, self.faults))
 
     def _take_grown(self) -> None:
         grown = dict.fromkeys(self._runner.pop_updated())
         self._grown |= grown
-        self._untold |= grown
+        self._unpushed |= grown
 
     def _serve(self, client: Client, frames: Sequence[bytes], user: bytes) -> Iterable[Answer]:
         if len(frames) != 1:
-            raise FrameError(f"a message has one frame, this one has {len(frames)}")
+            raise FrameError(f"a message has one frame, this one has {len(frames)}; update the client")
         request = decode_request(frames[0])
-        key, user = user, _short(user)
         if user and isinstance(request, StepRequest | OpenSequences | StatsRequest):
-            request = msgspec.structs.replace(request, namespace=user + request.namespace)
-        if isinstance(request, StepRequest | OpenSequences):
-            self._check_namespace_quota(client, request.namespace)
-        if isinstance(request, StepRequest):
-            return self._serve_step(client, request)
-        if isinstance(request, Hello):
-            return [(client, self._serve_hello(request))]
-        if isinstance(request, StatsRequest):
-            return [(client, self._serve_stats(request))]
-        if isinstance(request, OverviewRequest):
-            return [(client, Overview(request.round, self._settings, self.figures.as_dict()))]
-        if isinstance(request, Drain):
-            if key != self._owner:
-                raise FrameError("only the key that was made with the service's own (client.key) may drain it")
-            return self._serve_drain(client, request)
-        assert isinstance(request, OpenSequences)
-        return [] if self.lookup.open(client, request, user) else [(client, self._draining())]
+            request = msgspec.structs.replace(request, namespace=_user_name(user) + request.namespace)
+        return self._serve_by_type[type(request)](client, request, user)
 
-    def _check_namespace_quota(self, client: Client, namespace: bytes) -> None:
-        """A client that makes up namespaces would count as many tenants."""
-        namespaces = self._tenants.step_counter(client).namespaces
-        if namespace not in namespaces and len(namespaces) == _MAX_NAMESPACES:
-            raise FrameError(f"a client has at most {_MAX_NAMESPACES} namespaces; connect anew for another one")
-        namespaces.add(namespace)
+    def _activity(self, client: Client, namespace: bytes) -> ClientActivity:
+        """Return the activity of a client, and count the namespace. Limit them: each counts as a tenant."""
+        activity = self.lookup.tenants.client(client)
+        if namespace not in activity.namespaces:
+            if len(activity.namespaces) == _MAX_NAMESPACES:
+                raise FrameError(f"a client has at most {_MAX_NAMESPACES} namespaces; connect anew for another one")
+            activity.namespaces.add(namespace)
+        return activity
 
     def _error_reply(self, client: Client, error: Exception) -> Answer:
-        """The answer where serving failed by a fault of ours: it costs this client one answer, and nobody else."""
+        """Record an exception of ours, and return the reply: it costs this client one reply, and no other client."""
         self.faults.record(error, "a message is refused")
         self._waiting.remove(client)
         return (client, ErrorReply("the service failed on this message; see its log"))
 
-    def _serve_hello(self, hello: Hello) -> Welcome:
+    def _serve_hello(self, client: Client, hello: Hello, _: bytes) -> Iterable[Answer]:
         if hello.version != VERSION:
             raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
-        info = self._info
-        return Welcome(
-            VERSION, hello.round, info.model[-256:], info.vocab_len, info.vocab_fingerprint, self._store.is_draining
-        )
+        info, is_draining = self._info, self._store.is_draining
+        name, fingerprint = info.model[-256:], info.vocab_fingerprint
+        return [(client, Welcome(VERSION, hello.round, name, info.vocab_len, fingerprint, is_draining))]
 
-    def _serve_drain(self, client: Client, request: Drain) -> Iterator[Answer]:
-        """Take new sequences, or none, from now on, and tell it to who asked and to everyone who could send some."""
-        is_news = self._store.is_draining != request.is_on
+    def _serve_open(self, client: Client, request: OpenSequences, user: bytes) -> Iterable[Answer]:
+        activity = self._activity(client, request.namespace)
+        is_accepted = self.lookup.open(activity, request, _user_name(user) if user else b"")
+        return [] if is_accepted else [(client, self._draining())]
+
+    def _serve_drain(self, client: Client, request: Drain, user: bytes) -> Iterator[Answer]:
+        """Accept new sequences, or none, from now on; answer the client, and tell all others if that is a change."""
+        if user != self._options.owner:
+            raise FrameError("only the key that was made with the service's own (client.key) may drain it")
+        is_change = self._store.is_draining != request.is_on
         self._store.is_draining = request.is_on
         yield client, self._draining(request.round)
-        if is_news:
-            log.info("new sequences are %s from now on", "declined" if request.is_on else "taken")
-            told = self._draining()
-            yield from ((other, told) for other in self._tenants.clients)
+        if is_change:
+            log.info("the service %s new sequences from now on", "declines" if request.is_on else "accepts")
+            state = self._draining()
+            yield from ((other, state) for other in self.lookup.tenants.clients)
 
     def _draining(self, round: int = 0) -> Draining:
         return Draining(round, self._store.is_draining, self._store.num_active(self._clock()))
 
-    def _serve_stats(self, request: StatsRequest) -> StatsReply:
-        sessions, stats = self._store.stats_of(request.namespace)
-        cost = self._runner.cost.cost or StepCost(0.0)
-        return StatsReply(
-            round=request.round,
-            sessions=sessions,
-            rounds=stats.rounds,
-            hits=stats.hits,
-            submitted=stats.submitted,
-            accepted=stats.accepted,
-            rows=stats.rows,
-            rejected=stats.rejected,
-            unused=stats.unused,
-            cut=stats.cut,
-            first_row_us=round(1e6 * cost.base_s),
-            more_row_us=round(1e6 * cost.per_row_s),
-            **self._store.undrafted.counts(request.namespace),
-        )
-
-    def _serve_step(self, client: Client, step: StepRequest) -> Iterator[Answer]:
+    def _serve_step(self, client: Client, step: StepRequest, _: bytes) -> Iterator[Answer]:
+        """Commit the verdicts of a step, and yield its reply first, unless no row asks for one or it is held back."""
         now_s = self._clock()
-        self._tenants.record_step(step, now_s)
-        self._drop_pending(client)
+        activity = self._activity(client, step.namespace)
+        self.lookup.tenants.record_step(step, now_s)
+        abandoned = self._waiting.remove(client)
+        if abandoned is not None:
+            self._trace_reply(abandoned, min(now_s, abandoned.deadline_s))
         self.counts.steps += 1
-        step_counter = self._tenants.step_counter(client)
-        step_counter.steps += 1
-        step_counter.heard_s = now_s
-        step_counter.num_ahead = 0
-        pending = PendingStep(client=client, step=step, since_s=now_s, deadline_s=now_s + self._wait_s(step))
-        self._waiting.add(pending)
-        first, later = _split_by_urgency(step.rows)
-        seen: dict[tuple[bytes, bytes], int] = {}
-        for index in first:
-            self._look_up(pending, index, step_counter, seen)
-        is_held = bool(pending.waiting)
-        answered_s = self._clock()
-        if not is_held:
-            answer = self._answer(pending, answered_s)
-            if first:
-                yield answer
-        for index in later:
+        activity.begin_step(now_s)
+        asking, prefetched = _split_by_urgency(step.rows)
+        served = _ServedRows(step, activity)
+        pending = self._serve_asking(served, asking, now_s) if asking else None
+        replied_s = self._clock()
+        held = pending if pending is not None and pending.waiting else None
+        if pending is None:
+            self.lookup.tenants.record_reply(step.namespace, replied_s)
+        elif held is None:
+            yield self._reply(pending, replied_s)
+        for index in prefetched:
             try:
-                self._look_up(pending, index, step_counter, seen)
-            except Exception as error:  # the answer has gone out; the row is asked for again
+                self._serve_row(served, index)
+            except Exception as error:  # the reply has left; the client asks for this row again
                 self.faults.record(error, "a row is not followed")
-        self._observer.arrived(client, step, pending.sessions, now_s)
-        if not is_held:
-            self._note_answer(pending, answered_s)
-        elif pending.deadline_s <= now_s:
+        if self._observer is not None:
+            self._observer.arrived(client, step, served.sessions, now_s)
+            if held is None:
+                self._observer.answered(client, step, now_s, replied_s, 0)
+        if held is not None and held.deadline_s <= now_s:
             yield from self.answer_overdue()
 
-    def _wait_s(self, step: StepRequest) -> float:
-        return min(step.wait_ms / 1000, self._longest_wait_s)
+    def _serve_asking(self, served: _ServedRows, rows: Sequence[int], now_s: float) -> PendingStep:
+        """Commit the verdicts of the rows that a reply depends on, and hold the reply back while one has no draft."""
+        step = served.step
+        pending = PendingStep(
+            client=served.client.client,
+            step=step,
+            since_s=now_s,
+            deadline_s=now_s + min(step.wait_ms / 1000, self._options.max_wait_s),
+            sessions=served.sessions,
+        )
+        self._waiting.add(pending)
+        for index in rows:
+            self._waiting.add_row(pending, index, *self._serve_row(served, index))
+        return pending
 
-    def _look_up(
-        self, pending: PendingStep, index: int, step_counter: ClientActivity, seen: dict[tuple[bytes, bytes], int]
-    ) -> None:
-        """Bring the session of a row up to its verdict, and take what it has to submit.
+    def _serve_row(self, served: _ServedRows, index: int) -> tuple[DraftSession | None, Draft | None]:
+        """Commit the verdict of a row to its session, and return the session and its draft; it has none yet if None.
 
-        `seen` has the rows of the step that were looked up; one that is equal to one of them gets the same answer.
+        A row that equals an earlier one of the step gets the same. A row with a prefetched draft gets no other.
         """
-        row = pending.step.rows[index]
-        first = seen.setdefault((row.before, row.after), index)
-        if first != index and row == pending.step.rows[first]:
-            self._waiting.add_row(pending, index, pending.sessions[first], pending.proposals[first])
-            return
-        session = self.lookup.commit_row(pending.step.namespace, row)
-        if session and self._waiting.waits_for(session):  # another client, for a round that may be over
+        row = served.step.rows[index]
+        first = served.by_name.setdefault((row.before, row.after), index)
+        if first != index and row == served.step.rows[first]:
+            served.sessions[index], served.drafts[index] = served.sessions[first], served.drafts[first]
+            return served.sessions[index], served.drafts[index]
+        session = self.lookup.commit_row(served.step.namespace, row)
+        if session is None:
+            return None, None
+        if self._waiting.waits_for(session):  # another client, for a round that may be over
             self._grown[session] = None
-        self._waiting.add_row(pending, index, session, self._proposal(session, row) if session else None)
-        if session:
-            session.touch(step_counter)
-            if session.is_draftable:
-                self._runner.notify(session)
+        draft: Draft | None = None
+        with self.faults.guard(session):
+            if row.prefetched is None:
+                draft = session.propose()
+            else:
+                session.mark_submitted(row.prefetched)
+                draft = _NO_DRAFT
+        served.sessions[index], served.drafts[index] = session, draft
+        session.touch(served.client)
+        if session.is_draftable:
+            self._runner.notify(session)
+        return session, draft
 
-    def _proposal(self, session: DraftSession, row: StepRow) -> list[int] | None:
-        """What to answer for a row; nothing if the target was told ahead."""
-        if row.prefetched is not None:
-            return self.faults.guard(session, session.mark_prefetched_used, row.prefetched)
-        return self.faults.guard(session, session.propose)
-
-    def _drop_pending(self, client: Client) -> None:
-        """The client has gone on: nobody waits for its last step's drafts any more."""
-        pending = self._waiting.remove(client)
-        if pending is not None:
-            self._note_answer(pending, min(self._clock(), pending.deadline_s))
-
-    def _answers(self, done: Iterable[PendingStep]) -> list[Answer]:
-        """The answers to these steps; rows that are not ready go with what there is."""
+    def _expired(self, done: Iterable[PendingStep]) -> list[Answer]:
+        """Return the replies to these steps; rows without a draft get what has been drafted so far."""
         answers: list[Answer] = []
         for pending in done:
             try:
                 self._waiting.expire(pending)
                 now_s = self._clock()
-                answers.append(self._answer(pending, now_s))
-                self._note_answer(pending, now_s)
+                answers.append(self._reply(pending, now_s))
+                self._trace_reply(pending, now_s)
             except Exception as error:
                 answers.append(self._error_reply(pending.client, error))
         return answers
 
-    def _answer(self, pending: PendingStep, now_s: float) -> Answer:
+    def _reply(self, pending: PendingStep, now_s: float) -> Answer:
         self._waiting.remove(pending.client)
         self.counts.wait_s += now_s - pending.since_s
-        self._tenants.record_reply(pending.step.namespace, now_s)
+        self.lookup.tenants.record_reply(pending.step.namespace, now_s)
         probs = pending.probs if any(pending.probs) else []
         return (pending.client, DraftReply(pending.step.round, pending.proposals, probs))
 
-    def _note_answer(self, pending: PendingStep, at_s: float) -> None:
-        self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)
+    def _trace_reply(self, pending: PendingStep, at_s: float) -> None:
+        if self._observer is not None:
+            self._observer.answered(pending.client, pending.step, pending.since_s, at_s, pending.num_held)
+
+
+class _ServedRows:
+    """The rows of one step that were served so far: their sessions and drafts, and which row has which name."""
+
+    def __init__(self, step: StepRequest, client: ClientActivity) -> None:
+        self.step = step
+        self.client = client
+        self.sessions: list[DraftSession | None] = [None] * len(step.rows)
+        self.drafts: list[Draft | None] = [None] * len(step.rows)
+        self.by_name: dict[tuple[bytes, bytes], int] = {}  # digests before and after the verdict: the first such row
 
 
 def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
-    """The rows that somebody waits for, and those that may be followed after the answer.
+    """Return the rows to serve before the reply, and those to serve after it.
 
-    What the target was told ahead it verifies already. But where a row that asks shares a sequence with such a row, the
-    first of the two gets the session.
+    A target verifies its prefetched drafts already, so those rows can wait. But where such a row shares a sequence with
+    a row that asks, the first of the two gets the session.
     """
     asked = {name for row in rows if row.prefetched is None for name in (row.before, row.after)}
-    turns: tuple[list[int], list[int]] = [], []
+    parts: tuple[list[int], list[int]] = [], []
     for index, row in enumerate(rows):
-        turns[row.prefetched is not None and row.before not in asked].append(index)
-    return turns
+        parts[row.prefetched is not None and row.before not in asked].append(index)
+    return parts
 
 
-def _short(user: bytes) -> bytes:
-    """A short name of a key; empty for none."""
-    return hashlib.blake2b(user, digest_size=16).digest() if user else b""
+def _user_name(key: bytes) -> bytes:
+    """Return a short name of a public key."""
+    return hashlib.blake2b(key, digest_size=16).digest()
 
 
 def prefetch_messages(sessions: Iterable[DraftSession], faults: FaultGuard) -> Iterator[tuple[bytes, PrefetchPush]]:
-    """Messages with what has changed for these sessions, each for the client whose verdict is awaited."""
-    rows: dict[bytes, list[PrefetchRow]] = {}
-    counters = {}
+    """Yield messages with the drafts that have changed for these sessions, each for the client that decodes them."""
+    rows: dict[ClientActivity, list[PrefetchRow]] = {}
     for session in sessions:
-        counter = session.step_counter
-        if session.is_dropped or not session.is_draftable or counter.num_ahead >= _MOST:
+        if session.is_dropped or not session.is_draftable or session.client.num_pushes >= _MAX_PUSHES:
             continue
-        outcomes = faults.guard(session, session.prefetch)
+        outcomes = None
+        with faults.guard(session):
+            outcomes = session.prefetch()
         if outcomes:
-            rows.setdefault(counter.client, []).append(PrefetchRow(session.key[1], outcomes))
-            counters[counter.client] = counter
-    for client, told in rows.items():
-        for part in _parts(told):
-            counters[client].num_ahead += 1
-            yield client, PrefetchPush(part)
+            rows.setdefault(session.client, []).append(PrefetchRow(session.key[1], outcomes))
+    for client, changed in rows.items():
+        for part in _split_by_size(changed):
+            client.num_pushes += 1
+            yield client.client, PrefetchPush(part)
 
 
-def _parts(rows: Sequence[PrefetchRow]) -> Iterator[list[PrefetchRow]]:
-    """Rows that fit into one message, by number and by size."""
+def _split_by_size(rows: Sequence[PrefetchRow]) -> Iterator[list[PrefetchRow]]:
+    """Yield the rows in parts that fit into one message each, by number and by bytes."""
     part: list[PrefetchRow] = []
     size = 0
     for row in rows:
-        row_size = sum(len(outcome.probs) for outcome in row.outcomes)
+        row_size = sum([len(outcome.probs) for outcome in row.outcomes])
         if part and (len(part) == MAX_AHEAD or size + row_size > _MAX_PROBS):
             yield part
             part, size = [], 0

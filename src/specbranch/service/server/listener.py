@@ -1,4 +1,4 @@
-"""The service's bound socket: its file, its descriptors, frames in and out."""
+"""The service's bound socket: its file, the limit of file descriptors, frames in and out."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from specbranch.service.wire.messages import MAX_FRAME
 
 log = logging.getLogger(__name__)
 
-_RECEIVED = 16  # messages of one client that wait in the socket: at most so many frames
-_SENT = 128  # answers to one client that it has not taken yet; more are dropped
-_HANDSHAKE_MS = 3000  # who has not said by then that it speaks ZeroMQ is dropped
+_MAX_UNREAD = 16  # frames of one client that wait in the socket
+_MAX_UNSENT = 128  # replies that one client has not received yet; ZeroMQ drops more
+_HANDSHAKE_MS = 3000  # a connection that has not begun ZeroMQ's handshake by then is closed
 _BACKLOG = 32
-_BEAT_MS, _DEAD_MS = 10_000, 30_000  # over TCP: who does not answer for so long is gone, and its descriptor is free
-_LOOK_MS = 100
+_BEAT_MS, _DEAD_MS = 10_000, 30_000  # over TCP a client that is silent for so long is disconnected
+_CHECK_MS = 100  # between two checks of the descriptors
 
 
 class Listener:
-    """A bound ROUTER socket. One thread uses it; only `watch` runs on another."""
+    """A bound ROUTER socket. One thread uses it; another one watches the number of file descriptors (`_guarded`)."""
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: ServiceKeys | None) -> None:
         self._address = address
@@ -49,8 +49,8 @@ class Listener:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self.socket.setsockopt(zmq.RCVHWM, _RECEIVED)
-        self.socket.setsockopt(zmq.SNDHWM, _SENT)
+        self.socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
+        self.socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         with contextlib.ExitStack() as bound:
@@ -66,11 +66,11 @@ class Listener:
             self._bound = bound.pop_all()
 
     def close(self) -> None:
-        """Stop to listen; the socket's file goes too, if it is still ours."""
+        """Close the socket, and delete its file if it is still ours."""
         self._bound.close()
 
     def receive(self) -> Message:
-        """The next message, with the name of the client's key where there are keys; `zmq.Again` if there is none."""
+        """Return the next message, with the client's key where keys are used; raise `zmq.Again` if there is none."""
         if self._path is not None:
             client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             return Message(client, b"", frames)
@@ -79,24 +79,24 @@ class Listener:
         return Message(name.bytes, user, [part.bytes for part in parts])
 
     def send(self, client: bytes, frame: bytes) -> None:
-        """Send a frame to a client, unless that would have to wait; raises `zmq.ZMQError` then."""
+        """Send a frame to a client; raise `zmq.ZMQError` if that would have to wait."""
         self.socket.send_multipart((client, frame), zmq.NOBLOCK)
 
     def check(self) -> None:
-        """Listen anew if the socket's file was deleted; raises if somebody else listens there by now."""
+        """Bind again if the socket's file was deleted; raise if another service has bound the address meanwhile."""
         if self._file is None or self._path is None or self._file.is_ours:
             return
         if self._path.exists():
             raise AddressError(
-                f"{self._path} was replaced: another service listens there, and nobody can reach this one any more; "
+                f"{self._path} was replaced: another service listens there, and no client can reach this one any more; "
                 "start one of them with another --listen"
             )
         try:
             self._file.replace(_bind_unix(self.socket, self._address, self._path))
         except (AddressError, OSError) as error:
-            self._warn("the socket was deleted, and it cannot be made again: %s", error)
+            self._warn("the socket's file was deleted, and cannot be made again: %s", error)
         else:
-            self._warn("the socket was deleted; made it again at %s", self._address)
+            self._warn("the socket's file was deleted; the service made it again at %s", self._address)
 
     def _remove(self) -> None:
         if self._file is not None:
@@ -105,7 +105,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None = None) -> Iterator[Listener]:
-    """A listener that is closed in the end."""
+    """Yield a listener, and close it afterwards."""
     listener = Listener(context, address, keys)
     try:
         yield listener
@@ -114,7 +114,7 @@ def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None 
 
 
 def raise_fd_limit() -> int:
-    """Allow this process as many descriptors as it may have; how many these are. Every client takes one."""
+    """Raise the limit of file descriptors to the hard limit, and return it. Every client takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -123,7 +123,7 @@ def raise_fd_limit() -> int:
 
 
 def lowest_free_fd() -> int:
-    """The lowest number that no descriptor has: all below are in use."""
+    """Return the lowest unused file descriptor: all below are in use."""
     try:
         number = os.dup(0)
     except OSError:
@@ -134,7 +134,7 @@ def lowest_free_fd() -> int:
 
 @contextlib.contextmanager
 def _guarded(router: zmq.Socket[bytes], file: SocketFile) -> Iterator[None]:
-    """Hide the socket's file while few descriptors are left: on the last one ZeroMQ would abort the process."""
+    """Hide the socket's file while few descriptors are left: ZeroMQ aborts the process when they run out."""
     events: zmq.Socket[bytes] = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
     is_over = threading.Event()
     thread = threading.Thread(target=_watch_descriptors, args=(events, file, is_over), name="descriptors", daemon=True)
@@ -153,7 +153,7 @@ def _watch_descriptors(events: zmq.Socket[bytes], file: SocketFile, is_over: thr
     reserve = max(limit // 4, 64)
     warn = RateLimitedWarning(log)
     while not is_over.is_set():
-        if events.poll(_LOOK_MS):
+        if events.poll(_CHECK_MS):
             with contextlib.suppress(zmq.Again):
                 for _ in range(1000):
                     events.recv_multipart(zmq.NOBLOCK)
@@ -162,9 +162,12 @@ def _watch_descriptors(events: zmq.Socket[bytes], file: SocketFile, is_over: thr
         except OSError:
             is_full = True
         if is_full and file.hide():
-            warn("more than %d descriptors are open: no new client is taken until some have left", limit - reserve)
+            warn(
+                "more than %d file descriptors are open: new clients cannot connect until others disconnect",
+                limit - reserve,
+            )
         elif not is_full and file.show():
-            log.info("new clients are taken again")
+            log.info("new clients can connect again")
 
 
 def _bind_unix(router: zmq.Socket[bytes], address: str, path: Path) -> SocketFile:
@@ -203,7 +206,7 @@ def _bind_tcp(
         raise AddressError(f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR")
     public, secret = load_key(keys.secret)
     if not list(keys.clients.glob("*.key")):
-        raise AddressError(f"{keys.clients} holds no client's public key; nobody could connect")
+        raise AddressError(f"{keys.clients} holds no client's public key, so no client could connect; copy one there")
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve(domain="*", location=str(keys.clients))
@@ -218,9 +221,9 @@ def _bind_tcp(
 
 
 class SocketFile:
-    """Known by its inode: what others put at the same path is never touched.
+    """The file of a Unix socket, known by its inode, so that another file at the same path is never touched.
 
-    While it is hidden nobody new can connect; who is connected already stays.
+    While it is hidden no new client can connect; clients that are connected stay so.
     """
 
     def __init__(self, path: Path) -> None:
@@ -232,27 +235,27 @@ class SocketFile:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is still there, seen or hidden."""
+        """Whether the file is still there, hidden or not."""
         with self._lock:
             return self._is_there()
 
     def replace(self, file: SocketFile) -> None:
-        """The file was lost; this is the new one at the same path."""
+        """Replace a lost file by the new one at the same path."""
         with self._lock:
             self._identity, self._is_hidden = file._identity, False
 
     def hide(self) -> bool:
-        """Let nobody new connect; False if that is so already, or if the file is not ours."""
+        """Hide the file from new clients; return False if it is hidden already, or is not ours."""
         with self._lock:
             return not self._is_hidden and self._move(self._path, self._hidden)
 
     def show(self) -> bool:
-        """Let others connect again; False if they could all the time."""
+        """Show the file to new clients again; return False if it was not hidden."""
         with self._lock:
             return self._is_hidden and self._move(self._hidden, self._path)
 
     def remove(self) -> None:
-        """Delete it, if it is still ours."""
+        """Delete the file if it is still ours."""
         with self._lock:
             if self._is_there():
                 self._where.unlink(missing_ok=True)
@@ -269,7 +272,7 @@ class SocketFile:
             return False
         with contextlib.suppress(OSError):
             if self._is_hidden:
-                os.link(source, target)  # fails, unlike a rename, if somebody else has put one there meanwhile
+                os.link(source, target)  # fails, unlike a rename, if another service has put its file there meanwhile
                 source.unlink()
             else:
                 source.rename(target)

@@ -1,51 +1,34 @@
-"""Which session a row belongs to: found by content, opened when it is new, brought up to the row's verdict."""
+"""Find the session of a row by its digest, open sessions for new sequences, and commit verdicts to them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from specbranch.core.distribution import RequestSampling
 from specbranch.core.node import GreedyPicker
 from specbranch.core.planner import Planner, Predictor
 from specbranch.core.planners import SettingError, make_planner
 from specbranch.core.planners.predictors import CONSTANTS, HintPredictor
-from specbranch.core.round import AcceptanceHint, Signal
 from specbranch.core.session import Session
 from specbranch.engines.base import DraftEngine
 from specbranch.engines.tree_cache import TreeCache
 from specbranch.service.server.draft_runner import DraftRunner
 from specbranch.service.server.draft_session import DraftSession
+from specbranch.service.server.prometheus import LookupCounts
 from specbranch.service.server.recorder import EventSink
 from specbranch.service.server.store import FaultGuard, SessionStore
-from specbranch.service.server.tenants import Tenants
-from specbranch.service.wire.messages import OpenSequences, Reason, StepRow, WireHint, WireSampling, unpack_tokens
+from specbranch.service.server.tenants import ClientActivity, Tenants
+from specbranch.service.wire.messages import OpenSequences, Reason, StepRow, unpack_tokens
 from specbranch.service.wire.payloads import Digest
 
 _PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": HintPredictor()}
-Obstacle = tuple[Reason, int, int]  # why a text is not drafted for, with what is beyond which limit
-_ROOM = 64  # tokens that the cache must have left for drafting
-
-
-@dataclass(slots=True, kw_only=True)
-class LookupCounts:
-    """What the lookup thread did."""
-
-    steps: int = 0
-    lookups: int = 0
-    unknown: int = 0
-    opened: int = 0
-    refused: int = 0
-    dropped: int = 0  # messages of clients that send faster than they can be served
-    overdue: int = 0
-    hints: int = 0  # verdicts that came with one
-    wait_s: float = 0.0
+Obstacle = tuple[Reason, int, int]  # why a sequence gets no drafts, the value at fault, and the limit
+_MIN_FREE_TOKENS = 64  # that the cache must have left for drafting
 
 
 class SessionLookup:
-    """Finds, opens and follows sessions. Called by the lookup thread only."""
+    """Finds and opens sessions, and commits verdicts to them. Called by the lookup thread only."""
 
     def __init__(
         self,
@@ -54,7 +37,7 @@ class SessionLookup:
         runner: DraftRunner,
         *,
         faults: FaultGuard,
-        observer: EventSink,
+        observer: EventSink | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -68,36 +51,36 @@ class SessionLookup:
         self.tenants = Tenants(runner.cost)
         self.counts = LookupCounts()
 
-    def open(self, client: bytes, request: OpenSequences, user: bytes = b"") -> bool:
-        """Begin to draft for whole sequences; False if one is new and no new ones are taken.
+    def open(self, client: ClientActivity, request: OpenSequences, user: bytes = b"") -> bool:
+        """Open sessions for whole sequences; return False if one of them is new and the service is draining.
 
         `user` names the client's key, if it has one.
         """
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
-        is_taken = True
-        counter = self.tenants.step_counter(client)
-        counter.heard_s = self._clock()
+        is_accepted = True
+        client.last_message_s = self._clock()
         for tokens in map(unpack_tokens, request.sequences):
             planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
-            # Rows with equal sequences ask for it once each; what is drafted already stays.
+            # Rows with equal sequences open it once each; the first draft tree stays.
             digest = Digest(tokens)
             if self._store.find((request.namespace, digest.name)) is not None:
                 continue
-            is_taken = is_taken and not self._store.is_draining
-            if is_taken:
+            is_accepted = is_accepted and not self._store.is_draining
+            if is_accepted:
                 obstacle = self._undraftable_reason(int(tokens.max()), len(tokens))
                 if obstacle is None:
                     session = self._put(request.namespace, user, digest, tokens.tolist(), planner)
                 else:
                     session = self._put_stub(request.namespace, user, digest, int(tokens[-1]), obstacle)
-                session.touch(counter)
+                session.touch(client)
                 self.counts.opened += 1
-        self._observer.opened(client, request, self._clock())
-        return is_taken
+        if self._observer is not None:
+            self._observer.opened(client.client, request, self._clock())
+        return is_accepted
 
     def commit_row(self, namespace: bytes, row: StepRow) -> DraftSession | None:
-        """The session of a row, after the row's verdict; None if nobody knows the sequence."""
+        """Find the row's session and commit the verdict to it; return None if the sequence is unknown."""
         self.counts.lookups += 1
         # An equal sequence may have come this far already: two requests then share one session.
         session = self._store.find((namespace, row.after))
@@ -111,27 +94,31 @@ class SessionLookup:
                 self._store.drop(session)
                 digest = session.digest.extend(row.tokens)
                 return self._put_stub(namespace, session.tenant, digest, row.tokens[-1], obstacle)
-        if session is None or not self._faults.guard(session, self._commit, session, row):
+        is_committed = False
+        if session is not None:
+            with self._faults.guard(session):
+                is_committed = self._commit(session, row)
+        if not is_committed:
             self.counts.unknown += 1
-            self._note_eviction(namespace, row)
+            self._count_eviction(namespace, row)
             return None
         self.counts.hints += row.hint is not None
         return session
 
-    def _note_eviction(self, namespace: bytes, row: StepRow) -> None:
-        """A sequence that is asked for and not known may have been forgotten for want of room."""
+    def _count_eviction(self, namespace: bytes, row: StepRow) -> None:
+        """Count an unknown sequence as undrafted if the store evicted it for lack of room."""
         length = self._store.pop_evicted_length((namespace, row.before))
         if length is not None:
             self._store.undrafted.record(namespace, "no_room", length, self._info.max_tokens)
 
     def _commit(self, session: DraftSession, row: StepRow) -> bool:
-        """Let a session take in a row's verdict; False if it was forgotten meanwhile."""
+        """Commit a verdict to a session and trace it; return False if the session was dropped meanwhile."""
+        if self._observer is None:
+            return self._store.commit(session, row)
         before = self._observer.before_commit(session, row)
-        hint, sampling = _hint(row.hint), _sampling(row.sampling)
-        session.core.max_draft_tokens = row.max_draft_tokens
-        is_known = self._store.commit(session, row.tokens, row.num_submitted, hint, sampling, row.has_recurring_noise)
+        is_committed = self._store.commit(session, row)
         self._observer.after_commit(session, row, before, self._clock() - self._start_s)
-        return is_known
+        return is_committed
 
     def _put(
         self, namespace: bytes, tenant: bytes, digest: Digest, tokens: Sequence[int], planner: Planner[Any]
@@ -139,13 +126,13 @@ class SessionLookup:
         core = Session(tokens, planner, GreedyPicker(), self.tenants.costs(namespace))
         session = DraftSession(namespace, core, TreeCache(self._engine), digest=digest, tenant=tenant)
         self._store.put(session)
-        # The target goes on without a draft; prefill and preparing for its verdict begin at once.
+        # The target goes on without a draft; prefill and drafting for its verdict begin at once.
         core.skip_round()
         self._runner.notify(session)
         return session
 
     def _put_stub(self, namespace: bytes, tenant: bytes, digest: Digest, last: int, obstacle: Obstacle) -> DraftSession:
-        """Remember a sequence that cannot be drafted for by its name and its last token, so that nobody asks for it."""
+        """Store the digest and last token of a sequence that gets no drafts, so that no client opens it again."""
         self._store.undrafted.record(namespace, *obstacle)
         planner = make_planner("none", {}, _PREDICTORS["none"])
         core = Session([last], planner, GreedyPicker(), self.tenants.costs(namespace))
@@ -156,20 +143,12 @@ class SessionLookup:
         return session
 
     def _undraftable_reason(self, greatest: int, length: int) -> Obstacle | None:
-        """Why a sequence with this greatest token and this length cannot be drafted for; None if it can be.
+        """Return why a sequence with this greatest token and this length gets no drafts; None if it can get some.
 
         The draft model must know its tokens, and the cache must hold it with some room to draft.
         """
         if greatest >= self._info.vocab_len:
             return "foreign_token", greatest, self._info.vocab_len
-        if length + _ROOM > self._info.max_tokens:
-            return "too_long", length, max(self._info.max_tokens - _ROOM, 0)
+        if length + _MIN_FREE_TOKENS > self._info.max_tokens:
+            return "too_long", length, max(self._info.max_tokens - _MIN_FREE_TOKENS, 0)
         return None
-
-
-def _hint(told: WireHint | None) -> AcceptanceHint | None:
-    return None if told is None else AcceptanceHint(Signal(told.signal))
-
-
-def _sampling(told: WireSampling | None) -> RequestSampling | None:
-    return None if told is None else RequestSampling(told.temperature, told.top_p, told.top_k, told.seed)

@@ -1,22 +1,22 @@
-"""The service's counters by name, and its Prometheus endpoint."""
+"""The service's counters and gauges: declared here, counted by the two threads, read by clients and by Prometheus."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from specbranch.core.costs import StepCost
+from specbranch.core.costs import StepCost, StepTimeModel
+from specbranch.core.round import Stats
 from specbranch.core.tree import CAUSES
 from specbranch.machine import process_memory
-from specbranch.service.server.draft_runner import DraftRunner
-from specbranch.service.server.lookup import LookupCounts
 from specbranch.service.server.store import FaultGuard, SessionStore
-from specbranch.service.wire.messages import PREFIX
+from specbranch.service.wire.messages import PREFIX, Overview, OverviewRequest, StatsReply, StatsRequest
 
-_FRESH_S = 1.0
+_MAX_AGE_S = 1.0  # of collected metrics
+_STATS_IN_REPLY = [one.name for one in fields(Stats) if one.name in StatsReply.__struct_fields__]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +30,86 @@ class Metric:
     label: str = ""
 
 
+def _declare(name: str, text: str, *, is_counter: bool = True) -> Any:
+    """Return a dataclass field that is counted in place and shown as a metric."""
+    return field(default=0, metadata={"metric": (name, text, is_counter)})
+
+
+@dataclass(slots=True, kw_only=True)
+class LookupCounts:
+    """What the lookup thread did."""
+
+    steps: int = _declare("target_steps", "Steps that targets sent.")
+    wait_s: float = _declare("wait_seconds", "Time that answers were held back for a draft.")
+    overdue: int = _declare("overdue", "Answers given without a full draft because time was up.")
+    lookups: int = _declare("lookups", "Sequences looked up.")
+    unknown: int = _declare("unknown", "Lookups of a sequence that was not known.")
+    opened: int = _declare("opened", "Sequences opened.")
+    hints: int = _declare("hints", "Verdicts that came with a hint of the target about the next one.")
+    refused: int = _declare("refused_frames", "Messages that were refused.")
+    dropped: int = _declare("dropped_frames", "Messages dropped because their client had too many waiting.")
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftRunnerCounts:
+    """What the draft thread did."""
+
+    rows: int = _declare("rows", "Draft rows run.")
+    steps: int = _declare("steps", "Draft steps run.")
+    step_s: float = _declare("step_seconds", "Time in draft steps.")
+    failed_steps: int = _declare("failed_steps", "Draft steps that the engine refused.")
+    borrowed_tokens: int = _declare(
+        "borrowed_tokens", "Tokens not prefilled because another session's cache held them."
+    )
+    waiting_rows: int = _declare("waiting_rows", "Rows that found no room in the last draft step.", is_counter=False)
+    cleared: int = 0  # idle sessions that lost their part of the cache to others
+
+
 class ServiceMetrics:
-    """Collected when they are asked for, once a second at most, from what is counted anyway. Any thread may ask."""
+    """Collects all metrics when they are read, at most once a second. Any thread may use it.
+
+    `counts` are the counters of the threads, `faults` their fault barriers, `draft_cost` the time of draft steps.
+    `settings`: how the service was started.
+    """
 
     def __init__(
         self,
         store: SessionStore,
-        runner: DraftRunner,
-        lookup: LookupCounts,
-        faults: FaultGuard,
+        counts: Sequence[LookupCounts | DraftRunnerCounts],
+        faults: Sequence[FaultGuard],
+        draft_cost: StepTimeModel,
+        settings: Mapping[str, str | int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._runner = runner
-        self._lookup = lookup
+        self._counts = counts
         self._faults = faults
+        self._draft_cost = draft_cost
+        self._settings = dict(settings)
         self._clock = clock
         self._start_s = clock()
         self._lock = threading.Lock()
         self._collected: tuple[float, list[Metric]] | None = None
 
+    def stats_reply(self, request: StatsRequest) -> StatsReply:
+        """Return the counters of one namespace."""
+        sessions, stats = self._store.stats_of(request.namespace)
+        cost = self._draft_cost.cost or StepCost(0.0)
+        return StatsReply(
+            round=request.round,
+            sessions=sessions,
+            first_row_us=round(1e6 * cost.base_s),
+            more_row_us=round(1e6 * cost.per_row_s),
+            **{name: getattr(stats, name) for name in _STATS_IN_REPLY},
+            **self._store.undrafted.counts(request.namespace),
+        )
+
+    def overview(self, request: OverviewRequest) -> Overview:
+        """Return the settings of the service and all its metrics."""
+        return Overview(request.round, self._settings, self.as_dict())
+
     def as_dict(self) -> dict[str, float]:
-        """All values; those with a label are named name/label."""
+        """Return all values; those with a label are named name/label."""
         return {
             f"{family.name}/{label}" if label else family.name: float(value)
             for family in self.families()
@@ -59,75 +117,45 @@ class ServiceMetrics:
         }
 
     def families(self) -> list[Metric]:
-        """All metrics."""
+        """Return all metrics, collected anew if they are older than a second."""
         with self._lock:
             now_s = self._clock()
-            if self._collected is None or now_s - self._collected[0] >= _FRESH_S:
-                self._collected = (now_s, self._collect())
+            if self._collected is None or now_s - self._collected[0] >= _MAX_AGE_S:
+                self._collected = (now_s, [*self._counters(), *self._gauges()])
             return self._collected[1]
 
-    def _collect(self) -> list[Metric]:
+    def _counters(self) -> Iterator[Metric]:
         stats = self._store.stats()
-        lookup, runner = self._lookup, self._runner.counts
-        faults = self._faults.count + self._runner.faults.count
-        return [
-            _counter("hits", "Verdicts whose root had been drawn and run.", stats.hits),
-            _counter("misses", "Verdicts that were not prepared.", stats.rounds - stats.hits),
-            _counter("submitted_tokens", "Tokens proposed for verification.", stats.submitted),
-            _counter("accepted_tokens", "Proposed tokens that the target accepted.", stats.accepted),
-            Metric(
-                "rolled_back_tokens",
-                "Drafted tokens that a verdict made useless.",
-                {cause: getattr(stats, cause) for cause in CAUSES},
-                is_counter=True,
-                label="cause",
-            ),
-            _counter("rows", "Draft rows run.", runner.rows),
-            _counter("steps", "Draft steps run.", runner.steps),
-            _counter("step_seconds", "Time in draft steps.", runner.step_s),
-            _counter("failed_steps", "Draft steps that the engine refused.", runner.failed_steps),
-            _counter(
-                "borrowed_tokens",
-                "Tokens not prefilled because another session's cache held them.",
-                runner.borrowed_tokens,
-            ),
-            _counter("target_steps", "Steps that targets told of.", lookup.steps),
-            _counter("wait_seconds", "Time that answers were held back for a draft.", lookup.wait_s),
-            _counter("overdue", "Answers given without a full draft because time was up.", lookup.overdue),
-            _counter("lookups", "Sequences looked up.", lookup.lookups),
-            _counter("unknown", "Lookups of a sequence that was not known.", lookup.unknown),
-            _counter("opened", "Sequences opened.", lookup.opened),
-            _counter("hints", "Verdicts that came with what the target foresees.", lookup.hints),
-            _counter("refused_frames", "Messages that were refused.", lookup.refused),
-            _counter("dropped_frames", "Messages dropped because their client had too many waiting.", lookup.dropped),
-            _counter("faults", "Exceptions that cost one session or one answer.", faults),
-            _counter("evictions", "Sessions forgotten for want of room.", self._store.num_evictions),
-            Metric(
-                "undrafted",
-                "Texts that were not drafted for, by reason.",
-                {str(reason): count for reason, count in self._store.undrafted.counts().items()},
-                is_counter=True,
-                label="reason",
-            ),
-            *self._gauges(),
-        ]
+        yield _counter("hits", "Verdicts whose root had been drafted and run.", stats.hits)
+        yield _counter("misses", "Verdicts that were not prepared.", stats.rounds - stats.hits)
+        yield _counter("submitted_tokens", "Tokens proposed for verification.", stats.submitted)
+        yield _counter("accepted_tokens", "Proposed tokens that the target accepted.", stats.accepted)
+        by_cause = {cause: getattr(stats, cause) for cause in CAUSES}
+        yield Metric("rolled_back_tokens", "Drafted tokens that a verdict made useless.", by_cause, True, "cause")
+        for counts in self._counts:
+            for one in fields(counts):
+                if "metric" in one.metadata:
+                    name, text, is_counter = one.metadata["metric"]
+                    yield Metric(name, text, {"": getattr(counts, one.name)}, is_counter)
+        num_faults = sum(faults.count for faults in self._faults)
+        yield _counter("faults", "Exceptions that cost one session or one answer.", num_faults)
+        yield _counter("evictions", "Sessions evicted for lack of room.", self._store.num_evictions)
+        undrafted = {str(reason): count for reason, count in self._store.undrafted.counts().items()}
+        yield Metric("undrafted", "Sequences that got no drafts, by reason.", undrafted, True, "reason")
 
-    def _gauges(self) -> list[Metric]:
+    def _gauges(self) -> Iterator[Metric]:
         sessions = self._store.snapshot()
         num_active = self._store.num_active(self._clock())
-        cost = self._runner.cost.cost or StepCost(0.0)
-        return [
-            _gauge("sessions", "Sessions remembered.", len(sessions)),
-            _gauge("active_sessions", "Sessions whose target goes on with them.", num_active),
-            _gauge("waiting_rows", "Rows that found no room in the last draft step.", self._runner.counts.waiting_rows),
-            _gauge("draining", "1 if no new sequences are taken, otherwise 0.", self._store.is_draining),
-            _gauge("session_tokens", "Tokens of sequence remembered.", self._store.num_tokens),
-            _gauge("targets", "Namespaces that have sessions.", len({session.namespace for session in sessions})),
-            _gauge("first_row_seconds", "Time of a draft step with one row.", cost.base_s),
-            _gauge("more_row_seconds", "Time of each further row in a draft step.", cost.per_row_s),
-            _gauge("memory_bytes", "Resident memory of the service, 0 if unknown.", process_memory() or 0),
-            _gauge("uptime_seconds", "Time since the service began.", self._clock() - self._start_s),
-        ]
+        cost = self._draft_cost.cost or StepCost(0.0)
+        yield _gauge("sessions", "Sessions in the store.", len(sessions))
+        yield _gauge("active_sessions", "Sessions that are being decoded.", num_active)
+        yield _gauge("draining", "1 if no new sequences are accepted, otherwise 0.", self._store.is_draining)
+        yield _gauge("session_tokens", "Tokens of all sessions.", self._store.num_tokens)
+        yield _gauge("targets", "Namespaces that have sessions.", len({session.namespace for session in sessions}))
+        yield _gauge("first_row_seconds", "Time of a draft step with one row.", cost.base_s)
+        yield _gauge("more_row_seconds", "Time of each further row in a draft step.", cost.per_row_s)
+        yield _gauge("memory_bytes", "Resident memory of the service, 0 if unknown.", process_memory() or 0)
+        yield _gauge("uptime_seconds", "Time since the service began.", self._clock() - self._start_s)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:
@@ -138,26 +166,26 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return Metric(name, text, {"": value}, is_counter=False)
 
 
-def serve_metrics(figures: ServiceMetrics, port: int, host: str = "127.0.0.1") -> Any:
-    """Answer scrapes at a port; returns what must be shut down."""
+def serve_metrics(metrics: ServiceMetrics, port: int, host: str = "127.0.0.1") -> Any:
+    """Start an HTTP server that answers Prometheus scrapes, and return it; the caller shuts it down."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
         raise ImportError("metrics need prometheus_client: pip install 'specbranch[metrics]'") from error
     registry = CollectorRegistry()
-    registry.register(_Collector(figures))
+    registry.register(_Collector(metrics))
     httpd, _ = start_http_server(port, addr=host, registry=registry)
     return httpd
 
 
 class _Collector:
-    def __init__(self, figures: ServiceMetrics) -> None:
-        self._figures = figures
+    def __init__(self, metrics: ServiceMetrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for family in self._figures.families():
+        for family in self._metrics.families():
             kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
             metric = kind(PREFIX + family.name, family.text, labels=[family.label] if family.label else [])
             for label, value in family.values.items():

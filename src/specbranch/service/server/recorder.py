@@ -1,9 +1,9 @@
-"""Where events of a service go: traces of verdicts with the draft's distributions.
+"""Pass on the events of a service, and write traces: verdicts with the draft's distributions.
 
-All others report here and need not know who listens. Called by the lookup thread; `drafted` by the draft thread.
+The lookup thread calls it, and the draft thread calls `drafted`. Callers need not know what is recorded.
 
-A verdict is noted with what is at hand and written once its answer has gone out, so no target waits for a file. What is
-written are token ids: whoever has the model's tokenizer can read the text. So a new file is its owner's alone.
+A verdict is kept in memory and written after its reply has left, so no target waits for a file. A trace holds token
+ids, which anyone with the model's tokenizer can read as text; so only its owner may read a new file.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from specbranch.service.wire.messages import OpenSequences, StepRequest, StepRow
 from specbranch.trace import NO_DISTRIBUTION, Header, Record, encode_line, top_k_of
 
 log = logging.getLogger(__name__)
-_TOP_K = 10
+_TOP_K = 10  # tokens of a distribution in a trace
 _MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PreVerdictState:
-    """What a trace needs of a session before a verdict changes it."""
+    """The part of a session that a trace needs from before a verdict."""
 
     prompt: list[int]  # only at the first verdict
     distributions: list[Distribution | None]
 
 
 class EventSink:
-    """Passes on what happens to a timeline and to a recorder, as far as they were given."""
+    """Passes events on to a timeline and to a trace recorder, if there are any."""
 
     def __init__(self, timeline: TimelineRecorder | None = None, recorder: TraceRecorder | None = None) -> None:
         self._timeline = timeline
         self._recorder = recorder
-        self._trees: dict[int, TreeSnapshot] = {}  # of the step that is being taken in, by session
+        self._trees: dict[int, TreeSnapshot] = {}  # before the verdicts of the current step, by session
 
     def opened(self, client: bytes, request: OpenSequences, at_s: float) -> None:
-        """Whole sequences came in."""
+        """Record that a client opened sequences."""
         if self._timeline is not None:
             num_tokens = sum(len(unpack_tokens(packed)) for packed in request.sequences)
             lane = (client, request.namespace)
             self._timeline.open(lane, at_s, request.planner, len(request.sequences), num_tokens)
 
     def before_commit(self, session: DraftSession, row: StepRow) -> PreVerdictState | None:
-        """A session is about to take in a verdict."""
+        """Return the state that `after_commit` needs; call before a session commits a verdict."""
         if not session.is_draftable:
             return None
         core = session.core
@@ -73,7 +73,7 @@ class EventSink:
         return PreVerdictState(list(core.tokens) if len(core.tokens) == core.prompt_len else [], distributions)
 
     def after_commit(self, session: DraftSession, row: StepRow, before: PreVerdictState | None, age_s: float) -> None:
-        """The session has taken the verdict in; `age_s` is the service's age."""
+        """Record a verdict that its session has committed; `age_s` is the time since the service began."""
         if self._recorder is not None and before is not None:
             self._recorder.note(
                 VerdictRecord(
@@ -88,19 +88,19 @@ class EventSink:
             )
 
     def arrived(self, client: bytes, step: StepRequest, sessions: Sequence[DraftSession | None], at_s: float) -> None:
-        """A target's step came in, and its sessions have taken it in."""
+        """Record a step of a target whose verdicts have been committed."""
         if self._timeline is not None:
             verdicts = [self._row_verdict(row, session) for row, session in zip(step.rows, sessions, strict=True)]
             self._timeline.arrive((client, step.namespace), at_s, verdicts)
             self._trees.clear()
 
     def answered(self, client: bytes, step: StepRequest, since_s: float, at_s: float, num_held: int) -> None:
-        """The answer to a step left; `num_held` of its rows had been waited for."""
+        """Record that the reply to a step left; `num_held` of its rows had no draft at once."""
         if self._timeline is not None:
             self._timeline.answer((client, step.namespace), since_s, at_s, num_held)
 
     def drafted(self, feeds: Sequence[tuple[DraftSession, EngineRow]], start_s: float, end_s: float) -> None:
-        """A draft step is over; its distributions are not in the trees yet. A session without any is in prefill."""
+        """Record a draft step, before its distributions enter the trees; it is a prefill if a session has none yet."""
         if self._timeline is not None:
             num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
             is_prefill = any(feed.nodes[0] is None or not session.core.stats.rows for session, feed in feeds)
@@ -114,21 +114,21 @@ class EventSink:
         return RowVerdict(row.num_submitted, len(row.tokens), session is not None, is_hit, met)
 
     def flush(self) -> None:
-        """Answers have gone out: there is time to write."""
+        """Write buffered verdicts. Call after replies were sent."""
         if self._recorder is not None:
             self._recorder.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered verdicts and close the trace."""
         if self._recorder is not None:
             self._recorder.close()
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictRecord:
-    """One verdict of a session: when it came, its tokens, their distributions, and how many had been submitted.
+    """One verdict of a session: when it came, its tokens, their distributions, and how many were submitted.
 
-    The first one of a session has the sequence before it as well.
+    The first one of a session also has the sequence before it.
     """
 
     session: int
@@ -141,10 +141,10 @@ class VerdictRecord:
 
 
 class TraceRecorder:
-    """One trace file, which ends at `max_bytes`. Used by the lookup thread alone.
+    """Writes one trace file, up to `max_bytes`. The lookup thread alone uses it.
 
-    An existing file, for example after a crash, is appended to. `wall_ns` and `open_file`: another clock and another
-    disk, for tests.
+    It appends to an existing file, for example after a crash. Tests pass another clock as `wall_ns` and another disk as
+    `open_file`.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class TraceRecorder:
         open_file: Callable[[Path, Literal["ab"]], BinaryIO] = open_private,
     ) -> None:
         self._path = path
-        self._first = wall_ns() // 1000  # sessions of another run have other numbers
+        self._first = wall_ns() // 1000  # added to session numbers, so that those of two runs differ
         held = _whole_len(path)
         self._file = open_file(path, "ab")
         self._file.truncate(held)
@@ -167,12 +167,12 @@ class TraceRecorder:
             self._write(encode_line(Header(draft=draft)))
 
     def note(self, note: VerdictRecord) -> None:
-        """Take in a verdict."""
+        """Buffer a verdict."""
         if self._left > 0:
             self._notes.append(note)
 
     def flush(self) -> None:
-        """Write what was noted; to be called when answers have gone out."""
+        """Write buffered verdicts; end the trace with a warning if that fails."""
         if not self._notes:
             return
         try:
@@ -185,7 +185,7 @@ class TraceRecorder:
         self._notes.clear()
 
     def close(self) -> None:
-        """Write what is left; what finds no room is lost, and nothing else."""
+        """Write buffered verdicts and close the file; warn if its end is lost."""
         self.flush()
         try:
             self._file.close()
@@ -197,7 +197,7 @@ class TraceRecorder:
             return
         self._left -= len(line)
         if self._left <= 0:
-            log.warning("the trace %s has reached its limit; what comes now is not recorded", self._path)
+            log.warning("the trace %s has reached its limit; later verdicts are not recorded", self._path)
             return
         self._file.write(line)
 
@@ -217,7 +217,7 @@ def _record(note: VerdictRecord, first: int) -> Record:
 
 
 def _whole_len(path: Path) -> int:
-    """How many bytes of a file are whole lines."""
+    """Return how many bytes of a file are whole lines."""
     if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

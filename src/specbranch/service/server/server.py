@@ -1,6 +1,6 @@
 """The draft service as a running thing: one socket, a lookup thread (the caller's) and a draft thread.
 
-Messages wait in `turns` until it is their client's turn; between two of them answers that are due go out.
+Messages wait in a fair queue until it is their client's turn; replies that are due leave between two of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specbranch.engines.base import DraftEngine, EngineInfo
 from specbranch.errors import EngineError
 from specbranch.service.server.draft_runner import DraftRunner
 from specbranch.service.server.fair_queue import FairQueue, Message
-from specbranch.service.server.handler import Answer, RequestHandler
+from specbranch.service.server.handler import Answer, HandlerOptions, RequestHandler
 from specbranch.service.server.listener import Listener, listening, raise_fd_limit
 from specbranch.service.server.recorder import EventSink
 from specbranch.service.server.store import SessionStore
@@ -35,19 +35,19 @@ _WAKE = "inproc://wake"
 _POLL_MS = 500
 # Python lets a thread keep the interpreter for 5 ms; a lookup must not wait that long while the other thread plans.
 _SWITCH_S = 0.0001
-_TURNS_S = 0.005  # of messages, before the socket is looked at again
-_MAX_RECEIVED, _FEW_RECEIVED = 64, 8  # messages, before the first of them is served; the second where many wait
-_MANY = 2048
-_CHECK_S = 1.0  # between two looks at the socket's file
-_STOP_S = 5.0  # for the step under way when the service ends
+_MAX_SERVING_S = 0.005  # before the socket is read again
+_MAX_RECEIVED, _MAX_RECEIVED_IF_FULL = 64, 8  # messages, before the next one is served
+_FULL_QUEUE = 2048  # messages
+_CHECK_S = 1.0  # between two checks of the socket's file
+_STOP_S = 5.0  # for the step that is running when the service stops
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """Where to listen, how much to remember, and how many tokens of a sequence are prefilled at a time.
+    """Where to listen, how many sessions to keep, and how many tokens of a sequence to prefill at a time.
 
-    `prefill_chunk` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only told
-    to who asks what runs here. `max_wait_s`: no answer is held back longer, whatever its client asks for.
+    `prefill_chunk` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only shown to
+    clients that ask what runs here. `max_wait_s`: no reply is held back longer, whatever its client asks for.
     """
 
     address: str
@@ -60,21 +60,21 @@ class ServiceOptions:
 
 
 class Router(Protocol):
-    """What a turn needs of the socket that all clients are connected to: a `Listener`, or a test's."""
+    """The socket that all clients are connected to: a `Listener`, or a test's."""
 
     def receive(self) -> Message:
-        """The next message; raises `zmq.Again` if there is none."""
+        """Return the next message; raise `zmq.Again` if there is none."""
         ...
 
     def send(self, client: bytes, frame: bytes) -> None:
-        """Send a frame to a client; raises `zmq.ZMQError` if that cannot be done now."""
+        """Send a frame to a client; raise `zmq.ZMQError` if that is not possible now."""
         ...
 
 
 class Server:
-    """Serves until `stop`. `stop` may be called from a signal handler or another thread.
+    """Serves until `stop`, which a signal handler or another thread may call.
 
-    An observer with a timeline has it complete once `serve` has returned; a recorder writes as it goes.
+    The timeline of an observer is complete when `serve` returns; a recorder writes while the service runs.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`work_clock`: what clients are charged by, the time that this thread has worked."""
+        """`work_clock` is the CPU time of this thread, by which clients are charged."""
         self._engine = engine
-        self._observer = observer or EventSink()
+        self._observer = observer
         self._options = options
         self._clock = clock
         self._work_clock = work_clock
@@ -97,26 +97,21 @@ class Server:
         self.store = SessionStore(options.max_sessions, options.max_session_tokens)
         prefill_chunk = options.prefill_chunk or (32 if engine.info.device == "cpu" else 512)
         self.runner = DraftRunner(engine, self.store, self._wake, clock, self._observer, prefill_chunk)
-        settings = _settings(engine.info, options, prefill_chunk)
-        self.handler = RequestHandler(
-            engine,
-            self.store,
-            self.runner,
-            self._observer,
-            clock,
-            settings,
-            options.max_wait_s,
-            options.keys.owner() if options.keys else b"",
+        handler_options = HandlerOptions(
+            settings=_settings(engine.info, options, prefill_chunk),
+            max_wait_s=options.max_wait_s,
+            owner=options.keys.owner() if options.keys else b"",
         )
-        self._turns = FairQueue(clock)
+        self.handler = RequestHandler(engine, self.store, self.runner, self._observer, clock, handler_options)
+        self._queue = FairQueue(clock)
         self._checked_s = clock()
 
     def stop(self) -> None:
-        """End soon."""
+        """Make `serve` return soon."""
         self._is_stopping = True
 
     def serve(self) -> None:
-        """Listen and answer until stopped; then close everything."""
+        """Listen and answer until `stop`, then close everything."""
         sys.setswitchinterval(_SWITCH_S)
         context: zmq.Context[Any] = zmq.Context()
         wake = context.socket(zmq.PULL)
@@ -133,9 +128,12 @@ class Server:
                 self._loop(listener, wake)
         finally:
             has_ended = self.runner.stop(_STOP_S)
-            self._observer.close()
+            if self._observer is not None:
+                self._observer.close()
             if not has_ended:
-                log.error("the draft engine has not come back from a step within %g s; ending without it", _STOP_S)
+                log.error(
+                    "the draft engine has not finished its step within %g s; the service exits without it", _STOP_S
+                )
                 os._exit(1)
             wake.close()
             self._wake_sender.close()
@@ -144,18 +142,19 @@ class Server:
             log.info("stopped")
 
     def turn(self, router: Router) -> None:
-        """One turn of the lookup thread: take in what has come, and answer. What can wait comes last."""
+        """Run one iteration of the lookup thread: receive, serve, send what is due, and push drafts last."""
         is_woken = self._is_woken
         if is_woken:
-            self._is_woken = False  # before the drafts are looked at: none is overlooked
+            self._is_woken = False  # first, so that a draft step which ends now wakes this thread again
         self._receive(router)
-        self._take_turns(router)
+        self._serve_messages(router)
         if is_woken:
             self._send(router, self.handler.answer_ready())
         self._send(router, self.handler.answer_overdue())
         if is_woken:
             self._send(router, self.handler.push_prefetched())
-        self._observer.flush()
+        if self._observer is not None:
+            self._observer.flush()
 
     def _loop(self, listener: Listener, wake: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
@@ -168,7 +167,7 @@ class Server:
             self.turn(listener)
 
     def _check(self, listener: Listener) -> None:
-        """End the service where it cannot go on."""
+        """Raise if the service cannot go on."""
         if self.runner.engine_failed:
             raise EngineError("the draft engine fails at every step; see the first error above, and start it again")
         if not self.runner.is_alive:
@@ -178,7 +177,7 @@ class Server:
             listener.check()
 
     def _timeout_ms(self) -> int:
-        if len(self._turns):
+        if self._queue.num_messages:
             return 0
         deadline_s = self.handler.next_deadline_s()
         if deadline_s is None:
@@ -186,20 +185,20 @@ class Server:
         return min(max(math.ceil((deadline_s - self._clock()) * 1000), 0), _POLL_MS)
 
     def _receive(self, router: Router) -> None:
-        for _ in range(_MAX_RECEIVED if len(self._turns) < _MANY else _FEW_RECEIVED):
+        for _ in range(_MAX_RECEIVED if self._queue.num_messages < _FULL_QUEUE else _MAX_RECEIVED_IF_FULL):
             try:
-                self._turns.push(router.receive())
+                self._queue.push(router.receive())
             except zmq.Again:
                 break
-        self.handler.counts.dropped = self._turns.num_dropped
+        self.handler.counts.dropped = self._queue.num_dropped
 
-    def _take_turns(self, router: Router) -> None:
-        """Serve messages for a while, so that a flood cannot keep deadlines from being met."""
+    def _serve_messages(self, router: Router) -> None:
+        """Serve messages for a limited time, so that deadlines are met during a flood of messages."""
         start_s = now_s = self._clock()
-        while now_s - start_s < _TURNS_S and (message := self._turns.pop()) is not None:
+        while now_s - start_s < _MAX_SERVING_S and (message := self._queue.pop()) is not None:
             before_s = self._work_clock()
             self._send(router, self.handler.handle(message.client, message.frames, message.user))
-            self._turns.charge(message.client, self._work_clock() - before_s)
+            self._queue.charge(message.client, self._work_clock() - before_s)
             now_s = self._clock()
 
     def _send(self, router: Router, answers: Iterable[Answer]) -> None:
@@ -207,10 +206,10 @@ class Server:
             try:
                 router.send(client, encode(reply))
             except zmq.ZMQError as error:
-                log.debug("an answer found no client: %s", error)
+                log.debug("an answer was not sent, because its client has gone: %s", error)
 
     def _wake(self) -> None:
-        """Called by the draft thread. One wake-up in the pipe is enough."""
+        """Wake the lookup thread. Called by the draft thread; one message in the pipe is enough."""
         self._is_woken = True
         if self._wake_sender is not None:
             with contextlib.suppress(zmq.Again):
@@ -218,7 +217,7 @@ class Server:
 
 
 def _settings(info: EngineInfo, options: ServiceOptions, prefill_chunk: int) -> dict[str, str | int]:
-    """How a service was started; what is not known is left out."""
+    """Return how a service was started, without values that are unknown."""
     settings: dict[str, str | int] = {
         "version": __version__,
         "wire": VERSION,

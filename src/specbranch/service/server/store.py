@@ -1,36 +1,36 @@
 """The session store: quotas, the index of prefixes, the fault barrier, and sequences that get no drafts.
 
-A tenant is a namespace, or where clients have keys, a key; it forgets what it used least recently. A key is a namespace
-and the digest of the committed sequence. One lock guards the order of the store; each session has
-a lock of its own, which the lookup thread and the draft thread hold for microseconds at a time, never during a step.
+A tenant is a namespace or, where clients have CURVE keys, such a key; its least recently used session is evicted first.
+A session's key is its namespace and the digest of its committed tokens. One lock guards the order of the store; each
+session has its own lock, which the lookup thread and the draft thread hold for microseconds, never during a step.
 
-Sequences are marked at every sixteenth token by the digest of all tokens up to there. What another session's cache
-already holds need not be prefilled again.
+The index of prefixes knows each sequence by the digests of its first 16, 32, 48, ... tokens, so that a session can
+start from another session's cache instead of a prefill.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from types import CodeType
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, TypeVar
 
-from specbranch.core.distribution import RequestSampling
-from specbranch.core.round import AcceptanceHint, Stats
+from specbranch.core.round import Stats
 from specbranch.service.server.draft_session import DraftSession, Key, State
-from specbranch.service.wire.messages import REASONS, Reason
+from specbranch.service.wire.messages import REASONS, Reason, StepRow
 from specbranch.service.wire.payloads import Digest, as_bytes
 
 log = logging.getLogger(__name__)
-_MAX_NAMESPACES = 1024  # whose forgotten sessions are counted apart
+_MAX_NAMESPACES = 1024  # whose dropped sessions are counted separately
 _MAX_EVICTED = 1024  # sequences whose eviction is remembered until their target asks for them
 MARK_LEN = 16
 T = TypeVar("T")
-P = ParamSpec("P")
 _MESSAGES: dict[Reason, str] = {
     "too_long": "a text of %d tokens is not drafted for: the draft's KV cache has room for texts of %d; start the "
     "draft with a larger --cache-tokens",
@@ -42,7 +42,7 @@ _MESSAGES: dict[Reason, str] = {
 
 
 class TenantUsage:
-    """What one tenant has in the store: its sessions, least recently used first, and their tokens."""
+    """The sessions of one tenant, least recently used first, and the number of their tokens."""
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[DraftSession, None] = OrderedDict()
@@ -64,16 +64,18 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._sessions: OrderedDict[Key, DraftSession] = OrderedDict()
-        self._holdings: OrderedDict[bytes, TenantUsage] = OrderedDict()  # by tenant, least recently used first
+        self._usage: OrderedDict[bytes, TenantUsage] = OrderedDict()  # by tenant, least recently used first
         self._prefixes: PrefixIndex[DraftSession] = PrefixIndex()
         self._lock = threading.Lock()
         self._num_tokens = 0
-        self._forgotten: list[DraftSession] = []
-        self._retired: OrderedDict[bytes, Stats] = OrderedDict()  # by namespace, the last to lose a session last
+        self._dropped: list[DraftSession] = []
+        self._retired: OrderedDict[bytes, Stats] = (
+            OrderedDict()
+        )  # of dropped sessions, by namespace, the last to lose one last
         self._retired_total = Stats()
-        self._evicted: OrderedDict[Key, int] = OrderedDict()  # lengths
+        self._evicted: OrderedDict[Key, int] = OrderedDict()  # key and length of evicted sequences
         self.num_evictions = 0
-        self.is_draining = False  # nobody may add new sequences; written by the lookup thread
+        self.is_draining = False  # no new sequences are accepted; the lookup thread writes it
         self.undrafted = UndraftableSequences()
 
     def __len__(self) -> int:
@@ -85,37 +87,29 @@ class SessionStore:
         return self._num_tokens
 
     def find(self, key: Key) -> DraftSession | None:
-        """The session of a sequence, which is thereby the most recently used."""
+        """Return the session of a sequence and make it the most recently used; None if there is none."""
         with self._lock:
             session = self._sessions.get(key)
             if session is not None:
                 self._sessions.move_to_end(key)
-                self._holdings.move_to_end(session.tenant)
-                self._holdings[session.tenant].sessions.move_to_end(session)
+                self._usage.move_to_end(session.tenant)
+                self._usage[session.tenant].sessions.move_to_end(session)
             return session
 
     def put(self, session: DraftSession) -> None:
-        """Add a session; one with the same key makes way, and so do others where the budget asks for it."""
+        """Add a session, in place of one with the same key, and evict others if the limits require it."""
         with self._lock:
             self._remove(self._sessions.get(session.key))
             self._sessions[session.key] = session
-            self._holdings.setdefault(session.tenant, TenantUsage()).sessions[session] = None
-            self._holdings.move_to_end(session.tenant)
-            self._grow(session, len(session.core.tokens))
+            self._usage.setdefault(session.tenant, TenantUsage()).sessions[session] = None
+            self._usage.move_to_end(session.tenant)
+            self._count_tokens(session, len(session.core.tokens))
             if session.is_draftable:
                 session.prefix_donor = self._prefixes.add(session, session.namespace, session.core.tokens)
             self._shrink()
 
-    def commit(
-        self,
-        session: DraftSession,
-        tokens: Sequence[int],
-        num_submitted: int,
-        hint: AcceptanceHint | None = None,
-        sampling: RequestSampling | None = None,
-        has_recurring_noise: bool = False,
-    ) -> bool:
-        """Let a session take in a verdict and move it to its new key; False if it was forgotten meanwhile."""
+    def commit(self, session: DraftSession, row: StepRow) -> bool:
+        """Commit a verdict to a session and move it to its new key; return False if it was dropped meanwhile."""
         with self._lock:
             if session.is_dropped:
                 return False
@@ -123,24 +117,25 @@ class SessionStore:
             held = len(session.core.tokens)
             try:
                 with session.lock:
-                    session.commit(tokens, num_submitted, hint, sampling, has_recurring_noise)
+                    session.commit(row)
             except Exception:
-                self._grow(session, len(session.core.tokens) - held)
+                self._count_tokens(session, len(session.core.tokens) - held)
                 self._remove(session)  # it is half-way between two sequences
                 raise
-            self._grow(session, len(session.core.tokens) - held)
-            self._remove(self._sessions.get(session.key))
+            self._count_tokens(session, len(session.core.tokens) - held)
+            if session.key in self._sessions:
+                self._remove(self._sessions[session.key])
             self._sessions[session.key] = session
             if session.is_draftable:
                 self._prefixes.add(session, session.namespace, session.core.tokens)
             self._shrink()
-            return not session.is_dropped
+            return session.state is not State.DROPPED
 
     def evict_for(self, wanting: Sequence[DraftSession], weight: Callable[[DraftSession], float]) -> None:
-        """Forget one session, so that others find room in the engine; `weight` is the part of it that a session takes.
+        """Evict one session to make room in the engine for those in `wanting`.
 
-        The tenant that takes most loses: its least recently used session, but one that wants room only if it has no
-        other there, and then the heaviest.
+        `weight` is the share of the engine that a session takes. The tenant with the largest share loses its least
+        recently used session that is not in `wanting`; if it has none, its heaviest one in `wanting`.
         """
         with self._lock:
             held = [session for session in self._sessions.values() if session.tree_cache.num_handles]
@@ -153,38 +148,40 @@ class SessionStore:
             self._evict(next(idle, None) or max(own, key=weight))
 
     def pop_evicted_length(self, key: Key) -> int | None:
-        """How long a sequence was that was forgotten for want of room, if it was; told once."""
+        """Return the length of a sequence that was evicted for lack of room, once; None if it was not."""
         with self._lock:
             return self._evicted.pop(key, None)
 
     def drop(self, session: DraftSession) -> None:
-        """Forget one session."""
+        """Remove one session."""
         with self._lock:
             self._remove(session)
 
     def pop_dropped(self) -> list[DraftSession]:
-        """Sessions forgotten since the last call. Whoever owns the engine closes their handles."""
+        """Return the sessions dropped since the last call. The draft thread, which owns the engine, closes them."""
+        if not self._dropped:  # as nearly always before a draft step
+            return []
         with self._lock:
-            forgotten, self._forgotten = self._forgotten, []
-            return forgotten
+            dropped, self._dropped = self._dropped, []
+            return dropped
 
     def snapshot(self) -> list[DraftSession]:
-        """All sessions, least recently used first."""
+        """Return all sessions, least recently used first."""
         with self._lock:
             return list(self._sessions.values())
 
     def num_active(self, now_s: float) -> int:
-        """How many sessions have a target that goes on with them."""
+        """Return how many sessions are being decoded."""
         return sum(session.is_active(now_s) for session in self.snapshot())
 
     def stats(self) -> Stats:
-        """The counters of all sessions, the forgotten ones included. The lock is not held while they are summed."""
+        """Return the counters of all sessions, dropped ones included. Sum them without the lock."""
         with self._lock:
             retired, sessions = replace(self._retired_total), list(self._sessions.values())
         return Stats.total([retired, *(session.core.stats for session in sessions)])
 
     def stats_of(self, namespace: bytes) -> tuple[int, Stats]:
-        """How many sessions a namespace has, and its counters, its forgotten sessions included."""
+        """Return how many sessions a namespace has, and its counters, dropped sessions included."""
         with self._lock:
             retired = replace(self._retired.get(namespace, Stats()))
             sessions = [session for session in self._sessions.values() if session.namespace == namespace]
@@ -195,12 +192,13 @@ class SessionStore:
             len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens
         ):
             is_crowded = len(self._sessions) > self._max_sessions
-            # Of equal ones the first: the least recently used.
-            self._evict(max(self._holdings.values(), key=len if is_crowded else _tokens_of).oldest)
+            # Among equal tenants `max` finds the first, which is the least recently used.
+            key = len if is_crowded else attrgetter("num_tokens")
+            self._evict(max(self._usage.values(), key=key).oldest)
 
-    def _grow(self, session: DraftSession, num_tokens: int) -> None:
+    def _count_tokens(self, session: DraftSession, num_tokens: int) -> None:
         self._num_tokens += num_tokens
-        self._holdings[session.tenant].num_tokens += num_tokens
+        self._usage[session.tenant].num_tokens += num_tokens
 
     def _evict(self, session: DraftSession) -> None:
         if session.is_draftable:
@@ -214,13 +212,13 @@ class SessionStore:
         if session is not None and session.set_state(State.DROPPED):
             self._sessions.pop(session.key, None)
             self._prefixes.remove(session)
-            session.prefix_donor = None  # else sessions that never borrow would keep all their forerunners alive
-            self._grow(session, -len(session.core.tokens))
-            del self._holdings[session.tenant].sessions[session]
-            if not self._holdings[session.tenant].sessions:
-                del self._holdings[session.tenant]
-            if session.is_draftable:  # the engine has nothing of the others
-                self._forgotten.append(session)
+            session.prefix_donor = None  # a chain of donors would keep all earlier sessions alive
+            self._count_tokens(session, -len(session.core.tokens))
+            del self._usage[session.tenant].sessions[session]
+            if not self._usage[session.tenant].sessions:
+                del self._usage[session.tenant]
+            if session.is_draftable:  # the others have no handles to close
+                self._dropped.append(session)
             self._retire(session)
 
     def _retire(self, session: DraftSession) -> None:
@@ -231,43 +229,43 @@ class SessionStore:
             self._retired.popitem(last=False)
 
 
-def _tokens_of(holding: TenantUsage) -> int:
-    return holding.num_tokens
-
-
 class PrefixHashes:
-    """The marks of one growing sequence."""
+    """The digests of one growing sequence, one for every `MARK_LEN` tokens."""
 
     def __init__(self) -> None:
         self._digest = Digest()
-        self._length = 0
+        self.num_hashed = 0
 
     def extend(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Length and digest of every mark passed since the last call; `tokens` is the whole sequence."""
-        num_marks = (len(tokens) - self._length) // MARK_LEN
-        packed = as_bytes(tokens[self._length : self._length + num_marks * MARK_LEN])
+        """Yield length and digest of each new prefix since the last call; `tokens` is the whole sequence."""
+        num_marks = (len(tokens) - self.num_hashed) // MARK_LEN
+        packed = as_bytes(tokens[self.num_hashed : self.num_hashed + num_marks * MARK_LEN])  # at once, for long ones
         mark_size = len(packed) // max(num_marks, 1)
         for start in range(0, len(packed), mark_size or 1):
             self._digest.update(packed[start : start + mark_size])
-            self._length += MARK_LEN
-            yield self._length, self._digest.name
+            self.num_hashed += MARK_LEN
+            yield self.num_hashed, self._digest.name
 
 
 class PrefixIndex(Generic[T]):
-    """The latest holder of each beginning. Grows by one entry for sixteen tokens of a holder's sequence."""
+    """The latest holder of each prefix. Grows by one entry for every sixteen tokens of a holder's sequence."""
 
     def __init__(self) -> None:
         self._holders: dict[Key, T] = {}
         self._marks: dict[T, tuple[PrefixHashes, list[Key]]] = {}
 
     def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
-        """Let a holder be found by its sequence, or by what its sequence has become.
+        """Index a holder by its sequence, or by the tokens that its sequence has gained since.
 
-        Returns who held most of the beginning of what is new in it, as `find` would.
+        Return the holder of the longest new prefix before this call, and its length; None if there was none.
         """
-        marks, keys = self._marks.setdefault(holder, (PrefixHashes(), []))
+        if holder not in self._marks:
+            self._marks[holder] = (PrefixHashes(), [])
+        hashes, keys = self._marks[holder]
+        if len(tokens) - hashes.num_hashed < MARK_LEN:
+            return None
         found = None
-        for length, name in marks.extend(tokens):
+        for length, name in hashes.extend(tokens):
             before = self._holders.get((namespace, name))
             if before is not None and length < len(tokens):
                 found = (before, length)
@@ -276,14 +274,14 @@ class PrefixIndex(Generic[T]):
         return found
 
     def remove(self, holder: T) -> None:
-        """Forget a holder."""
+        """Remove a holder and its prefixes."""
         _, keys = self._marks.pop(holder, (None, []))
         for key in keys:
             if self._holders.get(key) is holder:
                 del self._holders[key]
 
     def find(self, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
-        """Who holds most of the beginning of a sequence, and how many of its tokens; never all of them."""
+        """Return the holder of the longest known prefix of a sequence, and its length; never the whole sequence."""
         found = None
         for length, name in PrefixHashes().extend(tokens[:-1]):
             holder = self._holders.get((namespace, name))
@@ -293,39 +291,39 @@ class PrefixIndex(Generic[T]):
 
 
 class FaultGuard:
-    """The exceptions that one thread has caught. The first of each kind is logged, the others are counted only."""
+    """The fault barrier of one thread: log the first exception of each kind, count all, drop the session at fault."""
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
         self._known: set[tuple[type[Exception], CodeType | None, int]] = set()
         self.count = 0
 
-    def guard(self, session: DraftSession, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Do something for a draft. If it fails, the draft is forgotten, and None comes of it."""
+    @contextlib.contextmanager
+    def guard(self, session: DraftSession) -> Iterator[None]:
+        """Drop the session if the block raises an exception, and go on after the block."""
         try:
-            return act(*args, **kwargs)
+            yield
         except Exception as error:
             self.drop(session, error)
-            return None
 
     def drop(self, session: DraftSession, error: Exception) -> None:
-        """Forget the draft that a fault came from. Its sequence is opened anew if it goes on."""
-        self.record(error, f"session {session.number} is forgotten")
+        """Drop the session that caused an exception. If its target goes on, the client opens the sequence again."""
+        self.record(error, f"session {session.number} is dropped")
         self._store.drop(session)
 
     def record(self, error: Exception, loss: str) -> None:
-        """Count a fault; `loss` says what it costs."""
+        """Count an exception, and log it if it is the first of its kind; `loss` says what it costs."""
         self.count += 1
         kind = _kind(error)
         if kind not in self._known:
             self._known.add(kind)
-            # An error's words may come from outside: they are cut, and cannot break the line.
+            # An error's text may hold a client's words: `repr` keeps it on one line, and it is cut.
             trace = "".join(traceback.format_tb(error.__traceback__))
             log.error("%s: %s; more of its kind are only counted\n%s", loss, repr(error)[:200], trace)
 
 
 def _kind(error: Exception) -> tuple[type[Exception], CodeType | None, int]:
-    """What was raised, and where."""
+    """Return the type of an exception and the place that raised it."""
     code, line = None, 0
     for frame, number in traceback.walk_tb(error.__traceback__):
         code, line = frame.f_code, number
@@ -333,15 +331,15 @@ def _kind(error: Exception) -> tuple[type[Exception], CodeType | None, int]:
 
 
 class UndraftableSequences:
-    """Any thread may use it."""
+    """Counts sequences that get no drafts, by namespace and reason. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: OrderedDict[bytes, Counter[Reason]] = OrderedDict()  # the last to be noted last
+        self._counts: OrderedDict[bytes, Counter[Reason]] = OrderedDict()  # least recently counted first
         self._total: Counter[Reason] = Counter()
 
     def record(self, namespace: bytes, reason: Reason, value: int, limit: int) -> None:
-        """Count a text; `value` is what is beyond the `limit`, for the log."""
+        """Count a sequence, and log the first for each reason with the `value` that is beyond the `limit`."""
         with self._lock:
             is_first = not self._total[reason]
             self._total[reason] += 1
@@ -353,7 +351,7 @@ class UndraftableSequences:
             log.warning(_MESSAGES[reason] + "; further ones are only counted", value, limit)
 
     def counts(self, namespace: bytes | None = None) -> dict[Reason, int]:
-        """How many there were, by reason: of one namespace, or of all."""
+        """Return how many sequences got no drafts, by reason: of one namespace, or of all."""
         with self._lock:
             counter = self._total if namespace is None else self._counts.get(namespace, Counter())
             return {reason: counter[reason] for reason in REASONS}

@@ -1,8 +1,7 @@
-"""Record a service as a Chrome timeline, with snapshots of the trees that verdicts met.
+"""Record a service as a Chrome timeline, with a snapshot of the draft tree before each verdict.
 
-The time between an answer and the next verdict of the same target is the target's step. An answer that was held back is
-a wait. With each verdict goes the draft tree that it met. Recording appends one small tuple and does no I/O. There is
-no clock here: times come in as numbers.
+The time between a reply and the next verdict of the same target is the target's step. A reply that was held back is a
+wait. Recording appends one small tuple and does no I/O. There is no clock here: callers pass the time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Lane = tuple[bytes, bytes]  # client, namespace
 
 _PROCESS = 1
 _DRAFT_THREAD = 1
-# The fields of every kind of event, in the order in which they are recorded.
+# The fields of each kind of event, in the order of its values.
 _FIELDS = {
     "step": ("rows", "new_rows", "submitted", "accepted", "committed", "is_prefill"),
     "wait": ("rows",),
@@ -39,8 +38,8 @@ _FIELDS = {
     "verdict": ("session", "tokens", "submitted", "is_hit", "tree"),
 }
 _INSTANTS = ("open", "hit", "miss", "verdict")
-MAX_NODES = 256  # the likeliest ones of a tree
-RUN, SUBMITTED = 1, 2  # marks of a node
+MAX_NODES = 256  # of a tree in the timeline, the likeliest
+RUN, SUBMITTED = 1, 2  # bits of a node's mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class VerdictTree:
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """One row of a verdict; `is_hit` is None where nothing could be prepared for it."""
+    """One row of a step; `is_hit` is None if its sequence gets no drafts."""
 
     submitted: int
     committed: int
@@ -71,13 +70,13 @@ class RowVerdict:
 class TimelineRecorder:
     """Records up to `max_events` events, then logs one warning and records no more. Two threads may use it at once.
 
-    Trees are recorded until they have `max_nodes` in all.
+    It records trees until they have `max_nodes` nodes in all.
     """
 
     def __init__(self, max_events: int = 1_000_000, max_nodes: int = 4_000_000) -> None:
         self._max_events = max_events
         self._nodes_left = max_nodes
-        # Plain tuples of numbers: the garbage collector soon stops tracking them. Kind, lane, start, end, values.
+        # Kind, lane, start, end, values. The garbage collector soon stops tracking plain tuples of numbers.
         self._events: list[tuple[str, int, float, float, tuple[Any, ...]]] = []
         self._lanes: dict[Lane, int] = {}
         self._answered_s: dict[int, float] = {}
@@ -88,15 +87,15 @@ class TimelineRecorder:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether there is room for more of them."""
+        """Whether there is room for more trees."""
         return self._nodes_left > 0 and not self.is_full
 
     def open(self, lane: Lane, at_s: float, planner: str, num_sequences: int, num_tokens: int) -> None:
-        """Whole sequences came in, to be drafted for by this planner."""
+        """Record that a client opened sequences with this planner."""
         self._record("open", self._number(lane), at_s, at_s, (planner, num_sequences, num_tokens))
 
     def arrive(self, lane: Lane, at_s: float, rows: Sequence[RowVerdict]) -> None:
-        """A verdict came in; the target's step ends here."""
+        """Record the verdicts of a step, which end the target's step."""
         number = self._number(lane)
         start_s = self._answered_s.pop(number, None)
         if start_s is not None:
@@ -120,21 +119,21 @@ class TimelineRecorder:
                 )
 
     def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
-        """An answer was sent; `num_held` of its rows were held back since the verdict. The target's step begins."""
+        """Record a reply, and its wait if `num_held` of its rows had no draft at once; the target's step begins."""
         number = self._number(lane)
         self._answered_s[number] = at_s
         if num_held and at_s > since_s:
             self._record("wait", number, since_s, at_s, (num_held,))
 
     def draft(self, start_s: float, end_s: float, rows: int, tokens: int, is_prefill: bool, sessions: set[int]) -> None:
-        """One step of the draft engine is over."""
+        """Record one step of the draft engine."""
         self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
 
     def write(self, path: Path, **about: Any) -> None:
-        """Write the file, readable by its owner only, completely or not at all. `about` is stored beside the events."""
+        """Write the file completely or not at all, readable by its owner only. `about` is stored with the events."""
         encode = msgspec.json.encode
         part = path.with_name(f"{path.name}.part")
-        part.unlink(missing_ok=True)  # of a run that was killed
+        part.unlink(missing_ok=True)  # left by a run that was killed
         with open_private(part, "xb") as file:
             file.write(b'{"displayTimeUnit":"ms","otherData":' + encode({**about, "is_cut": self.is_full}))
             file.write(b',"traceEvents":[\n')
@@ -144,7 +143,7 @@ class TimelineRecorder:
         part.replace(path)
 
     def trace_events(self) -> Iterator[dict[str, Any]]:
-        """The events in Chrome's trace format, names of the lanes first; times count from the first event."""
+        """Yield the events in Chrome's trace format, names of the lanes first; times count from the first event."""
         yield from self._names()
         origin_s = min((event[2] for event in self._events), default=0.0)
         for kind, number, start_s, end_s, values in self._events:
@@ -177,7 +176,7 @@ class TimelineRecorder:
         number = self._lanes.get(lane)
         if number is None:
             if self.is_full:
-                return 0  # nothing more is recorded
+                return 0  # it records nothing more
             number = self._lanes[lane] = len(self._lanes) + 1
         return number
 
@@ -190,9 +189,9 @@ class TimelineRecorder:
 
 
 def _name(kind: str, args: dict[str, Any]) -> str:
-    """What the viewer writes on an event."""
+    """Return the title of an event in the viewer."""
     if kind == "step":
-        # The service is not told when a target starts on a new sequence; the target may have been idle before.
+        # No message says when a target starts on a new sequence; the target may have been idle before.
         return "prefill or idle" if args["is_prefill"] else f"{args['accepted']}/{args['submitted']}"
     if kind == "draft":
         return "prefill" if args["is_prefill"] else f"draft {args['rows']}"
@@ -200,7 +199,7 @@ def _name(kind: str, args: dict[str, Any]) -> str:
 
 
 def _thread(kind: str, number: int) -> int:
-    """The draft's lane first, then two for every target: its steps, its waits."""
+    """Return the lane of an event: the draft's is first, then come two for every target, its steps and its waits."""
     if kind == "draft":
         return _DRAFT_THREAD
     return 2 * number + (kind == "wait")
@@ -216,35 +215,35 @@ def _microseconds(time_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """The nodes below the root, which is 0 and not in here; a parent comes before its children."""
+    """The nodes below the root, a parent before its children. The root has number 0 and is left out."""
 
     parents: array[int]
     tokens: array[int]
-    percents: array[int]  # how likely the sequence was to come here, seen from the root
+    percents: array[int]  # probability of the path from the root
     marks: array[int]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def as_json(self) -> dict[str, Any]:
-        """Four lists of equal length."""
+        """Return four lists of equal length."""
         return {name: getattr(self, name).tolist() for name in self.__slots__}
 
 
 def take_snapshot(tree: Tree, num_submitted: int) -> TreeSnapshot:
-    """The tree now; of what was submitted, only the first tokens were really sent."""
+    """Return a snapshot of the tree; the target received only the first `num_submitted` of the submitted tokens."""
     submitted = {id(node) for node in (tree.submitted or [])[:num_submitted]}
-    taken = TreeSnapshot(array("H"), array("i"), array("B"), array("B"))
+    snapshot = TreeSnapshot(array("H"), array("i"), array("B"), array("B"))
     for parent, node in _likeliest(tree.root):
-        taken.parents.append(parent)
-        taken.tokens.append(node.token)
-        taken.percents.append(min(100, round(100 * math.exp(node.log_prob - tree.root.log_prob))))
-        taken.marks.append(RUN * (node.distribution is not None) + SUBMITTED * (id(node) in submitted))
-    return taken
+        snapshot.parents.append(parent)
+        snapshot.tokens.append(node.token)
+        snapshot.percents.append(min(100, round(100 * math.exp(node.log_prob - tree.root.log_prob))))
+        snapshot.marks.append(RUN * (node.distribution is not None) + SUBMITTED * (id(node) in submitted))
+    return snapshot
 
 
 def _likeliest(root: Node) -> Iterator[tuple[int, Node]]:
-    """Nodes with the numbers of their parents, the likeliest first, but none before its parent."""
+    """Yield nodes with the numbers of their parents, the likeliest first, but none before its parent."""
     heap: list[tuple[float, int, int, Node]] = []
     number = num_seen = 0
     parent: Node = root

@@ -19,23 +19,23 @@ from specbranch.errors import SpecBranchError
 from specbranch.private_files import DirectoryError, can_hold_sockets, runtime_directory
 
 LINGER_MS = 0
-# A network that goes away closes nothing: a connection over which nobody answers for so long is made anew.
+# A network that fails closes no connection: one without an answer for so long is made anew.
 _BEAT_MS, _DEAD_MS = 1000, 4000
 
 
 class AddressError(SpecBranchError, RuntimeError):
-    """An address or a key that cannot be used; the message says why and what would help."""
+    """An address or a key that cannot be used; the message says why and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceKeys:
-    """Of the service: its own secret key file, and the directory of the public keys of its clients."""
+    """The service's secret key file, and the directory with the public keys of its clients."""
 
     secret: Path
     clients: Path
 
     def owner(self) -> bytes | None:
-        """The public key that was made with the service's own; None if it is no longer among those of the clients."""
+        """Return the public key that `make_keys` made for a client; None if it is no longer among the clients' keys."""
         with contextlib.suppress(OSError, ValueError):
             return zmq.auth.load_certificate(self.clients / "client.key")[0]
         return None
@@ -43,19 +43,19 @@ class ServiceKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """Of a client: its own secret key file, and the service's public key file."""
+    """A client's secret key file, and the service's public key file."""
 
     secret: Path
     service: Path
 
 
 def default_address() -> str:
-    """A Unix socket that only this user can reach."""
+    """Return the address of a Unix socket that only this user can reach."""
     return f"ipc://{runtime_directory()}/specbranch-draft.sock"
 
 
 def normalize_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses of one service or of several, each once."""
+    """Return the addresses of one service or of several as a tuple without duplicates."""
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(one, str) for one in listed):
         raise AddressError(f"{given!r} is no address of a draft service, nor a list of addresses")
@@ -63,9 +63,9 @@ def normalize_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def make_keys(directory: Path) -> list[Path]:
-    """Write a key pair for a service and one for a client; secret ones can be read by their owner only.
+    """Write a key pair for a service and one for a client, and return the files. Only the owner may read secret keys.
 
-    Never overwrites: if one of the files exists, `AddressError` is raised and nothing is changed.
+    If one of the files exists, raise `AddressError` and change nothing.
     """
     files = [directory / name for name in ("service.key", "service.key_secret", "client.key", "client.key_secret")]
     copy = directory / "clients" / "client.key"
@@ -82,7 +82,7 @@ def make_keys(directory: Path) -> list[Path]:
 
 
 def _write_new(contents: Mapping[Path, bytes]) -> None:
-    """Write all of these files or, if one of them cannot be written or exists by now, none."""
+    """Write all of these files, or none if one of them exists by now or cannot be written."""
     with contextlib.ExitStack() as undone:
         for path, content in contents.items():
             mode = 0o600 if path.suffix == ".key_secret" else 0o644
@@ -104,13 +104,13 @@ def _exists(path: Path) -> AddressError:
 
 
 def check_address(address: str, keys: ClientKeys | None = None) -> None:
-    """Raise what `connected` would raise for an address or for keys that cannot be used."""
+    """Raise `AddressError` for an address or for keys that cannot be used."""
     if socket_path(address) is None:
         _curve_keys(address, keys)
 
 
 def _curve_keys(address: str, keys: ClientKeys | None) -> tuple[bytes, bytes, bytes]:
-    """A client's public and secret key, and the service's public one."""
+    """Return a client's public and secret key, and the service's public key."""
     if keys is None:
         raise AddressError(f"{address}: TCP needs CURVE keys on both sides; make them with `specbranch keys DIR`")
     public, secret = load_key(keys.secret)
@@ -122,7 +122,7 @@ def _curve_keys(address: str, keys: ClientKeys | None) -> tuple[bytes, bytes, by
 
 
 def socket_path(address: str) -> Path | None:
-    """The file of a Unix address; None for TCP."""
+    """Return the file of a Unix address; None for TCP."""
     if address.startswith("ipc://") and len(address) > len("ipc://"):
         return Path(address.removeprefix("ipc://"))
     if address.startswith("tcp://"):
@@ -131,7 +131,7 @@ def socket_path(address: str) -> Path | None:
 
 
 def is_trusted_socket(path: Path) -> bool:
-    """Whether there is a directory for a socket; one that is not safe raises."""
+    """Return whether a socket's directory exists; raise `AddressError` if it is not safe."""
     try:
         return can_hold_sockets(path)
     except DirectoryError as error:
@@ -139,7 +139,7 @@ def is_trusted_socket(path: Path) -> bool:
 
 
 def load_key(path: Path) -> tuple[bytes, bytes]:
-    """The public and the secret key in a file."""
+    """Return the public and the secret key in a file."""
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:

@@ -1,8 +1,7 @@
-"""What crosses the wire: small, versioned, bounded messages of token ids. MessagePack by msgspec; never pickle.
+"""The messages between clients and services: small, versioned, bounded, of token ids. MessagePack, never pickle.
 
-A sequence is named by its digest. A namespace keeps one client's sequences apart from another's; it is random unless
-two clients were given the same one on purpose. Every exchange carries the client's round number, so a late reply can be
-told from the one awaited.
+A digest names a sequence. A namespace separates one client's sequences from another's; it is random unless two clients
+were given the same one on purpose. Every exchange carries the client's round number, which identifies a late reply.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three
 MAX_ROWS = 1024
 MAX_SEQUENCE = 260_000  # tokens; a message that opens the longest one fits into a frame
 MAX_NEW = 4096  # tokens committed in one step
-MAX_OUTCOMES = 16  # verdicts that are answered ahead, for one sequence
+MAX_OUTCOMES = 16  # verdicts with a prefetched draft, for one sequence
 MAX_WAIT_MS = 60_000
-MAX_AHEAD = 64  # sequences in one message of such answers
+MAX_AHEAD = 64  # sequences in one push
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -37,12 +36,12 @@ SequenceId = Annotated[bytes, Meta(min_length=DIGEST_LEN, max_length=DIGEST_LEN)
 Namespace = Annotated[bytes, Meta(min_length=1, max_length=64)]
 ShortString = Annotated[str, Meta(min_length=1, max_length=64)]
 NewTokens = Annotated[list[Token], Meta(min_length=1, max_length=MAX_NEW)]
-PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]  # see `pack`
+PackedTokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_SEQUENCE)]  # see `pack_tokens`
 Draft = Annotated[list[Token], Meta(max_length=MAX_WINDOW)]
-Probs = Annotated[bytes, Meta(max_length=1 << 17)]  # see `draft_probs`
+Probs = Annotated[bytes, Meta(max_length=1 << 17)]  # see `pack_probs`
 Setting = Annotated[str, Meta(max_length=64)] | int | float | bool
 MetricValue = Annotated[float, Meta(ge=0, lt=1e18)]
-MAX_STEP_US = 60_000_000  # a longer one teaches nothing
+MAX_STEP_US = 60_000_000  # clients do not report longer steps
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 Reason = Literal["too_long", "foreign_token", "no_room"]
@@ -55,16 +54,16 @@ class FrameError(SpecBranchError, ValueError):
 
 
 class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Are you there, and is this what I think you are?"""
+    """Handshake: the protocol version of the client."""
 
     version: Version
     round: Round
 
 
 class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to `Hello`: the draft, the size of its vocabulary, and a sample of its tokens if they are known.
+    """The reply to `Hello`: the draft, the size of its vocabulary, and a sample of its tokens if they are known.
 
-    `is_draining`: the service takes no new sequences.
+    `is_draining`: the service accepts no new sequences.
     """
 
     version: Version
@@ -75,19 +74,19 @@ class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknow
     is_draining: bool = False
 
     def __post_init__(self) -> None:
-        """What the types cannot say: a sample is whole hashes."""
+        """Check what the types cannot: a sample consists of whole hashes."""
         if len(self.vocab_fingerprint) % HASH_LEN:
             raise ValueError("not a sample of a vocabulary")
 
 
 class WireHint(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What the target foresees for the next window."""
+    """The target's prediction for the next window of draft tokens (`core.round.Signal`)."""
 
     signal: Annotated[int, Meta(ge=0, le=2)]
 
 
 class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How the target samples a sequence, and the seed of its draft tokens (`core/distribution.py`)."""
+    """How the target samples a sequence, and the seed that samples its draft tokens (`core/distribution.py`)."""
 
     temperature: Annotated[float, Meta(gt=0, le=100)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
@@ -96,11 +95,11 @@ class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One sequence of an engine step: the sequence before, the tokens just committed, and the sequence with them.
+    """The verdict on one sequence in an engine step: its digests before and after, and the tokens just committed.
 
-    `taken`: what was told ahead for this verdict, which the target verifies already; None asks for a proposal.
-    `sampling`: draft tokens may be drawn by chance, and the target tests them by what they were drawn from (rule B).
-    `longest`: the most tokens that may be proposed. `has_recurring_noise`: the random numbers that made the new tokens
+    `prefetched`: the pushed draft for this verdict, which the target verifies already; None asks for a draft.
+    `sampling`: draft tokens may be sampled, and the target tests them by what they were sampled from (rule B).
+    `max_draft_tokens`: the most tokens in one draft. `has_recurring_noise`: the random numbers that made the new tokens
     may come again, so no other sequence may learn from them (`Session.seclude`).
     """
 
@@ -116,7 +115,7 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
 
 
 class OtherRows(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What an engine step verified beside the rows of a message, because it is drafted for by other services."""
+    """Totals of the rows of an engine step that other services draft for."""
 
     rows: Annotated[int, Meta(ge=0, lt=1 << 31)]
     submitted: Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -124,11 +123,10 @@ class OtherRows(Struct, array_like=True, frozen=True, forbid_unknown_fields=True
 
 
 class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One engine step, all its sequences in one message. The answer may take up to `wait_ms`.
+    """One engine step, all its sequences in one message. The reply may take up to `wait_ms`.
 
-    Where every row has taken what was told ahead, there is no answer.
-    `step_us` is how long the step took, if it only decoded these rows and those `beside` them; 0 if nothing can be
-    learned from it.
+    There is no reply if every row has a prefetched draft. `step_us` is how long the step took, if it only decoded these
+    rows and those `beside` them; 0 if nothing can be learned from it.
     """
 
     round: Round
@@ -140,9 +138,9 @@ class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unkno
 
 
 class DraftReply(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What to submit for every row; None where the sequence is not known and must be opened.
+    """The draft for every row; None where the sequence is unknown and must be opened.
 
-    `probs`: what the tokens of each row were drawn from; empty if no row has any that were drawn.
+    `probs`: what the tokens of each row were sampled from; empty if no token of any row was sampled.
     """
 
     round: Round
@@ -151,7 +149,7 @@ class DraftReply(Struct, tag="proposals", array_like=True, frozen=True, forbid_u
 
 
 class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What to submit if the verdict that is awaited commits these tokens."""
+    """The draft for the next verdict if that commits these tokens."""
 
     committed: Annotated[list[Token], Meta(min_length=1, max_length=MAX_WINDOW + 1)]
     proposal: Draft
@@ -159,20 +157,20 @@ class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class PrefetchRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The likeliest verdicts on one sequence, by the name that it has before them."""
+    """Drafts for the likeliest next verdicts on one sequence, which is named by its digest before them."""
 
     before: SequenceId
     outcomes: Annotated[list[VerdictDraft], Meta(max_length=MAX_OUTCOMES)]
 
 
 class PrefetchPush(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Answers to steps that were not sent yet. What was told before of the same sequences is no longer true."""
+    """Drafts for steps that were not sent yet. They replace all drafts pushed earlier for the same sequences."""
 
     rows: Annotated[list[PrefetchRow], Meta(min_length=1, max_length=MAX_AHEAD)]
 
 
 class OpenSequences(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whole sequences to draft for, and the planner that shall do it. There is no answer but `Draining`."""
+    """Whole sequences to draft for, and their planner. There is no reply, or `Draining` if the service accepts none."""
 
     namespace: Namespace
     planner: ShortString
@@ -181,23 +179,23 @@ class OpenSequences(Struct, tag="open", array_like=True, frozen=True, forbid_unk
     sequences: Annotated[list[PackedTokens], Meta(min_length=1, max_length=MAX_ROWS)]
 
     def __post_init__(self) -> None:
-        """What the types cannot say: a sequence is whole tokens, none of them negative."""
+        """Check what the types cannot: a sequence consists of whole tokens, none of them negative."""
         for packed in self.sequences:
             if len(packed) % 4 or (unpack_tokens(packed) < 0).any():
                 raise ValueError("not a sequence of tokens")
 
 
 class Drain(Struct, tag="drain", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Go on with the sequences that you know and take no new ones; or, with `is_on` False, take them again."""
+    """Ask the service to accept no new sequences or, with `is_on` False, to accept them again."""
 
     round: Round
     is_on: bool = True
 
 
 class Draining(Struct, tag="draining", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to `Drain`, and told to every client: whether new sequences are taken, and how many are in use.
+    """The reply to `Drain`, sent to every client: whether new sequences are declined, and how many are being decoded.
 
-    Who did not ask for it gets round 0.
+    Clients that did not send `Drain` get round 0.
     """
 
     round: Round
@@ -212,21 +210,21 @@ class ErrorReply(Struct, tag="refused", array_like=True, frozen=True, forbid_unk
 
 
 class StatsRequest(Struct, tag="get-stats", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What has become of the drafts of this namespace?"""
+    """Ask for the counters of this namespace."""
 
     round: Round
     namespace: Namespace
 
 
 class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer to `StatsRequest`: sums over all sessions of the namespace since the service began.
+    """The reply to `StatsRequest`: sums over all sessions of the namespace since the service began.
 
-    What a step of one row takes now, and each further row, is of the draft for whomever it works. The last three are
-    texts that were not drafted for, by reason.
+    The times of a draft step, for one row and for each further row, are those of the service as a whole. The last three
+    count sequences that got no drafts, by reason.
     """
 
     round: Round
-    sessions: Count  # remembered now
+    sessions: Count  # in the store now
     rounds: Count
     hits: Count
     submitted: Count
@@ -243,15 +241,15 @@ class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True
 
 
 class OverviewRequest(Struct, tag="get-overview", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What are you, and what have you done so far?"""
+    """Ask for the settings and the metrics of the service."""
 
     round: Round
 
 
 class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to `OverviewRequest`: how the service was started, and sums over all its targets, whom it never names.
+    """The reply to `OverviewRequest`: how the service was started, and sums over all its targets without their names.
 
-    Figures have the names of the service's metrics (`figures.py`), so that new ones need no new message.
+    Figures have the names of the service's metrics (`server/prometheus.py`), so a new metric needs no new message.
     """
 
     round: Round
@@ -267,36 +265,33 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack_tokens(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """A whole sequence for the wire: four bytes a token, little end first.
-
-    A list would take a hundred times as long.
-    """
+    """Return a whole sequence as bytes, four per token, little-endian; a list would take a hundred times as long."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 def unpack_tokens(packed: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The tokens of a sequence from the wire."""
+    """Return the tokens of a packed sequence."""
     return np.frombuffer(packed, dtype="<i4")
 
 
 def encode(message: Request | Reply) -> bytes:
-    """A message as one frame."""
+    """Return a message as one frame."""
     return _encoder.encode(message)
 
 
 def decode_request(frame: bytes) -> Request:
-    """A client's message, or `FrameError`."""
+    """Decode a client's message; raise `FrameError` if it is none."""
     return _decode(_requests, frame, MAX_FRAME)
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """The service's message, or `FrameError`."""
+    """Decode a service's message; raise `FrameError` if it is none."""
     return _decode(_replies, frame, MAX_REPLY)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, max_len: int) -> T:
     if len(frame) > max_len:
-        raise FrameError(f"a frame of {len(frame)} bytes; at most {max_len} are taken")
+        raise FrameError(f"a frame of {len(frame)} bytes is too long; the limit is {max_len}")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

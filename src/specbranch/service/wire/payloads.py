@@ -1,7 +1,7 @@
 """Digests that name sequences, and probabilities packed for the wire.
 
-A token that was not drawn by chance has none. A byte a token for the number of ids, then all ids, then all
-probabilities; four bytes each, little end first.
+The distributions of a draft are packed as one byte per token with its number of ids, 0 for a token that was not
+sampled, then all ids, then all probabilities, four bytes each, little-endian.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from specbranch.core.distribution import Distribution
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 DIGEST_LEN = 16
-MOST = 255  # ids of one distribution
+MAX_PACKED_IDS = 255  # of one distribution
 DrawnFrom = Sequence[Distribution | None]
 
 
 class Digest:
-    """The running hash of a sequence. Both sides of the wire compute it; tokens are hashed as 32-bit little-endian."""
+    """The running hash of a sequence, which client and service compute alike. Tokens are 32-bit little-endian."""
 
     def __init__(self, tokens: Tokens = ()) -> None:
         self._hash = hashlib.blake2b(as_bytes(tokens), digest_size=DIGEST_LEN)
 
     def extend(self, tokens: Sequence[int]) -> Digest:
-        """The digest of a longer sequence; this one stays as it is."""
+        """Return the digest of the sequence with more tokens; leave this one unchanged."""
         longer = Digest.__new__(Digest)
         longer._hash = self._hash.copy()
         longer._hash.update(as_bytes(tokens))
         return longer
 
     def update(self, packed: bytes) -> None:
-        """Take in more tokens, as bytes: this digest becomes that of the longer sequence."""
+        """Add more tokens, as bytes, to the sequence of this digest."""
         self._hash.update(packed)
 
     @property
@@ -44,25 +44,25 @@ class Digest:
 
 
 def as_bytes(tokens: Tokens) -> bytes:
-    """Tokens as they are hashed."""
+    """Return tokens as 32-bit little-endian bytes."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 def pack_probs(sampled_from: DrawnFrom) -> bytes:
-    """The distributions of a draft; nothing if none of its tokens was drawn."""
+    """Return the packed distributions of a draft; empty if none of its tokens was sampled."""
     if not any(sampled_from):
         return b""
     ids: list[int] = []
     probs: list[float] = []
     for one in sampled_from:
-        ids += one.ids[:MOST] if one else ()
-        probs += map(float, one.probs[:MOST] if one else ())
-    counts = bytes(min(len(one.ids), MOST) if one else 0 for one in sampled_from)
+        ids += one.ids[:MAX_PACKED_IDS] if one else ()
+        probs += map(float, one.probs[:MAX_PACKED_IDS] if one else ())
+    counts = bytes(min(len(one.ids), MAX_PACKED_IDS) if one else 0 for one in sampled_from)
     return counts + np.asarray(ids, "<i4").tobytes() + np.asarray(probs, "<f4").tobytes()
 
 
 def unpack_probs(packed: bytes, num_tokens: int) -> list[Distribution | None]:
-    """The distributions of a draft of so many tokens; `ValueError` if these bytes are none."""
+    """Return the distributions of a draft of `num_tokens` tokens; raise `ValueError` for malformed bytes."""
     if not packed:
         return [None] * num_tokens
     counts = packed[:num_tokens]
