@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from specbranch.core.round import Draft
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.hidden_states import FeatureError
 from specbranch.plugins.vllm.settings import ProposerSettings
@@ -144,7 +145,7 @@ def test_adaptive_verification_leaves_out_places_without_a_draft(monkeypatch: py
     monkeypatch.setattr(
         rank.client,
         "propose",
-        lambda rows, is_pure_decode_step: [[3, 4, 5][: 1 if row.tokens[0] == 1 else 3] for row in rows],
+        lambda rows, step_s: [Draft([3, 4, 5][: 1 if row.tokens[0] == 1 else 3]) for row in rows],
     )
     rank.propose(("a", 0, 1), ("b", 1, 1))
     capacities = torch.tensor([GAMMA, GAMMA], dtype=torch.int32)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from specbranch.core.planners import SettingError
-from specbranch.core.round import AcceptanceHint
+from specbranch.core.round import AcceptanceHint, Draft
 from specbranch.engines.vocabulary import HASH_LEN
 from specbranch.hrad.network import write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer, compat
@@ -37,7 +37,7 @@ class FixedClient:
         self.told: list[tuple[list[int], int]] = []
         self.hints: list[AcceptanceHint | None] = []
         self.expected: list[list[int]] = []
-        self.is_pure_decode_step = False
+        self.step_s: float | None = None
 
     def announce_prompts(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
@@ -45,14 +45,13 @@ class FixedClient:
     def close(self) -> None:
         pass
 
-    def propose(self, rows: list[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
-        self.is_pure_decode_step = is_pure_decode_step
+    def propose(self, rows: list[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
+        self.step_s = step_s
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.hints = [row.hint for row in rows]
         self.longest = [row.max_draft_tokens for row in rows]
         self.recurring = [row.has_recurring_noise for row in rows]
-        self.sampled_from: list[list[Any]] = [[] for _ in rows]
-        return [list(self._proposal) for _ in rows]
+        return [Draft(list(self._proposal)) for _ in rows]
 
 
 def proposer_with(
@@ -523,7 +522,7 @@ def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monk
         ([[7], []], ([1, 2, 3, 4, 5, 6, 7], [6, 7, 8])),  # one is in prefill
     ):
         proposer.propose(sampled, *tokens(*rows))
-        seen.append(client.is_pure_decode_step)
+        seen.append(client.step_s is not None)
 
     assert seen == [False, True, False, True, False]
 
@@ -535,7 +534,7 @@ def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(mon
     for length, is_worthwhile in ((3, True), (4, True), (5, False), (6, True), (7, True)):
         monkeypatch.setattr(proposer, "_is_worthwhile", lambda *_, found=is_worthwhile: found)
         proposer.propose([[length]], *tokens(list(range(1, length + 1))))
-        seen.append(is_worthwhile and client.is_pure_decode_step)
+        seen.append(is_worthwhile and client.step_s is not None)
 
     assert seen == [False, True, False, False, True]
 

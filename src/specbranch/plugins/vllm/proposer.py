@@ -199,9 +199,9 @@ class SpecBranchProposer:
                 for index in asked
             }
             # Since the last question there was one step, and it decoded just these rows.
-            is_pure_decode_step = step_s is not None and had_asked and len(committed) == len(drafts)
+            is_pure_decode_step = had_asked and len(committed) == len(drafts)
             self._has_asked = bool(committed)
-            for index, draft in self._ask(committed, is_pure_decode_step).items():
+            for index, draft in self._ask(committed, step_s if is_pure_decode_step else None).items():
                 drafts[index] = draft
         self._had_drafts = any(drafts)
         self._show()
@@ -290,17 +290,17 @@ class SpecBranchProposer:
             return ()
         return range(num_rows) if self._runner is None else compat.sampled_rows(self._runner, num_rows)
 
-    def _ask(self, rows: Mapping[int, SequenceUpdate], is_pure_decode_step: bool) -> dict[int, list[int]]:
+    def _ask(self, rows: Mapping[int, SequenceUpdate], step_s: float | None) -> dict[int, list[int]]:
         """The drafts of these rows, cut to the length that vLLM can take.
 
-        `is_pure_decode_step`: the last step decoded just these.
+        `step_s` is the time of the last step if it decoded just these.
         """
         if not rows:
             return {}
         assert self._client is not None, "only called with a client"
         drafts: dict[int, list[int]] = {}
-        proposals = self._client.propose(list(rows.values()), is_pure_decode_step)
-        for (index, row), draft, sampled_from in zip(rows.items(), proposals, self._client.sampled_from, strict=True):
+        for (index, row), found in zip(rows.items(), self._client.propose(list(rows.values()), step_s), strict=True):
+            draft, sampled_from = found.tokens, found.sampled_from
             # vLLM adds one token of its own after the draft; both must fit.
             room = self._max_model_len - len(row.tokens) - 1
             drafts[index] = draft[: max(0, min(self._most, room))]

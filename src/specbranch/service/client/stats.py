@@ -77,7 +77,7 @@ class StatsClient:
             return ServiceStatus.ABSENT
         now_s = self._clock()
         end_s = now_s + timeout_s
-        for reply in self._channel.iter_replies(end_s, waits=False):
+        for reply in self._channel.receive(end_s):
             self._take(reply)  # an answer that came too late; it still is the newest we have
         self._round += 1
         if self._is_new:
