@@ -6,7 +6,7 @@ import pytest
 
 from specbranch.errors import FlagError
 from specbranch.launch.placement import check_core_count, omp_env
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 
 TWO = ParallelLayout(tensor=2)
 

@@ -96,7 +96,7 @@ class Rank:
 
     @property
     def client(self) -> Any:
-        return self.speculator._proposer._client
+        return self.speculator._core._client
 
     def sample_at(self, temperatures: Sequence[float], budgets: Sequence[bool] | None = None) -> None:
         """Let the runner sample its slots so; `budgets`: which of them have a thinking budget."""

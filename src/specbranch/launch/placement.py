@@ -12,7 +12,7 @@ from specbranch.engines.registry import engine_for, runs_on_gpu
 from specbranch.errors import EngineError, FlagError, UsageError
 from specbranch.launch.vllm_install import target_on_cpu
 from specbranch.machine import Topology, num_gpus, read_topology
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 
 _MAX_CORES = 16  # of a draft beside a target on GPUs; more do not make one row faster
 _READ_BYTES_PER_S = 50e9  # what one NUMA node of a server reads at least

@@ -14,13 +14,15 @@ import secrets
 import stat
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from specbranch.private_files import ensure_runtime_directory, is_private, runtime_directory
-from specbranch.service.client.gate import Decision
+from specbranch.service.client.gate import Decision, Gate
+from specbranch.service.client.interface import DraftSettings, DraftSource
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ _decoder = msgspec.msgpack.Decoder(PublishedStats)
 
 
 class StatsFile:
-    """The writer's side. `show` never raises: what does not fit is not shown."""
+    """The writer's side. It never raises: what does not fit is not written."""
 
     def __init__(self, path: Path, model: str, engine: int) -> None:
         self.model = model
@@ -66,27 +68,59 @@ class StatsFile:
             os.close(file)
 
     def publish(self, shown: PublishedStats) -> None:
-        """Replace what was shown before."""
+        """Replace what was published before."""
         body = _encoder.encode(shown)
         if len(body) <= _SIZE - _HEAD.size:
             frame = _HEAD.pack(len(body), zlib.crc32(body)) + body
             self._memory[: len(frame)] = frame
 
 
+class StatsPublisher:
+    """Counts the rows of one engine's proposer, and passes all its counters to the metrics endpoint."""
+
+    def __init__(self, file: StatsFile | None, max_draft_tokens: int) -> None:
+        self.file = file
+        self.lens = [0] * (max_draft_tokens + 1)  # rows by the number of draft tokens
+        self.skipped: Counter[str] = Counter()  # rows without drafts, by cause
+
+    def publish(
+        self, settings: DraftSettings, client: DraftSource | None, gate: Gate | None, counts: dict[str, float]
+    ) -> None:
+        """Write these counters and our own to the stats file, if there is one."""
+        if self.file is None:
+            return
+        self.file.publish(
+            PublishedStats(
+                model=self.file.model,
+                engine=self.file.engine,
+                address=settings.address,
+                keys=settings.keys,
+                namespace=client.namespace if client else b"",
+                is_lagging=client.is_lagging if client else False,
+                is_closed=gate is not None and not gate.was_open,
+                vocab_mismatch=client.vocab_mismatch if client else False,
+                counts=counts,
+                lens=self.lens,
+                asides=self.skipped,
+                gate=list(gate.decisions.values()) if gate else [],
+            )
+        )
+
+
 def begin_run() -> str:
-    """The name of this run of vLLM; its first process makes it, the others inherit it."""
+    """Return the name of this run of vLLM; its first process makes it, the others inherit it."""
     if is_first_process() or RUN not in os.environ:
         os.environ[RUN] = secrets.token_hex(8)
     return os.environ[RUN]
 
 
 def is_first_process() -> bool:
-    """Whether this process was started by a user and not by vLLM."""
+    """Return whether this process was started by a user and not by vLLM."""
     return multiprocessing.parent_process() is None
 
 
 def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
-    """A stats file for this model and engine; None where no endpoint could read it."""
+    """Make a stats file for this model and engine; None where no endpoint could read it."""
     run = os.environ.get(RUN)
     if run is None:
         return None
@@ -102,7 +136,7 @@ def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
 
 
 def read_stats_files(run: str) -> Iterator[PublishedStats]:
-    """The counters of all engines of a run, in the order of their numbers."""
+    """Read the counters of all engines of a run, in the order of their numbers."""
     for path in sorted(_stats_files(run)):
         shown = _read(path)
         if shown is not None:

@@ -61,7 +61,7 @@ _ASK_S = 1.0  # the pause between two questions to a service that cannot be used
 
 
 class ServiceConnection:
-    """The protocol with one service, and what is known of the service: whether it replies, and whether it can be used."""
+    """The protocol with one service, and the state of the service: whether it replies, and whether it can be used."""
 
     def __init__(
         self,
