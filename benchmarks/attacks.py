@@ -311,7 +311,7 @@ class RealClient(GoodClient):
         before = (counts.timeouts, counts.not_waited, counts.opened)
         while not is_over():
             start_s = time.monotonic()
-            (draft,) = self.client.propose([SequenceUpdate(self._tokens, num_new)])
+            draft = self.client.propose([SequenceUpdate(self._tokens, num_new)])[0].tokens
             span.calls_s.append(time.monotonic() - start_s)
             span.accepted += len(draft)
             self._tokens += [*draft, 1000 + len(self._tokens) % 97]

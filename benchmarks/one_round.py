@@ -182,13 +182,12 @@ class Stage:
         self.listener: Listener = self._listening.__enter__()
         self.proposer = make_proposer(address)
         self.runner = v1_runner()
-        client: Any = self.proposer._client
+        client: Any = self.proposer.core._client
         self.client = client
-        client._clock = client._channel._clock = self._clock
-        for name, value in vars(self.proposer).items():
-            if isinstance(value, StepTimer):
-                setattr(self.proposer, name, StepTimer(self._clock))
-        wrap_wait(client._channel._transport, self.serve)
+        connection: Any = client.connection
+        client._clock = connection._clock = connection.channel._clock = self._clock
+        self.proposer.core._timer = StepTimer(self._clock)
+        wrap_wait(connection.channel._transport, self.serve)
         prompt = [int(VOCAB_LEN * number("prompt", place)) for place in range(PROMPT_LEN)]
         self._table = np.zeros((1, 100_000), dtype=np.int32)
         self._table[0, :PROMPT_LEN] = prompt

@@ -143,6 +143,7 @@ def decode(target: int, addresses: Sequence[str], begin_s: float, out: Path) -> 
     texts = [Text(prompt_of(target, row, 0)) for row in range(NUM_ROWS)]
     steps: list[tuple[float, float, list[bool], int]] = []
     num_texts = num_wrong = 0
+    last_s = None
     with contextlib.closing(draft_client(options)) as client:
         time.sleep(max(begin_s - 1.0 - time.monotonic(), 0.0))
         client.propose([])
@@ -165,12 +166,13 @@ def decode(target: int, addresses: Sequence[str], begin_s: float, out: Path) -> 
                     SequenceUpdate(text.tokens, text.num_new, name=f"{target}.{row}.{numbers[row]}")
                     for row, text in enumerate(texts)
                 ],
-                is_pure_decode_step=True,
+                None if last_s is None else call_s - last_s,
             )
+            last_s = call_s
             end_s = time.monotonic()
             for text, draft in zip(texts, drafts, strict=True):
-                text.draft = draft
-            steps.append((end_s - begin_s, end_s - call_s, [bool(draft) for draft in drafts], num_accepted))
+                text.draft = draft.tokens
+            steps.append((end_s - begin_s, end_s - call_s, [bool(draft.tokens) for draft in drafts], num_accepted))
             time.sleep(max(now_s + TARGET_STEP_S - time.monotonic(), 0.0))
         counts = client.counts.as_dict()
     out.write_text(json.dumps({"steps": steps, "texts": num_texts, "wrong": num_wrong, "counts": counts}))

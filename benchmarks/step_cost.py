@@ -114,7 +114,7 @@ class Watch:
         """Wrap the classes; to be called before vLLM makes its proposer."""
         import zmq
 
-        from specbranch.plugins.vllm.proposer import SpecBranchProposer
+        from specbranch.plugins.vllm.runner_v1 import SpecBranchProposer
 
         wrap(SpecBranchProposer, "propose", self._hook)
         wrap(DraftClient, "propose", self._client)

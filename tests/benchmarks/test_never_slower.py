@@ -25,13 +25,11 @@ def decision(step: int, at_s: float, is_open: bool = False) -> dict[str, Any]:
 
 def test_the_lines_of_the_gate_are_understood(caplog: pytest.LogCaptureFixture) -> None:
     """As the proposer writes them."""
-    from specbranch.plugins.vllm.proposer import SpecBranchProposer
+    from specbranch.plugins.vllm.proposer import SettingsGate
     from specbranch.service.client.gate import Decision
 
-    proposer = object.__new__(SpecBranchProposer)
-    proposer._decided = {}
     with caplog.at_level("INFO", logger="vllm.specbranch"):
-        proposer._say_decisions({8: Decision(8, False, 9.1, 9.4, 256), 1: Decision(1, True, 3.0, 2.0, 512)})
+        SettingsGate().log_decisions({8: Decision(8, False, 9.1, 9.4, 256), 1: Decision(1, True, 3.0, 2.0, 512)})
     closed, opened = SCRIPT.decisions(["something else", *caplog.messages], 5.0)
 
     assert (closed.at_s, closed.is_open, closed.drafted, closed.plain) == (5.0, False, 9.1, 9.4)

@@ -19,7 +19,7 @@ from specbranch.launch.placement import (
     without_siblings,
 )
 from specbranch.machine import Topology
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 from tests.root import ROOT
 
 TWO = ParallelLayout(tensor=2)

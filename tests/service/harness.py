@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from specbranch.core.round import Draft
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, DraftSource, SequenceUpdate
 from specbranch.service.client.transport import ZmqTransport
@@ -170,9 +171,9 @@ class WatchedLink(ZmqTransport):
         self._note_use()
         return super().send(frame)
 
-    def receive(self) -> list[bytes] | None:
+    def receive(self, max_messages: int) -> list[list[bytes]]:
         self._note_use()
-        return super().receive()
+        return super().receive(max_messages)
 
     def await_readable(self, timeout_s: float) -> bool:
         self._note_use()
@@ -194,9 +195,14 @@ class WatchedClient(DraftClient):
         self.watched = WatchedLink(address)
         super().__init__(options, transport=self.watched, clock=self.watched.now)
 
-    def propose(self, rows: Sequence[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
+    def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
         with self.watched.call(self._options.deadline_s):
-            return super().propose(rows, is_pure_decode_step)
+            return super().propose(rows, step_s)
+
+
+def proposed(client: DraftSource, *rows: SequenceUpdate) -> list[list[int]]:
+    """The tokens of the drafts that a client has for these rows."""
+    return [draft.tokens for draft in client.propose(rows)]
 
 
 class LeapingClock:
@@ -234,7 +240,7 @@ class Walk:
         """Tell what was committed, take a proposal, verify it."""
         start_s = time.monotonic()
         committed = SequenceUpdate(self.tokens, self._num_new, len(self.proposal), max_draft_tokens=self.longest)
-        (self.proposal,) = self.client.propose([committed])
+        self.proposal = self.client.propose([committed])[0].tokens
         self.calls_s.append(time.monotonic() - start_s)
         self._verify()
 

@@ -16,7 +16,7 @@ import zmq
 
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.wire.messages import VERSION, DraftReply, Hello, StepRequest, Welcome, decode_request, encode
-from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, scripted_service
+from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, proposed, scripted_service
 
 DEADLINE_S = 0.2
 
@@ -184,7 +184,7 @@ def test_a_late_reply_is_never_taken_for_the_reply_of_another_round(tmp_path: Pa
         end_s = time.monotonic() + PATIENCE_S
         while client.counts.late < 5 or client.counts.timeouts < 5:
             assert time.monotonic() < end_s, client.counts
-            assert client.propose([SequenceUpdate([1, 2, 3], 1)]) == [[]]
+            assert proposed(client, SequenceUpdate([1, 2, 3], 1)) == [[]]
 
         assert client.watched.overstays == []
 

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution, RequestSampling, SeededRandom
 from specbranch.core.node import GreedyPicker
+from specbranch.core.round import Draft
 from specbranch.core.session import Session
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.filters import resample_draft
@@ -186,14 +187,13 @@ def test_tokens_that_the_target_does_not_have_are_never_drawn() -> None:
 def test_a_seed_belongs_to_a_request_and_not_to_its_name() -> None:
     told = SyncedSequences()
 
-    def note(name: str, *tokens: int) -> int:
-        told.mark_synced(name, np.array(tokens, "<i4"), Digest(tokens))
-        return told.seed_of(name)
+    def note(name: str | None, *tokens: int) -> int:
+        return told.advance(name, np.array(tokens, "<i4"), 1).seed
 
     first = note("a", 1, 2)
     assert note("a", 1, 2, 3) == first != note("b", 1, 2, 3)
     assert note("a", 1, 2) != first  # the name was used again
-    assert told.seed_of(None) == told.seed_of("unknown") == 0
+    assert note(None, 1, 2) == 0
 
 
 def test_a_step_that_goes_without_drafts_has_no_distributions() -> None:
@@ -201,11 +201,10 @@ def test_a_step_that_goes_without_drafts_has_no_distributions() -> None:
     client = DraftClient(ClientOptions("ipc:///nowhere/draft.sock"))
     q = pack_probs([RequestSampling(1.0).apply(Distribution((5, 6), (0.5, 0.5), 1.0))])
     row = SequenceUpdate([1, 2, 3, 4], 1, name="a", sampling=RequestSampling(1.0))
-    client._prefetched.store(PrefetchPush([PrefetchRow(Digest([1, 2, 3]).name, [VerdictDraft([4], [5], q)])]))
+    client._sessions.store([PrefetchPush([PrefetchRow(Digest([1, 2, 3]).name, [VerdictDraft([4], [5], q)])])])
 
-    assert client.propose([row]) == [[]]
+    assert client.propose([row]) == [Draft([])]
     assert client.counts.prefetched == 1 and client.counts.unreachable == 1
-    assert client.sampled_from == [[]]
     client.close()
 
 
@@ -272,8 +271,8 @@ def test_sampled_texts_that_move_between_services_follow_the_target(tmp_path: Pa
 
             def move(number: int, length: int) -> None:
                 avoided = (number + (length > 4)) % 2
-                pool._services[avoided].refused_s = time.monotonic()
-                pool._services[1 - avoided].refused_s = None
+                pool._services[avoided].connection.refused_s = time.monotonic()
+                pool._services[1 - avoided].connection.refused_s = None
 
             texts, num_kept, num_drawn = sample_texts(pool, 1.0, move)
 
@@ -290,8 +289,8 @@ def test_a_text_that_moves_keeps_its_seed(tmp_path: Path) -> None:
     with contextlib.closing(pool):
         for number, service in enumerate(pool._services):
             row = SequenceUpdate([1, 2, 3, *range(number + 1)], 1, name="a", sampling=RequestSampling(1.0))
-            question = service.prepare_step([row], [0], [pool._follow(row)])
-            seeds += [step_row.sampling.seed for step_row in question.step_rows if step_row.sampling]
+            (prepared,) = service.prepare_step([row], [0], [pool._advance(row)])
+            seeds += [prepared.wire.sampling.seed] if prepared.wire.sampling else []
 
     assert len(seeds) == 2 and seeds[0] == seeds[1] > 0
 
@@ -326,7 +325,7 @@ def sample_texts(
         tokens = [0, 1]
         draft: list[int] = []
         name = f"{number} {os.urandom(4).hex()}"
-        sampled_from: list[Distribution | None] = []
+        sampled_from: Sequence[Distribution | None] = []
         while len(tokens) < 8:
             offers = [
                 Candidates((q or Distribution((token,), (1.0,), 0.0)).dense(VOCAB), (token,))
@@ -342,8 +341,8 @@ def sample_texts(
             if len(tokens) < 8:
                 before(number, len(tokens))
                 row = SequenceUpdate(tokens, len(new), name=name, sampling=RequestSampling(temperature))
-                (draft,) = client.propose([row])
-                sampled_from = client.sampled_from[0][: len(draft)]
+                (found,) = client.propose([row])
+                draft, sampled_from = found.tokens, found.sampled_from
         texts.append(tokens)
     return texts, num_kept, num_drawn
 

@@ -10,7 +10,7 @@ import pytest
 
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
-from tests.service.harness import PATIENCE_S, START_S, TARGET, scripted_service
+from tests.service.harness import PATIENCE_S, START_S, TARGET, proposed, scripted_service
 
 TARGETS, SEQUENCES, STEPS = 8, 32, 12
 
@@ -30,7 +30,7 @@ class Replica(threading.Thread):
         num_new, sent = [1] * SEQUENCES, [0] * SEQUENCES
         for _ in range(STEPS):
             rows = [SequenceUpdate(text, new, old) for text, new, old in zip(self.texts, num_new, sent, strict=True)]
-            for index, proposal in enumerate(self.client.propose(rows)):
+            for index, proposal in enumerate(proposed(self.client, *rows)):
                 num_new[index], sent[index] = self._verify(self.texts[index], proposal), len(proposal)
 
     def _verify(self, text: list[int], proposal: list[int]) -> int:

@@ -28,7 +28,7 @@ from specbranch.service.wire.messages import (
     encode,
 )
 from tests.models import model_path
-from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, scripted_service, wait_for
+from tests.service.harness import PATIENCE_S, VOCAB, Walk, WatchedClient, proposed, scripted_service, wait_for
 
 RIGHT, WRONG = (bytes([byte]) * HASH_LEN * 50 for byte in (1, 2))
 SIZE = 12_000
@@ -87,20 +87,20 @@ def client(tmp_path: Path, draft: Draft) -> Iterator[WatchedClient]:
         f"ipc://{tmp_path}/draft.sock", deadline_s=DEADLINE_S, vocab_len=SIZE, vocab_fingerprint=RIGHT
     )
     with contextlib.closing(WatchedClient(options)) as client:
-        client._channel.await_writable(PATIENCE_S)
+        client.connection.channel.await_writable(PATIENCE_S)
         yield client
 
 
 def propose_until(client: DraftClient, proposal: list[int]) -> None:
     end_s = time.monotonic() + PATIENCE_S
-    while client.propose([ROW]) != [proposal]:
+    while proposed(client, ROW) != [proposal]:
         assert time.monotonic() < end_s, client.counts
         time.sleep(0.02)
 
 
 def test_the_first_call_has_a_draft_already(client: DraftClient, draft: Draft) -> None:
     """The question goes out ahead of the step, and no call waits for it."""
-    drafts = [client.propose([ROW]) for _ in range(3)]
+    drafts = [proposed(client, ROW) for _ in range(3)]
 
     assert drafts == [[[5]]] * 3
     assert draft.kinds() == [Hello, StepRequest, StepRequest, StepRequest]
@@ -112,17 +112,17 @@ def test_a_prompt_is_told_of_at_once_and_the_draft_is_known_before_the_first_ste
     client.announce_prompts([[1, 2]])
     assert client.watched.await_readable(PATIENCE_S)
 
-    assert client.propose([ROW]) == [[5]]
+    assert proposed(client, ROW) == [[5]]
     assert draft.kinds() == [OpenSequences, Hello, StepRequest]
 
 
 def test_no_draft_is_taken_from_a_service_that_does_not_say_what_it_is(client: DraftClient, draft: Draft) -> None:
     draft.says_hello = False
-    before = [client.propose([ROW]) for _ in range(3)]
+    before = [proposed(client, ROW) for _ in range(3)]
     draft.says_hello = True
 
     assert before == [[[]]] * 3
-    assert client.propose([ROW]) == [[5]]
+    assert proposed(client, ROW) == [[5]]
 
 
 def test_a_draft_with_other_tokens_is_left_alone_and_told_of_once(
@@ -131,11 +131,11 @@ def test_a_draft_with_other_tokens_is_left_alone_and_told_of_once(
     """Only the first call, which learns it, waits for anything."""
     draft.sample = WRONG
     begin_s = time.monotonic()
-    assert client.propose([ROW]) == [[]]
+    assert proposed(client, ROW) == [[]]
     num_waits = len(client.watched.waits_s)
     for _ in range(49):
         client.announce_prompts([[1, 2, 3, 4]])
-        assert client.propose([ROW]) == [[]]
+        assert proposed(client, ROW) == [[]]
     seconds = time.monotonic() - begin_s
     wait_for(lambda: len(draft.heard) >= 2)
 
@@ -176,8 +176,8 @@ def test_a_target_that_does_not_know_its_tokens_goes_by_size(tmp_path: Path, dra
     for vocab_len in (SIZE, SIZE + 100, SIZE + 200, None):
         options = ClientOptions(f"ipc://{tmp_path}/draft.sock", deadline_s=DEADLINE_S, vocab_len=vocab_len)
         with contextlib.closing(DraftClient(options)) as client:
-            client._channel.await_writable(PATIENCE_S)
-            drafts[vocab_len] = client.propose([ROW])
+            client.connection.channel.await_writable(PATIENCE_S)
+            drafts[vocab_len] = proposed(client, ROW)
 
     assert drafts == {SIZE: [[5]], SIZE + 100: [[5]], SIZE + 200: [[]], None: [[5]]}
 
@@ -223,7 +223,7 @@ def test_a_real_draft_works_for_its_own_family_and_for_no_other(
             contextlib.closing(DraftClient(options["smollm2-short"])) as smollm,
         ):
             walk_until_drafted(smollm)
-            wrong = [qwen.propose([ROW]) for _ in range(10)]
+            wrong = [proposed(qwen, ROW) for _ in range(10)]
         states = [smollm.vocab_mismatch, qwen.vocab_mismatch]
         assert not any(draft for drafts in wrong for draft in drafts)
         assert qwen.counts.other_vocab > 5
@@ -248,7 +248,7 @@ def walk_until_drafted(client: DraftClient) -> None:
     tokens, end_s = [504, 2365, 6354], time.monotonic() + PATIENCE_S
     while True:
         tokens.append(260)
-        if client.propose([SequenceUpdate(tokens, 1)])[0]:
+        if proposed(client, SequenceUpdate(tokens, 1))[0]:
             return
         assert time.monotonic() < end_s, client.counts
         time.sleep(0.05)

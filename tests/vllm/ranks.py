@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from specbranch.core.distribution import Distribution
+from specbranch.core.round import Draft
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.runner_v2 import Speculator
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
@@ -28,16 +29,17 @@ class Client:
         self.length = GAMMA
         self.samplings: list[Any] = []
         self.distributions: list[Distribution | None] = []  # of the drafts of sampled rows
-        self.sampled_from: list[list[Distribution | None]] = []
         self.has_failed = False
 
-    def propose(self, rows: Sequence[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
+    def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
         if self.has_failed:
             raise RuntimeError("out of order")
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.samplings = [row.sampling for row in rows]
-        self.sampled_from = [self.distributions if row.sampling else [] for row in rows]
-        return [[text[-1] + step for step in range(1, self.length + 1)] for text, _ in self.told]
+        drafts = [[text[-1] + step for step in range(1, self.length + 1)] for text, _ in self.told]
+        return [
+            Draft(draft, self.distributions if row.sampling else []) for draft, row in zip(drafts, rows, strict=True)
+        ]
 
     def announce_prompts(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
@@ -94,7 +96,7 @@ class Rank:
 
     @property
     def client(self) -> Any:
-        return self.speculator._proposer._client
+        return self.speculator._core._client
 
     def sample_at(self, temperatures: Sequence[float], budgets: Sequence[bool] | None = None) -> None:
         """Let the runner sample its slots so; `budgets`: which of them have a thinking budget."""

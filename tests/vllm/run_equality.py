@@ -66,7 +66,7 @@ def main() -> None:
             settings = {} if planner == "none" else {"gamma": 4}
             client = DraftClient(ClientOptions(address, planner, settings, deadline_s=60.0))
             client.hello(90.0)
-            proposer._client = client
+            proposer.core._client = client
             texts[planner] = tokens_of(llm.generate(prompts, greedy, use_tqdm=False))
             counts[planner] = {
                 "calls": client.counts.calls,

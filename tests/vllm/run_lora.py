@@ -53,7 +53,7 @@ def main() -> None:
                 proposer.on_step_scheduled = proposer._runner = None  # as if the runner had never said who it is
             drafted[name] = _watch(llm, proposer)
             texts[name] = _decode(llm, directory)
-        asides = proposer._asides["lora"]
+        asides = proposer.core._stats.skipped["lora"]
     equal = {name: num_equal(texts["bare"], text) for name, text in texts.items()}
     print(
         json.dumps(

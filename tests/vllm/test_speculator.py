@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from specbranch.core.round import Draft
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.hidden_states import FeatureError
 from specbranch.plugins.vllm.settings import ProposerSettings
@@ -115,7 +116,7 @@ def test_a_rank_that_fails_lets_no_other_wait(
 def test_without_a_planner_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch, planner="none")
     rank.states.sample(0, [1, 2])
-    monkeypatch.setattr(rank.speculator, "_link", SimpleNamespace(send=torch.from_numpy))
+    monkeypatch.setattr(rank.speculator, "_copier", SimpleNamespace(send=torch.from_numpy))
 
     assert rank.propose(("a", 0, 1)) == [[2, 2, 2]]
 
@@ -131,7 +132,7 @@ def test_the_runner_tells_of_prompts_and_of_rows_that_stand_aside(monkeypatch: p
 
     assert rank.client.expected == [[1]]
     assert rank.propose(("a", 0, 1), ("b", 1, 1)) == [[2, 2, 2], [9, 10, 11]]
-    assert rank.speculator._proposer._asides == {"lora": 1}
+    assert rank.speculator._core._stats.skipped == {"lora": 1}
 
 
 def test_adaptive_verification_leaves_out_places_without_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +145,7 @@ def test_adaptive_verification_leaves_out_places_without_a_draft(monkeypatch: py
     monkeypatch.setattr(
         rank.client,
         "propose",
-        lambda rows, is_pure_decode_step: [[3, 4, 5][: 1 if row.tokens[0] == 1 else 3] for row in rows],
+        lambda rows, step_s: [Draft([3, 4, 5][: 1 if row.tokens[0] == 1 else 3]) for row in rows],
     )
     rank.propose(("a", 0, 1), ("b", 1, 1))
     capacities = torch.tensor([GAMMA, GAMMA], dtype=torch.int32)

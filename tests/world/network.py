@@ -40,8 +40,8 @@ class WorldLink:
         self._network.to_service(self, frame)
         return True
 
-    def receive(self) -> list[bytes] | None:
-        return self.inbox.popleft() if self.inbox else None
+    def receive(self, max_messages: int) -> list[list[bytes]]:
+        return [self.inbox.popleft() for _ in range(min(len(self.inbox), max_messages))]
 
     def await_readable(self, timeout_s: float) -> bool:
         if not self.inbox:

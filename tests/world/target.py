@@ -59,6 +59,7 @@ class Target:
         self.is_calm = False
         self.num_accepted = 0
         self.num_rounds = 0
+        self._called_s = 0.0
         self.client: DraftClient | None = None
         self.actor = Actor(schedule, self._live)
 
@@ -105,9 +106,10 @@ class Target:
         for request in rows:
             self._invariants.verified(self.namespace, request.tokens)
         start_s, leapt_s = self._clock.now_s, self._clock.leapt_s
-        found = client.propose(
-            [self._committed(request) for request in rows], is_pure_decode_step=self._rng.random() < 0.5
-        )
+        step_s = start_s - self._called_s if self._rng.random() < 0.5 else None
+        drafts = client.propose([self._committed(request) for request in rows], step_s)
+        self._called_s = start_s
+        found = [draft.tokens for draft in drafts]
         took_s = self._clock.now_s - start_s - (self._clock.leapt_s - leapt_s)
         self._invariants.call_ended(client, took_s, self._options.deadline_s, found, len(rows))
         self.num_rounds += 1

@@ -11,7 +11,7 @@ from specbranch.core.ngram import OutputHistory, PastOutput
 from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.core.tree import Tree
-from specbranch.service.client.client import DraftClient
+from specbranch.service.client.client import DraftClient, ServiceConnection
 from specbranch.service.client.transport import MessageChannel
 from specbranch.service.server.draft_runner import DraftRunner
 from specbranch.service.server.draft_session import DraftSession
@@ -20,6 +20,7 @@ from specbranch.service.server.lookup import SessionLookup
 from specbranch.service.server.recorder import TraceRecorder
 from specbranch.service.server.store import FaultGuard, PrefixIndex, SessionStore
 from specbranch.service.server.tenants import Tenants
+from specbranch.service.wire.messages import Reply
 from specbranch.simulation import scripted
 from tests.world.invariants import Rule, Violation
 from tests.world.test_world import NUM_WORLDS
@@ -43,12 +44,16 @@ def keep_what_was_submitted(patch: Patch) -> None:
 
 
 def wait_longer(patch: Patch) -> None:
-    patch.setattr(DraftClient, "_reply_timeout_s", lambda self: 2 * self._options.deadline_s)
+    patch.setattr(DraftClient, "_reply_timeout_s", lambda self, step_s: 2 * self._options.deadline_s)
 
 
 def wait_again_for_every_reply(patch: Patch) -> None:
-    receive = MessageChannel._receive
-    patch.setattr(MessageChannel, "_receive", lambda self, end_s: receive(self, max(end_s, self._clock() + 0.05)))
+    receive = MessageChannel.receive
+
+    def wrong(self: MessageChannel, end_s: float, waits: bool = False) -> list[Reply | None]:
+        return receive(self, max(end_s, self._clock() + 0.05), waits)
+
+    patch.setattr(MessageChannel, "receive", wrong)
 
 
 def hold_answers_back(patch: Patch) -> None:
@@ -153,14 +158,14 @@ def answer_some(patch: Patch) -> None:
 
 
 def lag_for_ever(patch: Patch) -> None:
-    take_late = DraftClient.drain_replies
+    take_late = ServiceConnection.drain_replies
 
-    def wrong(self: DraftClient, end_s: float) -> None:
+    def wrong(self: ServiceConnection, end_s: float) -> None:
         since_s = self.lagging_s
         take_late(self, end_s)
         self.lagging_s = since_s
 
-    patch.setattr(DraftClient, "drain_replies", wrong)
+    patch.setattr(ServiceConnection, "drain_replies", wrong)
 
 
 def never_renew(patch: Patch) -> None:

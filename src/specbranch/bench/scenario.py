@@ -25,8 +25,7 @@ from specbranch.launch.child import join_cores
 from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.vllm_flags import known_speculation
 from specbranch.plugins.vllm import installed
-from specbranch.plugins.vllm.layout import ParallelLayout
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.settings import ParallelLayout, ProposerSettings
 from specbranch.service.wire.messages import MAX_WAIT_MS
 
 BARE = "bare"

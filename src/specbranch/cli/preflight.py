@@ -25,7 +25,7 @@ from specbranch.launch.vllm_flags import Flags, check_arguments, check_flags, kn
 from specbranch.launch.vllm_install import install_command, target_on_cpu, vllm_flaw
 from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.plugins.vllm import compat, installed
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 
 _GB = 1e9
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from specbranch.errors import SpecBranchError, UsageError
 from specbranch.launch.child import PIPE, Child, Idleness, join_cores
 from specbranch.launch.placement import divide_cores, place_draft
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
 from specbranch.service.wire.addresses import check_address

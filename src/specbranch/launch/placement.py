@@ -13,7 +13,7 @@ from specbranch.errors import EngineError, FlagError, UsageError
 from specbranch.launch.child import join_cores
 from specbranch.launch.vllm_install import target_on_cpu
 from specbranch.machine import Topology, num_gpus, read_topology
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 
 _MAX_CORES = 16  # of a draft next to a target on GPUs; more do not make one row faster
 _READ_BYTES_PER_S = 50e9  # memory bandwidth that one NUMA node of a server has at least

@@ -24,8 +24,7 @@ from specbranch.engines.models import resolve_model
 from specbranch.errors import SpecBranchError
 from specbranch.launch.placement import omp_env
 from specbranch.plugins.vllm import compat, installed
-from specbranch.plugins.vllm.layout import ParallelLayout
-from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
+from specbranch.plugins.vllm.settings import ParallelLayout, ProposerSettings, proposer_arguments
 
 
 @dataclass(frozen=True, slots=True)

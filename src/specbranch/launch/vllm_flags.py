@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbranch.errors import FlagError
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 
 FLAG_NAME = re.compile(r"--?[A-Za-z]")  # not a negative number
 _SHORT = {

@@ -86,7 +86,8 @@ class SingleSequenceDrafts:
                 name=str(self._num_texts),
                 has_recurring_noise=has_recurring_noise,
             )
-            (draft,) = self._client.propose([committed], is_pure_decode_step=was_asked and num_new > 0)
+            step_s = now_s - self._called_s if was_asked and num_new else None
+            draft = self._client.propose([committed], step_s)[0].tokens
         self._text, self._num_drafted, self._called_s = text, min(len(draft), most), now_s
         return draft[:most]
 

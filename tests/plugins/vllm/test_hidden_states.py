@@ -154,7 +154,7 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch, directory: Path, num_layers: int
 
 
 def outlooks_of(proposer: Any) -> list[AcceptanceHint | None]:
-    found: list[AcceptanceHint | None] = proposer._client.hints
+    found: list[AcceptanceHint | None] = proposer.core._client.hints
     return found
 
 
@@ -193,8 +193,8 @@ def test_each_row_is_judged_where_its_newest_token_was_predicted(
 
     last_and_newest = [(7, 10), (22, 23), (31, 33), (40, 43), (49, 48)]
     assert_outlooks(proposer, tmp_path, asked, [model.features(*one, num_layers) for one in last_and_newest])
-    assert proposer._foresight is not None
-    assert (proposer._foresight.counts.hints, proposer._foresight.counts.hint_faults) == (5, 0)
+    assert proposer.core.predictor.runner is not None
+    assert (proposer.core.predictor.runner.counts.hints, proposer.core.predictor.runner.counts.hint_faults) == (5, 0)
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -280,8 +280,8 @@ def test_a_fault_in_a_step_is_counted_and_said_once_and_drafts_go_on(
     proposer.feature_hook.begin(runner, scheduled(a=[1]))
     proposer.feature_hook.end(SimpleNamespace(execute_model_state=SimpleNamespace()))
     assert runner.sample_tokens([3]) == [[5, 6]]
-    assert proposer._foresight is not None
-    assert (proposer._foresight.counts.hints, proposer._foresight.counts.hint_faults) == (0, 5)
+    assert proposer.core.predictor.runner is not None
+    assert (proposer.core.predictor.runner.counts.hints, proposer.core.predictor.runner.counts.hint_faults) == (0, 5)
     assert caplog.text.count("could not be read") == 1
     assert outlooks_of(proposer) == [None]
 
@@ -326,7 +326,7 @@ def test_micro_batches_and_many_layers_do_not_go_together(monkeypatch: pytest.Mo
     with pytest.raises(FeatureError, match="micro-batches"):
         proposer_with(monkeypatch, target=target, predictor=trained(tmp_path / "two", 2))
 
-    assert proposer_with(monkeypatch, target=target, predictor=trained(tmp_path / "one", 1))._hrad is not None
+    assert proposer_with(monkeypatch, target=target, predictor=trained(tmp_path / "one", 1)).core.predictor.hrad
 
 
 def test_one_layer_works_for_a_compiled_model(

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from specbranch.core.planners import SettingError
-from specbranch.core.round import AcceptanceHint
+from specbranch.core.round import AcceptanceHint, Draft
 from specbranch.engines.vocabulary import HASH_LEN
 from specbranch.hrad.network import write_hrad
 from specbranch.plugins.vllm import SpecBranchProposer, compat
 from specbranch.plugins.vllm import proposer as vllm_proposer
 from specbranch.plugins.vllm import settings as vllm_settings
 from specbranch.plugins.vllm.compat import PAD
-from specbranch.plugins.vllm.layout import LayoutError
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import LayoutError, ProposerSettings, read_settings
 from specbranch.service.client.gate import Decision, StepTimer
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 
@@ -37,7 +36,7 @@ class FixedClient:
         self.told: list[tuple[list[int], int]] = []
         self.hints: list[AcceptanceHint | None] = []
         self.expected: list[list[int]] = []
-        self.is_pure_decode_step = False
+        self.step_s: float | None = None
 
     def announce_prompts(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
@@ -45,14 +44,13 @@ class FixedClient:
     def close(self) -> None:
         pass
 
-    def propose(self, rows: list[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
-        self.is_pure_decode_step = is_pure_decode_step
+    def propose(self, rows: list[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
+        self.step_s = step_s
         self.told = [(np.asarray(row.tokens).tolist(), row.num_new) for row in rows]
         self.hints = [row.hint for row in rows]
         self.longest = [row.max_draft_tokens for row in rows]
         self.recurring = [row.has_recurring_noise for row in rows]
-        self.sampled_from: list[list[Any]] = [[] for _ in rows]
-        return [list(self._proposal) for _ in rows]
+        return [Draft(list(self._proposal)) for _ in rows]
 
 
 def proposer_with(
@@ -94,7 +92,7 @@ def test_rows_in_chunked_prefill_get_nothing_and_are_not_told(monkeypatch: pytes
     drafts = proposer.propose([[3], [], [8, 9]], lengths, table, slot_mappings=None)
 
     assert drafts == [[5, 6], [], [5, 6]]
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     assert client.told == [([1, 2, 3], 1), ([6, 7, 8, 9], 2)]
 
 
@@ -109,9 +107,9 @@ def test_a_draft_never_goes_beyond_what_vllm_takes_or_holds(monkeypatch: pytest.
 
 def test_the_client_knows_what_the_target_can_embed(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch)
-    clients: list[Any] = [proposer._client]
+    clients: list[Any] = [proposer.core._client]
     proposer.configure(ProposerSettings(planner="pearl"))
-    clients.append(proposer._client)
+    clients.append(proposer.core._client)
 
     assert clients[0] is not clients[1]
     assert [client.options.vocab_len for client in clients] == [49152, 49152]
@@ -130,7 +128,7 @@ def test_the_targets_tokens_are_read_once_where_they_are_compared(
     samples.append(options_of(proposer).vocab_fingerprint)
 
     assert samples[0] == samples[1] and len(samples[0]) == 2 * HASH_LEN
-    assert proposer_with(monkeypatch, is_output_rank=False, target=target)._vocab_sample == b""
+    assert proposer_with(monkeypatch, is_output_rank=False, target=target).core._vocab_sample == b""
 
 
 @pytest.mark.parametrize("model", [{}, {"tokenizer": "/nowhere"}, {"tokenizer": None, "model": "/nowhere"}])
@@ -143,7 +141,7 @@ def test_a_target_whose_tokens_cannot_be_read_is_compared_by_size(
 
 
 def options_of(proposer: SpecBranchProposer) -> ClientOptions:
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     options: ClientOptions = client.options
     return options
 
@@ -152,7 +150,7 @@ def test_other_ranks_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, is_output_rank=False)
     lengths, table = tokens([1, 2])
 
-    assert proposer._client is None
+    assert proposer.core._client is None
     assert proposer.propose([[2]], lengths, table) == [[]]
     proposer.load_model(object())
 
@@ -160,12 +158,12 @@ def test_other_ranks_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with drafts give no more tokens than those without, so the gate closes after its trial."""
     proposer = proposer_with(monkeypatch, is_gated=True)
-    proposer._pace = StepTimer(partial(next, itertools.count()))  # every step takes a second
+    proposer.core._timer = StepTimer(partial(next, itertools.count()))  # every step takes a second
     num_with_drafts = 0
     for length in range(3, 9):
         lengths, table = tokens([1] * length)
         for _ in range(20):
-            proposer._max_model_len = 100
+            proposer.core._max_model_len = 100
             num_with_drafts += proposer.propose([[1]], lengths, table) != [[]]
             lengths[0] += 1
 
@@ -174,25 +172,25 @@ def test_drafts_are_left_out_where_they_do_not_pay(monkeypatch: pytest.MonkeyPat
 
 def test_the_same_settings_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, planner="pearl")
-    client, gate = proposer._client, proposer._gate
+    client, gate = proposer.core._client, proposer.core._gate.present
     proposer.configure(ProposerSettings(address="ipc:///nowhere", is_gated=False, planner="pearl"))
-    assert (proposer._client, proposer._gate) == (client, gate)
+    assert (proposer.core._client, proposer.core._gate.present) == (client, gate)
 
 
 def test_settings_that_come_back_find_their_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, is_gated=True)
-    gate = proposer._gate
+    gate = proposer.core._gate.present
     proposer.configure(ProposerSettings(address="ipc:///nowhere", planner="sps"))
-    assert proposer._gate is not gate
+    assert proposer.core._gate.present is not gate
     proposer.configure(ProposerSettings(address="ipc:///nowhere"))
-    assert proposer._gate is gate
+    assert proposer.core._gate.present is gate
 
 
 def test_without_a_planner_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch, planner="none")
     lengths, table = tokens([1, 2])
 
-    assert proposer._client is None
+    assert proposer.core._client is None
     assert proposer.propose([[2]], lengths, table) == [[]]
     assert proposer.counts() == {}
 
@@ -333,9 +331,9 @@ def test_rows_with_an_adapter_or_an_image_stand_aside(
     runner = runner_class(proposer, "d", lora=1)
 
     assert runner.execute_model(step([3], [3], [3], [3]), later=7) == (7, [[5, 6], [], [5, 6], []])
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     assert len(client.told) == 2
-    assert proposer._asides == {"lora": 1, "multimodal": 1}
+    assert proposer.core._stats.skipped == {"lora": 1, "multimodal": 1}
 
 
 SEEDED = {
@@ -349,7 +347,7 @@ def test_rows_that_are_sampled_with_a_seed_stand_aside(
     monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sent twice, the second would be drafted from the first, and tested with the numbers that made it."""
-    vllm_proposer._say_of_seeds.cache_clear()
+    vllm_proposer._log_seeds.cache_clear()
     proposer = proposer_with(monkeypatch)
     runner = runner_class(proposer, samplings=SEEDED)
     new = [new_request([1], temperature=0.7, seed=0), new_request([2], temperature=0.7), new_request([3], seed=0)]
@@ -358,9 +356,9 @@ def test_rows_that_are_sampled_with_a_seed_stand_aside(
             drafts = runner.execute_model(step([3], [3], [3], [3], new=new), later=7)[1]
 
     assert drafts == [[], [5, 6], [5, 6], [5, 6]]
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     assert client.expected == [[2], [3]] * 2
-    assert proposer._asides == {"seed": 2}
+    assert proposer.core._stats.skipped == {"seed": 2}
     assert caplog.text.count("leave the seed out for drafts") == 1
 
 
@@ -372,7 +370,7 @@ def test_sampled_rows_teach_nobody_in_a_namespace_that_others_may_have(
     proposer = proposer_with(monkeypatch, namespace=namespace)
     runner_class(proposer, samplings=SEEDED).execute_model(step([3], [3], [3]), later=0)
 
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     assert client.recurring == ([False, False] if namespace is None else [True, False])
 
 
@@ -384,7 +382,7 @@ def test_the_service_hears_of_prompts_of_text_before_they_are_read(
     new = [new_request([1, 2]), new_request([3], lora="x"), new_request([4], image="y"), new_request(None)]
     runner.execute_model(step([3], new=new), later=0)
 
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     assert client.expected == [[1, 2]]
 
 
@@ -392,14 +390,14 @@ def test_a_request_can_do_without_drafts_or_ask_for_short_ones(
     monkeypatch: pytest.MonkeyPatch, runner_class: type[FakeRunner]
 ) -> None:
     proposer = proposer_with(monkeypatch)
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     runner = runner_class(proposer)
     new = [new_request([1], name="a", gamma=0), new_request([2], name="b", gamma="1"), new_request([3], name="c")]
 
     assert runner.execute_model(step([3], [3], [3], new=new), later=0) == (0, [[], [5, 6], [5, 6]])
     assert client.expected == [[2], [3]]
     assert client.longest == [1, None]  # it cuts them, so that it knows what was submitted
-    assert proposer._asides == {"request": 1}
+    assert proposer.core._stats.skipped == {"request": 1}
 
     runner.execute_model(step([3], [3], [3], ended=["a", "b"]), later=0)
     assert client.longest == [None, None, None]
@@ -424,7 +422,7 @@ def test_what_the_gate_decides_is_logged_when_it_changes(
     caplog.clear()
     with caplog.at_level("INFO", logger="vllm.specbranch"):
         for is_open in (False, False, True):
-            proposer._say_decisions({8: Decision(8, is_open, 9.1, 9.4, 256)})
+            proposer.core._gate.log_decisions({8: Decision(8, is_open, 9.1, 9.4, 256)})
 
     assert [record.getMessage() for record in caplog.records] == [
         f"specbranch: with 5-8 requests at once 9.1 tokens/s with drafts, 9.4 without: drafts are {state}, next "
@@ -439,7 +437,7 @@ def test_nobody_is_told_of_prompts_while_drafts_do_not_pay(
     proposer = proposer_with(monkeypatch, is_gated=True)
     runner_class(proposer).execute_model(step([3], new=[new_request([1, 2])]), later=0)
 
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     assert client.expected == []
 
 
@@ -450,9 +448,9 @@ def test_a_batch_that_stands_aside_as_a_whole_does_not_ask(
     runner = runner_class(proposer, "a", "b", "c", "d")
 
     assert runner.execute_model(step([3], [], [3], [3]), later=0) == (0, [[], [], [], []])
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     assert client.told == []
-    assert proposer._asides == {"multimodal": 3}
+    assert proposer.core._stats.skipped == {"multimodal": 3}
 
 
 def test_the_runner_is_wrapped_once_and_other_drafters_do_not_notice(
@@ -513,7 +511,7 @@ def test_a_layout_that_would_be_wrong_stops_vllm_before_weights_are_loaded(
 
 def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch)
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     seen = []
     for sampled, rows in (
         ([[3]], ([1, 2, 3],)),  # the first step: nobody knows what else was in it
@@ -523,19 +521,19 @@ def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monk
         ([[7], []], ([1, 2, 3, 4, 5, 6, 7], [6, 7, 8])),  # one is in prefill
     ):
         proposer.propose(sampled, *tokens(*rows))
-        seen.append(client.is_pure_decode_step)
+        seen.append(client.step_s is not None)
 
     assert seen == [False, True, False, True, False]
 
 
 def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch)
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     seen = []
     for length, is_worthwhile in ((3, True), (4, True), (5, False), (6, True), (7, True)):
-        monkeypatch.setattr(proposer, "_is_worthwhile", lambda *_, found=is_worthwhile: found)
+        monkeypatch.setattr(proposer.core._gate, "is_worthwhile", lambda *_, found=is_worthwhile: found)
         proposer.propose([[length]], *tokens(list(range(1, length + 1))))
-        seen.append(is_worthwhile and client.is_pure_decode_step)
+        seen.append(is_worthwhile and client.step_s is not None)
 
     assert seen == [False, True, False, False, True]
 
@@ -549,12 +547,12 @@ def padding(monkeypatch: pytest.MonkeyPatch) -> SpecBranchProposer:
 
 
 def test_all_rows_are_filled_up_to_the_same_length(padding: SpecBranchProposer) -> None:
-    client: Any = padding._client
+    client: Any = padding.core._client
     lengths, table = tokens([1, 2, 3], [4, 5])
     for proposal, padded in (([5, 6, 7], [5, 6]), ([5], [5, PAD]), ([], [PAD, PAD])):
         client._proposal = proposal
         assert padding.propose([[3], [5]], lengths, table) == [padded, padded]
-        assert padding._had_drafts == bool(proposal)  # the gate must not take pads for drafts
+        assert padding.core._had_drafts == bool(proposal)  # the gate must not take pads for drafts
 
 
 def test_rows_are_filled_up_also_when_nothing_is_drafted(padding: SpecBranchProposer) -> None:
@@ -579,7 +577,7 @@ def test_rows_that_cannot_be_equal_or_are_too_many_are_left_as_they_are(
     padding: SpecBranchProposer, sampled: list[list[int]], rows: tuple[list[int], ...], cause: str
 ) -> None:
     lengths, table = tokens(*rows)
-    client: Any = padding._client
+    client: Any = padding.core._client
     client._proposal = [5]
 
     assert not any(PAD in draft for draft in padding.propose(sampled, lengths, table)), cause
@@ -596,7 +594,7 @@ def test_beside_a_seed_nothing_is_padded(padding: SpecBranchProposer) -> None:
 def test_beside_a_thinking_budget_nothing_is_padded(padding: SpecBranchProposer) -> None:
     padding._runner.requests["b"].sampling_params.thinking_token_budget = 20
     lengths, table = tokens([1, 2, 3], [4, 5])
-    client: Any = padding._client
+    client: Any = padding.core._client
     client._proposal = [5]
 
     assert padding.propose([[3], [5]], lengths, table) == [[5], [5]]
@@ -604,7 +602,7 @@ def test_beside_a_thinking_budget_nothing_is_padded(padding: SpecBranchProposer)
 
 def test_on_the_cpu_only_greedy_rows_are_padded(padding: SpecBranchProposer) -> None:
     lengths, table = tokens([1, 2, 3])
-    client: Any = padding._client
+    client: Any = padding.core._client
     client._proposal = [5]
     padding._runner.device.type = "cpu"
     assert padding.propose([[3]], lengths, table) == [[5]]
@@ -622,7 +620,7 @@ def test_rows_are_padded_where_vllm_has_graphs_for_it(
     monkeypatch.setattr(compat, "has_graphs_for_equal_rows", lambda vllm_config: has_graphs)
     proposer = proposer_with(monkeypatch, pad=pad)
     lengths, table = tokens([1, 2, 3])
-    client: Any = proposer._client
+    client: Any = proposer.core._client
     client._proposal = [5]
 
     assert proposer.propose([[3]], lengths, table) == [[5]]  # nobody has said what the rows are

@@ -11,9 +11,8 @@ import pytest
 
 from specbranch.core.planners import SettingError
 from specbranch.plugins.vllm import compat, register
-from specbranch.plugins.vllm.layout import LayoutError
 from specbranch.plugins.vllm.runner_v2_device import HostTokens
-from specbranch.plugins.vllm.settings import PROPOSER, RunnerError, read_settings
+from specbranch.plugins.vllm.settings import PROPOSER, LayoutError, RunnerError, read_settings
 
 
 class FakeConfig:
@@ -134,12 +133,14 @@ def test_rows_of_v2_stand_aside_as_those_of_v1() -> None:
     )
     sampler = SimpleNamespace(sampling_states=states)
     model_runner = SimpleNamespace(lora_state=lora, encoder_cache=cache, sampler=sampler)
-    batch = compat.in_the_form_of_v1(model_runner, ["a", "b", "c", "d", "e"], np.array([3, 1, 0, 2, 4]))
+    texts = [(np.array([1, 2]), 1)] * 5
+    rows = compat.v2_rows(model_runner, ["a", "b", "c", "d", "e"], [3, 1, 0, 2, 4], texts, {})
 
-    assert compat.undraftable_rows(batch, 5) == {1: "lora", 2: "multimodal", 3: "seed"}
-    assert compat.sampled_rows(batch, 5) == [3, 4]
+    assert [row.skip_cause for row in rows] == [None, "lora", "multimodal", "seed", None]
+    assert [row.is_sampled for row in rows] == [False, False, False, True, True]
     model_runner.encoder_cache = None
-    assert compat.undraftable_rows(compat.in_the_form_of_v1(model_runner, ["a"], np.array([0])), 1) == {}
+    assert compat.v2_rows(model_runner, ["a"], [0], texts[:1], {})[0].skip_cause is None
+    assert compat.v2_rows(None, ["a"], [0], texts[:1], {})[0].is_sampled, "nobody knows"
 
 
 def test_vllms_own_requests_are_known() -> None:

@@ -1,11 +1,24 @@
-"""The arguments that bring the proposer into vLLM: complete, readable by the proposer, and made without vLLM."""
+"""The arguments that bring the proposer into vLLM, made without vLLM, and the layouts that it refuses."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from specbranch.plugins.vllm.settings import PROPOSER, ProposerSettings, proposer_arguments, read_settings
+import pytest
+
+from specbranch.launch.vllm_flags import Flags, layout_of
+from specbranch.launch.vllm_server import VllmServeCommand
+from specbranch.plugins.vllm.settings import (
+    PROPOSER,
+    LayoutError,
+    ParallelLayout,
+    ProposerSettings,
+    proposer_arguments,
+    read_settings,
+)
+
+PIPELINE, EVERY_RANK, ONE_PROCESS = "pipeline parallelism", "external_launcher", "one process"
 
 
 def test_the_proposer_reads_the_settings_that_were_given() -> None:
@@ -29,3 +42,62 @@ def test_they_are_made_without_vllm_and_without_heavy_libraries() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "cause"),
+    [
+        (ParallelLayout(pipeline=2), PIPELINE),
+        (ParallelLayout(pipeline=2, tensor=4), PIPELINE),
+        (ParallelLayout(tensor=2, executor="external_launcher"), EVERY_RANK),
+        (ParallelLayout(tensor=2, executor="uni"), ONE_PROCESS),
+    ],
+)
+def test_a_layout_that_would_be_wrong_is_refused(layout: ParallelLayout, cause: str) -> None:
+    with pytest.raises(LayoutError, match=cause):
+        layout.check_supported()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(),
+        ParallelLayout(tensor=4),
+        ParallelLayout(tensor=4, data=2, executor="mp"),
+        ParallelLayout(executor="external_launcher"),
+        ParallelLayout(data=2, executor="uni"),
+    ],
+)
+def test_other_layouts_are_not(layout: ParallelLayout) -> None:
+    layout.check_supported()
+
+
+@pytest.mark.parametrize("words", [["-pp", "2"], ["--pipeline_parallel_size=2"], ["--pipeline-parallel-size", "2"]])
+def test_the_flags_of_a_server_are_read(words: list[str]) -> None:
+    assert layout_of(Flags(words)).pipeline == 2
+    with pytest.raises(LayoutError, match="Use tensor parallelism"):
+        VllmServeCommand("m", "m", settings=ProposerSettings(), flags=Flags(words))
+    VllmServeCommand("m", "m", settings=None, flags=Flags(words))  # bare vLLM can do it
+
+
+def test_the_arguments_of_the_python_class_are_read() -> None:
+    arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+
+    assert ParallelLayout.of_arguments(arguments) == ParallelLayout(tensor=2, executor="external_launcher")
+    assert ParallelLayout.of_arguments({"pipeline_parallel_size": None}) == ParallelLayout()
+    assert ParallelLayout(tensor=2, pipeline=3, data=4).num_devices == 24
+    for wrong in ("two", 0, 1.5):
+        with pytest.raises(LayoutError, match="give a whole number"):
+            ParallelLayout.of_arguments({"tensor_parallel_size": wrong})
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        (["-tp", "2", "-dp", "3"], 6),
+        (["-dp", "16", "--data-parallel-size-local", "7"], 7),
+        (["-tp", "16", "--nnodes", "2"], 8),
+    ],
+)
+def test_only_devices_of_this_machine_count(words: list[str], devices: int) -> None:
+    assert layout_of(Flags(words)).num_devices == devices

@@ -28,7 +28,7 @@ from specbranch.service.wire.messages import (
     decode_request,
     encode,
 )
-from tests.service.harness import PATIENCE_S, START_S, VOCAB, Walk, WatchedClient, scripted_service
+from tests.service.harness import PATIENCE_S, START_S, VOCAB, Walk, WatchedClient, proposed, scripted_service
 from tests.service.rogue import FOREIGN, rogue
 from tests.world.schedule import Clock
 
@@ -51,7 +51,7 @@ def test_no_token_outside_the_targets_vocabulary_leaves_the_client(
 ) -> None:
     """A draft ends before the first such token; the rest of it would continue another text."""
     with client_of_rogue(tmp_path, "foreign", deadline_s=PATIENCE_S, vocab_len=FOREIGN) as client:
-        drafts = [client.propose([SequenceUpdate([1, 2, 3], 1), SequenceUpdate([4, 5, 6], 1)]) for _ in range(3)]
+        drafts = [proposed(client, SequenceUpdate([1, 2, 3], 1), SequenceUpdate([4, 5, 6], 1)) for _ in range(3)]
 
     assert drafts == [[[5], [5]]] * 3
     assert client.counts.unknown_token == 6
@@ -139,7 +139,7 @@ def test_a_service_that_sends_without_end_holds_nobody_up(tmp_path: Path, deed: 
 def test_a_reply_beyond_the_bound_is_not_taken_and_the_service_is_found_again(tmp_path: Path) -> None:
     with client_of_rogue(tmp_path, "huge") as client:
         end_s = time.monotonic() + PATIENCE_S
-        while client.propose([SequenceUpdate([1, 2, 3], 1)]) != [[5]]:
+        while proposed(client, SequenceUpdate([1, 2, 3], 1)) != [[5]]:
             assert time.monotonic() < end_s, client.counts
             time.sleep(0.02)
 
@@ -163,7 +163,7 @@ assert client.hello(long_s) and stats_client.poll(long_s) is ServiceStatus.ANSWE
 child = os.fork()
 if child == 0:
     signal.alarm(60)  # ends a child that waits
-    assert client.propose([row, row]) == [[], []]
+    assert [draft.tokens for draft in client.propose([row, row])] == [[], []]
     assert client.announce_prompts([[1, 2]]) is None
     assert client.hello(long_s) is None
     assert stats_client.poll(long_s) is ServiceStatus.ABSENT
@@ -203,8 +203,8 @@ class ForgetfulLink:
             self._clock.leap(self._open_s)
         return True
 
-    def receive(self) -> list[bytes] | None:
-        return [self._replies.pop(0)] if self._replies else None
+    def receive(self, max_messages: int) -> list[list[bytes]]:
+        return [[self._replies.pop(0)] for _ in range(min(len(self._replies), max_messages))]
 
     def await_readable(self, timeout_s: float) -> bool:
         raise AssertionError("the answer is here already")

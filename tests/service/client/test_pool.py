@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from specbranch.cli import app
 from specbranch.core.costs import StepTimeModel
 from specbranch.service.client import pool
-from specbranch.service.client.client import DraftClient, PreparedStep
+from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate, client_keys
-from specbranch.service.client.pool import KEY_LEN, DraftPool, RendezvousRouter, _besides, draft_client
+from specbranch.service.client.pool import KEY_LEN, DraftPool, RendezvousRouter, draft_client, rows_beside
 from specbranch.service.client.stats import ServiceStatus, StatsClient
 from specbranch.service.client.transport import ZmqTransport, poll_any
 from specbranch.service.server.server import Server, ServiceOptions
@@ -46,7 +46,17 @@ from specbranch.service.wire.messages import (
 from specbranch.service.wire.payloads import Digest
 from specbranch.simulation.scripted import ScriptedEngine
 from tests.service.client.test_stats import ask_until
-from tests.service.harness import DRAFT, PATIENCE_S, VOCAB, Walk, be_patient, free_port, scripted_service, wait_for
+from tests.service.harness import (
+    DRAFT,
+    PATIENCE_S,
+    VOCAB,
+    Walk,
+    be_patient,
+    free_port,
+    proposed,
+    scripted_service,
+    wait_for,
+)
 from tests.service.rogue import rogue
 from tests.service.server.test_lookup import Bench
 from tests.service.test_faults import walk_until_accepted
@@ -124,7 +134,7 @@ def test_a_batch_is_drafted_for_by_all_services_in_one_call(tmp_path: Path) -> N
         wait_for(lambda: all(len(server.store) for server in servers))
         # The draft's own first token is committed, so that what it has prepared fits.
         texts = [[*prompt, DRAFT.distribution(tuple(prompt)).ids[0]] for prompt in prompts]
-        drafts = pool.propose([SequenceUpdate(text, 1) for text in texts])
+        drafts = proposed(pool, *(SequenceUpdate(text, 1) for text in texts))
 
         assert [draft[0] for draft in drafts] == [DRAFT.distribution(tuple(text)).ids[0] for text in texts]
         assert pool.counts.answered == 3 and pool.counts.opened == 3 and pool.counts.calls == 1
@@ -291,7 +301,7 @@ def test_services_that_do_not_answer_cost_one_deadline_together(
     rows = [SequenceUpdate([*prompts_for(addresses, service)[0], 1], 1) for service in range(4)]
     with mutes(addresses) as services, pool_of(addresses) as pool:
         waits = watch_waits(monkeypatch)
-        assert pool.propose(rows) == [[]] * 4
+        assert proposed(pool, *rows) == [[]] * 4
         assert pool.counts.timeouts == 4 and pool.is_lagging
         wait_for(lambda: all(service.heard for service in services))
 
@@ -309,7 +319,7 @@ def test_who_answers_is_not_blamed_for_who_does_not(tmp_path: Path, monkeypatch:
         walk = Walk(pool, spoken)
         walk_until_accepted(walk)
         num_answered = pool.counts.answered
-        mute = pool._links[pool._services[0]]
+        mute = pool._transports[pool._services[0]]
         monkeypatch.setattr(
             "specbranch.service.client.pool.poll_any",
             lambda links, timeout_s: poll_any(links, timeout_s) if links != [mute] else [],
@@ -334,7 +344,7 @@ def test_a_drained_service_finishes_its_texts_and_gets_no_new_ones(tmp_path: Pat
         walk = Walk(pool, old)
         walk_until_accepted(walk)
         assert drain(addresses[0]) == (0, f"{addresses[0]} takes no new texts; 1 text in use\n")
-        wait_for(lambda: pool.propose([]) == [] and pool._services[0].is_draining)
+        wait_for(lambda: pool.propose([]) == [] and pool._services[0].connection.is_draining)
         pool.announce_prompts([new])
         other = Walk(pool, new)
         walk_until_accepted(other)
@@ -343,7 +353,7 @@ def test_a_drained_service_finishes_its_texts_and_gets_no_new_ones(tmp_path: Pat
         assert pool.counts.rerouted == 0
 
         assert drain(addresses[0], "--undo")[0] == 0
-        wait_for(lambda: pool.propose([]) == [] and not pool._services[0].is_draining)
+        wait_for(lambda: pool.propose([]) == [] and not pool._services[0].connection.is_draining)
         walk_until_accepted(Walk(pool, late))
         assert texts_at(one) == {tuple(old), tuple(late)}
         walk.assert_text_is_the_targets()
@@ -369,7 +379,7 @@ def test_a_target_with_one_service_that_drains_goes_on_without_drafts_for_new_te
     options = ClientOptions(address, "pearl", {"gamma": 4}, deadline_s=PATIENCE_S)
     with serving([address]) as (server,), contextlib.closing(DraftClient(options)) as client:
         assert drain(address)[0] == 0
-        assert client.hello(PATIENCE_S) is not None and client.is_draining
+        assert client.hello(PATIENCE_S) is not None and client.connection.is_draining
         walk = Walk(client, [1, 2, 3])
         for _ in range(5):
             walk.step()
@@ -490,9 +500,9 @@ def test_each_service_learns_the_time_of_the_whole_step(tmp_path: Path) -> None:
     ]
     with pool_of(sockets(tmp_path, "one", "two"), is_up=False) as pool:
         one, two = pool._services
-        besides = _besides({one: PreparedStep([], [], rows[:2]), two: PreparedStep([], [], rows[2:])})
+        besides = rows_beside({one: rows[:2], two: rows[2:]})
         assert besides == {one: OtherRows(1, 0, 1), two: OtherRows(2, 7, 3)}
-        assert _besides({one: PreparedStep([], [], rows)}) == {one: None}
+        assert rows_beside({one: rows}) == {one: None}
     whole, parts = Tenants(StepTimeModel()), Tenants(StepTimeModel())
     whole.record_step(StepRequest(1, b"ours", 1.0, rows, 50_000), 0.0)
     parts.record_step(StepRequest(1, b"ours", 1.0, rows[2:], 50_000, besides[two]), 0.0)
@@ -511,7 +521,7 @@ def test_the_time_of_a_step_goes_to_all_services_with_what_is_beside_their_rows(
     with mutes(addresses) as services, pool_of(addresses, deadline_s=0.01) as pool:
         for length in (1, 2):
             rows = [SequenceUpdate([*prompt, *[1] * length], 1, length) for prompt in prompts]
-            pool.propose(rows, is_pure_decode_step=True)
+            pool.propose(rows, step_s=None if length == 1 else 0.02)
         wait_for(lambda: all(len(service.heard) == 2 for service in services))
 
     last = [service.heard[1] for service in services]
@@ -590,7 +600,7 @@ def test_a_text_is_found_by_the_name_that_it_has_now() -> None:
 
 
 def test_texts_that_have_ended_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_MOST", 2)
+    monkeypatch.setattr(pool, "_MAX_ROUTED", 2)
     ours = homes()
     for name in (b"a", b"b", b"a", b"c"):
         ours.pin(name, 1)

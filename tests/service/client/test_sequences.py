@@ -18,11 +18,8 @@ def array(*tokens: int) -> TokenArray:
 def on_progress(
     told: SyncedSequences, name: str | None, tokens: TokenArray, num_new: int = 1
 ) -> tuple[bytes, list[int], bytes]:
-    """What a client does with a row: the name before, the new tokens, the name after."""
-    before, new = told.unsent(name, tokens, num_new)
-    after = before.extend(new)
-    told.mark_synced(name, tokens, after)
-    return before.name, new, after.name
+    """What a client does with a row: the id before, the new tokens, the id after."""
+    return told.advance(name, tokens, num_new)[:3]
 
 
 @pytest.mark.parametrize("name", ["a", None])
@@ -70,7 +67,7 @@ def test_no_more_new_tokens_than_a_message_may_have() -> None:
 
 
 def test_only_the_sequences_of_late_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "_MOST", 2)
+    monkeypatch.setattr(sequences, "_MAX_SYNCED", 2)
     told = SyncedSequences()
     for name in ("a", "b", "a", "c"):
         on_progress(told, name, array(1, 2, 3))

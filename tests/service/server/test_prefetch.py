@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from specbranch.service.client import sequences
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
-from specbranch.service.client.sequences import PrefetchedDrafts
+from specbranch.service.client.sequences import SequenceDelta, SessionTable
 from specbranch.service.server import handler
 from specbranch.service.wire.messages import (
     MAX_AHEAD,
@@ -166,20 +167,30 @@ def test_a_message_has_no_more_sequences_than_it_may() -> None:
 
 
 def test_an_answer_is_taken_once_and_the_oldest_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "_MAX_OUTCOMES", 2)
-    names = [Digest([number]).name for number in range(3)]
-    outcomes = PrefetchedDrafts()
-    for name in names:
-        outcomes.store(PrefetchPush([PrefetchRow(name, [VerdictDraft([4, 5], [6]), VerdictDraft([7], [8])])]))
+    monkeypatch.setattr(sequences, "_MAX_SESSIONS", 2)
+    ids = [Digest([number]).name for number in range(3)]
+    sessions = SessionTable()
 
-    assert outcomes.pop(names[0], [4, 5]) is None
-    assert outcomes.pop(names[1], [4, 5]) == VerdictDraft([4, 5], [6])
-    assert outcomes.pop(names[1], [4, 5]) is None
-    assert outcomes.pop(names[2], [4]) is None  # not foreseen; what was is no longer true
-    assert outcomes.pop(names[2], [7]) is None
-    outcomes.store(PrefetchPush([PrefetchRow(names[2], [VerdictDraft([7], [9])])]))
-    outcomes.clear()
-    assert outcomes.pop(names[2], [7]) is None
+    def pop(before: bytes, new: list[int]) -> VerdictDraft | None:
+        (advanced,) = sessions.advance([SequenceDelta(before, new, os.urandom(16))])
+        return advanced.pushed
+
+    def store(*numbers: int) -> None:
+        for number in numbers:
+            row = PrefetchRow(ids[number], [VerdictDraft([4, 5], [6]), VerdictDraft([7], [8])])
+            sessions.store([PrefetchPush([row])])
+
+    store(0, 1, 2)
+    assert pop(ids[1], [4, 5]) == VerdictDraft([4, 5], [6])
+    assert pop(ids[1], [4, 5]) is None
+    store(0, 1, 2)
+    assert pop(ids[0], [4, 5]) is None
+    store(2)
+    assert pop(ids[2], [4]) is None  # not foreseen; what was is no longer true
+    assert pop(ids[2], [7]) is None
+    store(2)
+    sessions.clear()
+    assert pop(ids[2], [7]) is None
 
 
 def test_a_target_goes_on_with_what_it_was_told_and_waits_for_nothing(tmp_path: Path) -> None:
@@ -225,14 +236,10 @@ def test_short_submissions_are_told_ahead_too(tmp_path: Path) -> None:
 def test_patience_follows_the_targets_step() -> None:
     options = ClientOptions("ipc:///nowhere", deadline_s=0.1, step_share=0.5)
     with contextlib.closing(DraftClient(options)) as client:
-        waits = [client._reply_timeout_s()]
-        for step_s in (0.08, 0.0, 1.0, 1.0):
-            client._update_step_time(step_s)
-            waits.append(client._reply_timeout_s())
+        waits = [client._reply_timeout_s(step_s) for step_s in (0.0, 0.08, 0.0, 1.0, 1.0)]
         client._step_s = 0.001
-        waits.append(client._reply_timeout_s())
+        waits.append(client._reply_timeout_s(0.0))
 
     assert waits == pytest.approx([0.1, 0.04, 0.04, 0.086, 0.1, 0.005])
     with contextlib.closing(DraftClient(ClientOptions("ipc:///nowhere", deadline_s=0.1))) as client:
-        client._update_step_time(0.01)
-        assert client._reply_timeout_s() == 0.1
+        assert client._reply_timeout_s(0.01) == 0.1

@@ -15,6 +15,7 @@ from specbranch.service.wire.messages import MAX_STEP_US, StepRequest, StepRow, 
 from tests.world.schedule import Clock
 
 NAME = bytes(16)
+WAITED_S = 0.125
 
 
 def step(num_rows: int, num_submitted: int, num_new: int, step_us: int) -> StepRequest:
@@ -88,10 +89,11 @@ def test_a_step_too_long_to_be_told_is_not_told() -> None:
                 sent.append(request)
             return True
 
-        def receive(self) -> None:
-            return None
+        def receive(self, max_messages: int) -> list[list[bytes]]:
+            return []
 
         def await_readable(self, timeout_s: float) -> bool:
+            clock.leap(WAITED_S)
             return False
 
         def await_writable(self, timeout_s: float) -> None:
@@ -104,22 +106,19 @@ def test_a_step_too_long_to_be_told_is_not_told() -> None:
             pass
 
     client = DraftClient(ClientOptions("nobody"), transport=Nobody(), clock=clock)
-    for pause_s in (0.0, 1.0, 1e-6 * MAX_STEP_US + 1.0):
-        clock.leap(pause_s)
-        client.propose([SequenceUpdate([1, 2, 3], 1)], is_pure_decode_step=True)
+    for step_s in (None, 1.0 + WAITED_S, 1e-6 * MAX_STEP_US + 1.0):
+        client.propose([SequenceUpdate([1, 2, 3], 1)], step_s)
 
-    assert [one.step_us for one in sent] == [0, 1_000_000, 0]
+    assert [one.step_us for one in sent] == [0, 1_000_000, 0], "what the target has waited for drafts does not count"
 
 
 def test_the_client_tells_the_time_of_whole_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[StepRequest] = []
     clock = Clock()
     with contextlib.closing(DraftClient(ClientOptions(f"ipc://{tmp_path}/nobody.sock"), clock=clock)) as client:
-        monkeypatch.setattr(client, "_send", sent.append)
-        for is_pure_decode_step in (True, True, False):
-            clock.leap(0.25)
-            client.propose([SequenceUpdate([1, 2, 3], 1)], is_pure_decode_step)
+        monkeypatch.setattr(client.connection, "send", sent.append)
+        for step_s in (None, 0.25, None):
+            client.propose([SequenceUpdate([1, 2, 3], 1)], step_s)
     times = [one.step_us for one in sent if isinstance(one, StepRequest)]
 
-    assert times[0] == times[2] == 0, "before the first call nothing is known, and the last step was not whole"
-    assert times[1] == 250_000
+    assert times == [0, 250_000, 0]

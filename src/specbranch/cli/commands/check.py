@@ -45,7 +45,7 @@ from specbranch.exactness.vllm_check import FULL, QUICK, CheckOptions, CheckSize
 from specbranch.exactness.vllm_check import check as run_check
 from specbranch.exactness.vllm_findings import FAILED, HOLDS, SKIPPED, Finding
 from specbranch.launch.draft_process import DraftServiceOptions, place_pair
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 from specbranch.version import __version__
 
 _PANEL = "Two servers"

@@ -26,7 +26,7 @@ from specbranch.launch.placement import DevicePlacement, choose_device, divide_c
 from specbranch.launch.vllm_install import slow_type_here, target_on_cpu, vllm_note
 from specbranch.machine import cpu_name, instruction_sets, num_gpus, read_topology
 from specbranch.plugins.vllm import installed
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 from specbranch.service.wire.addresses import default_address
 from specbranch.version import __version__
 

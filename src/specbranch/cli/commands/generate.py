@@ -58,7 +58,7 @@ from specbranch.errors import SpecBranchError, UsageError
 from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.launch.vllm_engine import Request
 from specbranch.launch.vllm_install import slow_type_here
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 
 _WARM_TOKENS = 4
 

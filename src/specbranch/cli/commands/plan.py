@@ -51,7 +51,7 @@ from specbranch.launch.vllm_flags import flags_of
 from specbranch.launch.vllm_install import slow_type_here, types_here
 from specbranch.machine import provenance
 from specbranch.plugins.vllm import installed
-from specbranch.plugins.vllm.layout import ParallelLayout
+from specbranch.plugins.vllm.settings import ParallelLayout
 from specbranch.trace import write_trace
 
 MIN_GAIN = 0.1  # smaller gains are within the error of a forecast

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specbranch.plugins.vllm.proposer import SpecBranchProposer
+    from specbranch.plugins.vllm.runner_v1 import SpecBranchProposer
 
 __all__ = ["SpecBranchProposer"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported late: whoever only prepares vLLM's arguments needs neither NumPy nor the draft client.
+    # Imported late: a caller that only prepares vLLM's arguments needs neither NumPy nor the draft client.
     if name == "SpecBranchProposer":
-        from specbranch.plugins.vllm.proposer import SpecBranchProposer
+        from specbranch.plugins.vllm.runner_v1 import SpecBranchProposer
 
         return SpecBranchProposer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

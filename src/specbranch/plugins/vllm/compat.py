@@ -13,14 +13,15 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-from specbranch.core.distribution import RequestSampling
-from specbranch.plugins.vllm.layout import LayoutError, ParallelLayout
-from specbranch.plugins.vllm.settings import METHOD, SECTION, RunnerError, limit_of
+import numpy as np
 
-log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
+from specbranch.core.distribution import RequestSampling
+from specbranch.plugins.vllm.settings import METHOD, SECTION, LayoutError, ParallelLayout, RunnerError, limit_of
+
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, to share its level and format
+Array = np.ndarray[Any, np.dtype[Any]]
 PAD = -1  # vLLM's own filler for draft tokens: never embedded, always rejected
 _V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _OWNER, _METHOD = "GPUModelRunner", "execute_model"
@@ -104,6 +105,79 @@ class StepInfo:
     num_pads: int = 0
     limits: Mapping[str, int] = field(default_factory=dict)
     ended: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One row of a batch after a step, the same from either runner.
+
+    `tokens` is the whole sequence, `num_new` how many of them the step has sampled: 0 in prefill, and then `tokens` may
+    be empty. `skip_cause` is why the row gets no draft: `lora`, `multimodal` or `seed`. `is_sampled`: it is not greedy,
+    or nobody knows. `sampling`: vLLM verifies its draft tokens by the distributions that they were sampled from.
+    """
+
+    tokens: Array
+    num_new: int
+    name: str | None = None
+    skip_cause: str | None = None
+    is_sampled: bool = True
+    sampling: RequestSampling | None = None
+
+
+def v1_rows(runner: Any, sampled: Sequence[Sequence[int]], lengths: Array, table: Array) -> list[BatchRow]:
+    """Build the rows of V1's batch after a step that sampled these tokens; `lengths` and `table` are vLLM's.
+
+    Rows with a LoRA adapter or with images get no drafts: the draft model knows neither. Nor do those sampled with a
+    seed (`is_seeded`). Where the runner is None or not as expected, nothing is known of the requests.
+    """
+    num_rows = len(sampled)
+    names = getattr(getattr(runner, "input_batch", None), "req_ids", ())[:num_rows]
+    known: list[tuple[str | None, bool]] = [(None, True)] * num_rows
+    try:
+        loras = runner.input_batch.request_lora_mapping[:num_rows].tolist() if runner is not None else ()
+        for index, name in enumerate(names):
+            request = runner.requests[name]
+            is_sampled = bool(getattr(request.sampling_params, "temperature", True))
+            has_seed = is_sampled and is_seeded(request.sampling_params)
+            known[index] = _skip_cause(request.mm_features, has_seed, loras[index]), is_sampled
+    except (AttributeError, LookupError, TypeError) as error:
+        _warn_of_runner(repr(error))
+    names = names if len(names) == num_rows else [None] * num_rows
+    return [
+        BatchRow(
+            table[index, : int(lengths[index])] if new else table[index, :0], len(new), names[index], *known[index]
+        )
+        for index, new in enumerate(sampled)
+    ]
+
+
+def v2_rows(
+    runner: Any,
+    names: Sequence[str],
+    slots: Sequence[int],
+    texts: Sequence[tuple[Array, int]],
+    samplings: Mapping[int, RequestSampling],
+) -> list[BatchRow]:
+    """Build the rows of V2's batch, of which `texts` are the tokens and how many of them are new; as `v1_rows`."""
+    known: list[tuple[str | None, bool]] = [(None, True)] * len(names)
+    if runner is not None:
+        features = runner.encoder_cache.mm_features if runner.encoder_cache is not None else {}
+        states = runner.sampler.sampling_states
+        for index, (name, slot) in enumerate(zip(names, slots, strict=True)):
+            is_sampled = bool(states.temperature.np[slot])
+            has_seed = is_sampled and bool(states.seeds_set[slot])
+            cause = _skip_cause(features.get(name), has_seed, runner.lora_state.lora_ids[slot])
+            known[index] = cause, is_sampled
+    return [
+        BatchRow(tokens, num_new, names[index], *known[index], samplings.get(index))
+        for index, (tokens, num_new) in enumerate(texts)
+    ]
+
+
+def _skip_cause(features: Any, has_seed: bool, lora: Any) -> str | None:
+    if features:
+        return "multimodal"
+    return "seed" if has_seed else "lora" if lora else None
 
 
 def is_output_rank() -> bool:
@@ -208,23 +282,6 @@ def is_warmup(names: Sequence[str]) -> bool:
     return all(name.startswith(_WARMUPS) for name in names)
 
 
-def undraftable_rows(runner: Any, num_rows: int) -> Mapping[int, str]:
-    """Find the rows that get no drafts, and the cause: `lora`, `multimodal` or `seed`."""
-    try:
-        batch = runner.input_batch
-        aside = {int(row): "lora" for row in batch.request_lora_mapping[:num_rows].nonzero()[0]}
-        for row, name in enumerate(batch.req_ids[:num_rows]):
-            request = runner.requests[name]
-            if request.mm_features:
-                aside[row] = "multimodal"
-            elif is_seeded(request.sampling_params):
-                aside[row] = "seed"
-        return aside
-    except (AttributeError, KeyError, TypeError) as error:
-        _warn_of_runner(repr(error))
-        return {}
-
-
 def is_seeded(parameters: Any) -> bool:
     """Whether a request samples with a seed of its own, so that its random numbers come again when it is repeated.
 
@@ -232,22 +289,6 @@ def is_seeded(parameters: Any) -> bool:
     give the same answer again: with drafts it depends on what was drafted in time. At temperature 0 there is no chance.
     """
     return bool(getattr(parameters, "temperature", 0)) and getattr(parameters, "seed", None) is not None
-
-
-def sampled_rows(runner: Any, num_rows: int) -> Collection[int]:
-    """Find the rows that are not greedy; all of them where the runner does not tell."""
-    try:
-        names = runner.input_batch.req_ids[:num_rows]
-        return [row for row, name in enumerate(names) if runner.requests[name].sampling_params.temperature]
-    except (AttributeError, KeyError, TypeError) as error:
-        _warn_of_runner(repr(error))
-        return range(num_rows)
-
-
-def row_names(runner: Any, num_rows: int) -> Sequence[str | None]:
-    """The requests of a batch's rows, by vLLM's ids; no names where the runner does not tell."""
-    names = getattr(getattr(runner, "input_batch", None), "req_ids", ())[:num_rows]
-    return names if len(names) == num_rows else [None] * num_rows
 
 
 def allows_pads(runner: Any) -> bool:
@@ -383,27 +424,6 @@ def check_context_parallelism(vllm_config: Any) -> None:
 def has_adaptive_verification(vllm_config: Any) -> bool:
     """Whether vLLM shall choose how many places of each row it verifies, by our confidence in them."""
     return bool(vllm_config.speculative_config.enable_adaptive_verification)
-
-
-def in_the_form_of_v1(runner: Any, names: Sequence[str], slots: Any) -> Any:
-    """A batch of V2's runner with those names that V1's runner has for it."""
-    cache = runner.encoder_cache
-    features = cache.mm_features if cache is not None else {}
-    states = runner.sampler.sampling_states
-    requests = {
-        name: SimpleNamespace(
-            mm_features=features.get(name),
-            sampling_params=SimpleNamespace(
-                temperature=float(states.temperature.np[slot]),
-                seed=int(states.seeds.np[slot]) if states.seeds_set[slot] else None,
-            ),
-        )
-        for name, slot in zip(names, slots.tolist(), strict=True)
-    }
-    return SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=list(names), request_lora_mapping=runner.lora_state.lora_ids[slots]),
-        requests=requests,
-    )
 
 
 def is_any_sampled(runner: Any, input_batch: Any) -> bool:

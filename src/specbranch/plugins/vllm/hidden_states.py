@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specbranch.core.round import AcceptanceHint
 from specbranch.errors import SpecBranchError
-from specbranch.hrad.network import Hrad
-from specbranch.plugins.vllm.compat import vocab_len
+from specbranch.hrad.network import Hrad, read_hrad
+from specbranch.plugins.vllm.compat import BatchRow, vocab_len
 
 log = logging.getLogger(__name__)
 _Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -48,7 +49,7 @@ def check_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
 
 
 def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[int]], Any]:
-    """A function from tokens to the target's input embeddings # [n, hidden_len].
+    """Return a function from tokens to the target's input embeddings # [n, hidden_len].
 
     With tensor parallelism the table is sharded, and a lookup needs all ranks. So it is read once. All ranks must call
     this at the same time then; the one that keeps the table (`is_kept`) holds a copy in host memory.
@@ -74,7 +75,7 @@ def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[
 
 
 def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: bool) -> Any:
-    """The embeddings of all tokens, in host memory."""
+    """Read the embeddings of all tokens into host memory."""
     import torch
 
     parts = []
@@ -102,7 +103,7 @@ class FeatureHook:
     """Copies H-RAD's features from a running target, at the positions that a step samples. It changes no tensor.
 
     A layer passes (hidden, residual) to the next, which may write to both; their sum is what Transformers calls
-    `hidden_states`. So a hook behind each layer copies the few rows at once. The state after the final norm needs no
+    `hidden_states`. So a hook after each layer copies the few rows at once. The state after the final norm needs no
     hook: the runner keeps it for sampling. Each tensor parallel rank has the full vectors, because attention and MLP
     end in a `RowParallelLinear` that sums over the ranks.
 
@@ -123,11 +124,11 @@ class FeatureHook:
         self._step = None
 
     def begin(self, runner: Any, scheduler_output: Any) -> None:
-        """The runner is about to run this step."""
+        """Begin to record the step that the runner is about to run."""
         self._step = _Step(runner=runner, scheduler_output=scheduler_output, taken=[None] * self._num_hooked)
 
     def end(self, runner: Any) -> None:
-        """The forward pass is done; nothing is sampled yet."""
+        """Record what the forward pass has left, before the runner samples."""
         step = self._step
         if step is None:
             return
@@ -143,7 +144,7 @@ class FeatureHook:
             step.fault = error
 
     def read(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The features of these rows after a step that sampled these tokens # [rows, d_in]."""
+        """Return the features of these rows after a step that sampled these tokens # [rows, d_in]."""
         import torch
 
         step, self._step = self._step, None
@@ -180,7 +181,7 @@ class FeatureHook:
 
 
 def _last_layers(model: Any, num_layers: int) -> list[Any]:
-    """The decoder layers whose outputs are `hidden_states[-K:-1]` of Transformers, K = num_layers, the oldest first.
+    """Find the decoder layers whose outputs are Transformers' `hidden_states[-K:-1]`, K = num_layers, oldest first.
 
     Entry i of the N + 1 `hidden_states` is the input of layer i, so these are the outputs of layers N-K to N-2.
     Only models that give their hidden states to vLLM's own methods are accepted: there the sum is known to be right.
@@ -198,7 +199,7 @@ def _last_layers(model: Any, num_layers: int) -> list[Any]:
 
 
 def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
-    """The positions that a step samples, among all its tokens: the last of each row and those before its drafts."""
+    """Return the positions that a step samples: each row's last one, and those before its drafts."""
     import torch
 
     drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -211,7 +212,7 @@ def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
 
 
 def _rows(output: Any, positions: Any) -> Any:
-    """The hidden states at these positions, residual added, in float32."""
+    """Return the hidden states at these positions, residual added, in float32."""
     if not isinstance(output, tuple):
         return output[positions].float()
     hidden, residual = output
@@ -237,7 +238,7 @@ class HradRunner:
         self.counts = HradCounts()
 
     def predict(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, AcceptanceHint]:
-        """The predictions for these rows of the last step, which sampled these tokens."""
+        """Predict the next window of these rows of the last step, which sampled these tokens."""
         if not rows:
             return {}
         start_s = self._clock()
@@ -256,8 +257,69 @@ class HradRunner:
         return found
 
 
+class TrainedPredictor:
+    """The trained predictor that the settings name, if any: read from its directory, and attached to the loaded target.
+
+    Every worker makes one. Only the one whose drafts vLLM takes predicts; the others contribute their shard of the
+    embeddings.
+    """
+
+    def __init__(self, vllm_config: Any, is_output_rank: bool) -> None:
+        self._vllm_config = vllm_config
+        self._is_output_rank = is_output_rank
+        self._model: Any = None
+        self._embed: Callable[[Sequence[int]], Any] | None = None
+        self.hrad: Hrad | None = None
+        self.runner: HradRunner | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this worker predicts."""
+        return self.runner is not None
+
+    @property
+    def feature_hook(self) -> FeatureHook | None:
+        """The hook that records each step's features; None without a predictor."""
+        return self.runner.feature_hook if self.runner else None
+
+    def counts(self) -> dict[str, float]:
+        """Return the counters by name; none without a predictor."""
+        return asdict(self.runner.counts) if self.runner else {}
+
+    def configure(self, directory: Path | None) -> None:
+        """Use the predictor in this directory from now on, or none; raise if it does not fit, and keep the old one."""
+        hrad, runner = None, None
+        if directory is not None:
+            hrad = read_hrad(directory)
+            check_features(self._vllm_config, hrad.card.num_layers, hrad.card.hidden_len)
+            if self._model is not None:
+                runner = self._attach(hrad)
+        if self.runner is not None:
+            self.runner.feature_hook.close()
+        self.hrad, self.runner = hrad, runner
+
+    def load_model(self, model: Any) -> None:
+        """Attach the predictor to the target, which is loaded now; raise if it does not fit."""
+        self._model = model
+        if self.hrad is not None:
+            self.runner = self._attach(self.hrad)
+
+    def predict(self, rows: Sequence[BatchRow], asked: Sequence[int]) -> dict[int, AcceptanceHint]:
+        """Predict the next window of those rows of the last step that are `asked` for."""
+        if self.runner is None:
+            return {}
+        return self.runner.predict([row.tokens[len(row.tokens) - row.num_new :].tolist() for row in rows], asked)
+
+    def _attach(self, hrad: Hrad) -> HradRunner | None:
+        if self._embed is None:
+            self._embed = embedder(self._vllm_config, self._model, is_kept=self._is_output_rank)
+        if not self._is_output_rank:
+            return None
+        return HradRunner(hrad, FeatureHook(self._model, hrad.card.num_layers, self._embed))
+
+
 def _product(one: _Array, other: _Array) -> _Array:
-    """A matrix product on the target's own threads, which are idle now.
+    """Multiply matrices on the target's own threads, which are idle now.
 
     NumPy would start threads on the cores of the draft, and both would slow each other down.
     """

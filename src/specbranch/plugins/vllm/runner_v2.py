@@ -1,11 +1,11 @@
-"""Between vLLM's Model Runner V2 and the proposer: texts from the device, drafts to all ranks.
+"""vLLM's speculator for Model Runner V2: texts from the device, drafts to all ranks.
 
-V2 keeps texts on its device and takes drafts as a tensor, with as many places in every row. A place without a draft
-holds the last sampled token, as with vLLM's own n-gram speculator; it is verified like any other. Where vLLM asks for
-lengths (without asynchronous scheduling, or with adaptive verification) such places are left out.
+V2 keeps texts on its device and takes drafts as a tensor, with the same number of places in every row. A place without
+a draft holds the last sampled token, as with vLLM's own n-gram speculator; it is verified like any other. Where vLLM
+asks for lengths (without asynchronous scheduling, or with adaptive verification) such places are left out.
 
-For sampled rows the ranks also get what draft tokens were drawn from. Without it all of them are verified as certain,
-which is as exact, whatever they were drawn from.
+For sampled rows the ranks also get the distributions that draft tokens were sampled from. Without them all tokens are
+verified as certain, which is as exact.
 """
 
 from __future__ import annotations
@@ -16,17 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from specbranch.core.distribution import Distribution, RequestSampling
+from specbranch.core.distribution import RequestSampling
+from specbranch.core.round import Draft
 from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import Array, StepInfo
 from specbranch.plugins.vllm.hidden_states import FeatureError
-from specbranch.plugins.vllm.proposer import SpecBranchProposer
-from specbranch.plugins.vllm.runner_v2_device import WIDTH, Array, DraftLogits, HostTokens, copier_for, has_room, pack
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.proposer import BatchDrafter
+from specbranch.plugins.vllm.runner_v2_device import (
+    MAX_BYTES,
+    WIDTH,
+    DraftLogits,
+    HostTokens,
+    copier_for,
+    has_room,
+    pack,
+)
+from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 
 log = logging.getLogger(__name__)
 
-_NOTHING = -1  # a place without a draft, until all ranks have the drafts
-_CONFIDENCE = 0.9  # in a drafted token; the service does not tell its own
+_NOTHING = -1  # in a place without a draft, until all ranks have the drafts
+_CONFIDENCE = 0.9  # in a drafted token; the service does not send its own
 
 
 class Speculator:
@@ -37,58 +47,63 @@ class Speculator:
     def __init__(self, vllm_config: Any, device: Any, req_states: Any) -> None:
         import torch
 
-        self._proposer = SpecBranchProposer(vllm_config)
+        self._core = BatchDrafter(vllm_config, read_settings(compat.own_config(vllm_config)))
         compat.check_context_parallelism(vllm_config)
-        compat.wrap_runners()  # all ranks look how requests sample
-        self._is_output_rank = compat.is_output_rank()
+        compat.wrap_runners()  # on all ranks: each reads how requests sample
         self._device = device
         self._states = req_states
         self._runner: Any = None
         self._lens: dict[str, int] = {}  # of the last drafts, by request
         self._has_failed = False
         self.num_speculative_steps = compat.num_speculative_tokens(vllm_config)
-        self._all_slots = torch.arange(req_states.max_num_reqs, device=device)
         self._back = torch.arange(self.num_speculative_steps + 2, 0, -1, device=device)
         num_slots, max_len = req_states.max_num_reqs, req_states.max_model_len
         num_news = num_slots * (self.num_speculative_steps + 4)
-        self._link = copier_for(device, max(max_len, num_news), num_slots * self.num_speculative_steps * (1 + WIDTH))
-        self.draft_logits: Any = None  # of the drafts that vLLM verifies next; None: all of them are certain
+        self._copier = copier_for(device, max(max_len, num_news), num_slots * self.num_speculative_steps * (1 + WIDTH))
+        self.draft_logits: Any = None  # of the drafts that vLLM verifies next; None if all of them are certain
         self._logits: DraftLogits | None = None
         self._vocab_len = compat.vocab_len(vllm_config)
         size = num_slots, self.num_speculative_steps, self._vocab_len
-        if self._proposer.uses_rejection and has_room(*size):
+        if self._core.uses_rejection and has_room(*size):
             self._logits = DraftLogits(*size, device)
-        elif self._proposer.uses_rejection:
-            log.info("draft tokens are proposed as certain: what they are drawn from would take too much memory")
+        elif self._core.uses_rejection:
+            log.info(
+                "draft tokens are proposed as certain: the distributions that they are sampled from would take more "
+                "than %d MB; for sampled ones lower max_num_seqs or num_speculative_tokens",
+                MAX_BYTES >> 20,
+            )
         self._texts = HostTokens(num_slots, max_len, self._whole_text)
         self.enable_adaptive_verification = compat.has_adaptive_verification(vllm_config)
         self.draft_token_confidence_probs = torch.zeros(num_slots, self.num_speculative_steps, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """There is nothing to capture."""
+        """Do nothing: there is no graph to capture."""
 
     def capture(self) -> None:
-        """There is nothing to capture."""
+        """Do nothing: there is no graph to capture."""
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Take other settings from now on."""
+        """Use other settings from now on; raise for a trained predictor, which V1 alone can feed."""
+        import torch
+
         if settings.trained_predictor is not None:
             raise FeatureError(
                 "a trained predictor needs vLLM's Model Runner V1; set `runner` to 'v1' and restart vLLM"
             )
         self.draft_logits = None  # first, on all ranks: only one of them can fail below
         if self._logits is not None:
-            self._logits.write_certain(self._all_slots, self._states.draft_tokens)
-        self._proposer.configure(settings)
+            all_slots = torch.arange(self._states.max_num_reqs, device=self._device)
+            self._logits.write_certain(all_slots, self._states.draft_tokens)
+        self._core.configure(settings)
 
     def counts(self) -> dict[str, float]:
-        """The proposer's counters."""
-        return self._proposer.counts()
+        """Return the counters since the settings last changed."""
+        return self._core.counts()
 
-    def on_step_scheduled(self, model_runner: Any, news: compat.StepInfo) -> None:
-        """The runner is about to run a step with this news. Never raises."""
+    def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
+        """Remember the runner, which is about to run a step with this news. Never raise."""
         self._runner = model_runner
-        self._proposer.on_step_scheduled(None, news)
+        self._core.on_step_scheduled(news)
 
     def trim_drafts(self, draft_token_ids: Any) -> Any:
         """Shorten the drafts that the scheduler asks for to the places that are filled."""
@@ -113,24 +128,24 @@ class Speculator:
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Drafts for every row # [rows, places]. Equal on all ranks; never raises on one of them only.
+        """Return drafts for every row # [rows, places], equal on all ranks. Never raise on one of them only.
 
-        `num_speculative_tokens`: how many places vLLM will verify at this load.
+        `num_speculative_tokens` is how many places vLLM will verify at this load.
         """
         import torch
 
         num_rows, slots = input_batch.num_reqs, input_batch.idx_mapping
-        most = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        max_len = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         is_warmup = compat.is_warmup(input_batch.req_ids)
-        if dummy_run or is_warmup or not most:
+        if dummy_run or is_warmup or not max_len:
             self._lens = {}
             drafts = torch.zeros(num_rows, self.num_speculative_steps, dtype=torch.int64, device=self._device)
             if is_warmup and not dummy_run and self._logits is not None:
                 self._logits.write_certain(slots, drafts)
             return drafts
-        is_sampled, samplings = self._look(input_batch)
-        if self._is_output_rank:
-            packed = self._link.send(self._ask(input_batch, num_sampled, most, samplings))
+        is_sampled, samplings = self._read_samplings(input_batch)
+        if self._core.is_output_rank:
+            packed = self._copier.send(self._packed_drafts(input_batch, num_sampled, max_len, samplings))
         else:
             shape = num_rows, self.num_speculative_steps, 1 + WIDTH if samplings else 1
             packed = torch.empty(shape, dtype=torch.int64, device=self._device)
@@ -144,67 +159,64 @@ class Speculator:
             self._logits.write(slots, drafts, packed[..., 1:])
             self.draft_logits = self._logits.values
         elif self._logits is not None and is_sampled:
-            # A row may be left out of the next steps, and be verified in one that has drawn tokens.
+            # A row may be left out of the next steps, and be verified in one that has sampled tokens.
             self._logits.write_certain(slots, drafts)
         return drafts
 
-    def _look(self, input_batch: Any) -> tuple[bool, dict[int, RequestSampling]]:
-        """Whether any row samples, and how those do whose draft tokens may be drawn by chance: equal on all ranks."""
-        if self._logits is None or self._runner is None or not self._proposer.uses_rejection:
+    def _read_samplings(self, input_batch: Any) -> tuple[bool, dict[int, RequestSampling]]:
+        """Return whether any row is sampled, and how those are that may get sampled tokens: equal on all ranks."""
+        if self._logits is None or self._runner is None or not self._core.uses_rejection:
             return False, {}
         if not compat.is_any_sampled(self._runner, input_batch):
             return False, {}
         return True, compat.samplings(self._runner, input_batch, self._vocab_len)
 
-    def _ask(self, input_batch: Any, num_sampled: Any, most: int, samplings: Mapping[int, RequestSampling]) -> Array:
-        """What the proposer has for every row; nothing if anything fails, for the other ranks wait for an answer."""
-        drafts: list[list[int]] = [[] for _ in input_batch.req_ids]
+    def _packed_drafts(
+        self, input_batch: Any, num_sampled: Any, max_len: int, samplings: Mapping[int, RequestSampling]
+    ) -> Array:
+        """Draft for every row; return no drafts if anything fails, because the other ranks wait for an answer."""
+        drafts = [Draft([]) for _ in input_batch.req_ids]
         packed: Array | None = None
-        if self._proposer.is_on:
+        if self._core.is_on:
             try:
-                drafts = [draft[:most] for draft in self._drafts(input_batch, num_sampled, samplings)]
-                sampled_from = {row: known[:most] for row, known in self._proposer.sampled_from.items()}
-                packed = self._packed(drafts, samplings, sampled_from)
+                found = self._drafts(input_batch, num_sampled, samplings)
+                drafts = [Draft(draft.tokens[:max_len], draft.sampled_from[:max_len]) for draft in found]
+                packed = self._pack(drafts, samplings)
             except Exception:
-                drafts = [[] for _ in input_batch.req_ids]
+                drafts = [Draft([]) for _ in input_batch.req_ids]
                 if not self._has_failed:
                     log.exception("drafting failed; such steps go without drafts. Logged once")
                 self._has_failed = True
-        self._lens = {name: len(draft) for name, draft in zip(input_batch.req_ids, drafts, strict=True)}
-        return self._packed(drafts, samplings, {}) if packed is None else packed
+        self._lens = {name: len(draft.tokens) for name, draft in zip(input_batch.req_ids, drafts, strict=True)}
+        return self._pack(drafts, samplings) if packed is None else packed
 
-    def _packed(
-        self,
-        drafts: Sequence[Sequence[int]],
-        samplings: Mapping[int, RequestSampling],
-        sampled_from: Mapping[int, Sequence[Distribution | None]],
-    ) -> Array:
-        """Drafts, and what they were drawn from if any row is verified by that # [rows, places, 1 or 1 + WIDTH]."""
-        answer = np.full((len(drafts), self.num_speculative_steps), _NOTHING, dtype=np.int64)
+    def _pack(self, drafts: Sequence[Draft], samplings: Mapping[int, RequestSampling]) -> Array:
+        """Pack drafts, with their distributions if any row is verified by these # [rows, places, 1 or 1 + WIDTH]."""
+        places = np.full((len(drafts), self.num_speculative_steps), _NOTHING, dtype=np.int64)
         for row, draft in enumerate(drafts):
-            answer[row, : len(draft)] = draft
-        return pack(answer, samplings, sampled_from) if samplings else answer[..., None]
+            places[row, : len(draft.tokens)] = draft.tokens
+        if not samplings:
+            return places[..., None]
+        sampled_from = {row: draft.sampled_from for row, draft in enumerate(drafts) if any(draft.sampled_from)}
+        return pack(places, samplings, sampled_from)
 
-    def _drafts(self, input_batch: Any, num_sampled: Any, samplings: Mapping[int, RequestSampling]) -> list[list[int]]:
-        names, slots = input_batch.req_ids, input_batch.idx_mapping_np
-        if self._runner is not None:
-            self._proposer.on_step_scheduled(compat.in_the_form_of_v1(self._runner, names, slots), compat.StepInfo())
-        sampled: list[list[int]] = []
-        texts: dict[int, Array] = {}
-        news = self._link.fetch(self._news(input_batch.idx_mapping, num_sampled))
-        for row, (num_new, length, *last) in enumerate(news.tolist()):
-            new = last[len(last) - num_new :]
-            sampled.append(new)
-            if new:
-                before = last[len(last) - num_new - 1]
-                texts[row] = self._texts.extend(int(slots[row]), names[row], length, before, np.array(new, np.int32))
-        return self._proposer.draft_rows(sampled, texts, samplings)
+    def _drafts(self, input_batch: Any, num_sampled: Any, samplings: Mapping[int, RequestSampling]) -> list[Draft]:
+        names, slots = input_batch.req_ids, input_batch.idx_mapping_np.tolist()
+        texts: list[tuple[Array, int]] = []
+        news = self._copier.fetch(self._news(input_batch.idx_mapping, num_sampled))
+        for name, slot, (num_new, length, *last) in zip(names, slots, news.tolist(), strict=True):
+            text = np.empty(0, np.int32)
+            if num_new:
+                new = np.array(last[len(last) - num_new :], np.int32)
+                text = self._texts.extend(slot, name, length, last[len(last) - num_new - 1], new)
+            texts.append((text, num_new))
+        return self._core.propose(compat.v2_rows(self._runner, names, slots, texts, samplings))
 
     def _news(self, slots: Any, num_sampled: Any) -> Any:
-        """On the device: what a step added to each row # [rows, 2 + window].
+        """Collect on the device what a step has added to each row # [rows, 2 + window].
 
-        The number of new tokens, the length of the text, and a window of its last tokens: at least one that was there
-        before the step.
+        That is the number of new tokens, the length of the text, and a window of its last tokens, at least one of which
+        was there before the step.
         """
         import torch
 
@@ -214,4 +226,4 @@ class Speculator:
         return torch.cat([num_sampled[:, None], lengths, window], dim=1).to(torch.int32)
 
     def _whole_text(self, slot: int, length: int) -> Array:
-        return self._link.fetch(self._states.all_token_ids.gpu[slot, :length])
+        return self._copier.fetch(self._states.all_token_ids.gpu[slot, :length])

@@ -1,7 +1,7 @@
 """What Model Runner V2 keeps on its device: texts, draft logits and copies. Its CUDA half has not run on a GPU.
 
-V2 divides these logits by the request's temperature, and tests the draft tokens of sampled rows by them. A place that
-was not drawn by chance has all weight on its token. The rows of a slot are read until its next drafts are written.
+V2 divides these logits by the request's temperature, and verifies the draft tokens of sampled rows by them. A place
+whose token was not sampled has all weight on that token. V2 reads the rows of a slot until its next drafts are written.
 
 The form for CUDA has not been run: it was written by reading, on a machine without a GPU.
 """
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from specbranch.core.distribution import MAX_IDS, Distribution, RequestSampling
+from specbranch.plugins.vllm.compat import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 MAX_BYTES = 256 << 20  # of logits that are kept for a runner
 WIDTH = 2 * MAX_IDS  # numbers for a place: ids, and the bits of their logits
 _OWN = -1  # in place of ids: the token that the place has, whichever it is
@@ -24,18 +24,18 @@ _OWN = -1  # in place of ids: the token that the place has, whichever it is
 class HostTokens:
     """The tokens of every request, by its slot in the runner's states.
 
-    `whole` reads a text from the device: from this slot, of this length. It is used for a request that is new, and
+    `whole` reads a text from the device: from this slot, of this length. It is called for a request that is new, and
     wherever a step was missed.
     """
 
     def __init__(self, num_slots: int, max_len: int, whole: Callable[[int, int], Array]) -> None:
-        self._table = np.zeros((num_slots, max_len), dtype=np.int32)  # memory is taken where tokens are written
+        self._table = np.zeros((num_slots, max_len), dtype=np.int32)  # takes memory where tokens are written
         self._lens = [0] * num_slots
         self._names = [""] * num_slots
         self._whole = whole
 
     def extend(self, slot: int, name: str, length: int, before: int, new: Array) -> Array:
-        """The text of the request of this name, now of this length, which ends with `new` after the token `before`."""
+        """Add `new` to a request's text, which follows the token `before`; return all of it, now of this length."""
         text = self._table[slot, :length]
         border = length - len(new)
         is_known = self._names[slot] == name and self._lens[slot] == border > 0 and text[border - 1] == before
@@ -48,7 +48,7 @@ class HostTokens:
 
 
 class DraftLogits:
-    """Rows over the vocabulary for every place of every slot. Memory is taken once, before vLLM measures what is left.
+    """Rows over the vocabulary for every place of every slot. It takes its memory before vLLM measures what is left.
 
     Nothing waits for the device here.
     """
@@ -57,12 +57,12 @@ class DraftLogits:
         import torch
 
         self.values = torch.full((num_slots, num_places, vocab_len), -torch.inf, device=device)
-        self._never = torch.tensor(-torch.inf, device=device)  # a number of the host would be waited for
+        self._never = torch.tensor(-torch.inf, device=device)  # a number of the host would make the device wait
         self._written = torch.zeros((num_slots, num_places, MAX_IDS), dtype=torch.int64, device=device)
         self._places = torch.arange(num_places, device=device)[None, :, None]
 
     def write(self, slots: Any, drafts: Any, packed: Any) -> None:
-        """The drafts of these slots # [rows, places], and what they were drawn from: of `pack`, without the tokens."""
+        """Write the drafts of these slots # [rows, places] with their distributions, as `pack` makes them."""
         import torch
 
         ids = packed[..., :MAX_IDS]
@@ -75,7 +75,7 @@ class DraftLogits:
         self._written[slots] = ids
 
     def write_certain(self, slots: Any, drafts: Any) -> None:
-        """The drafts of these slots # [rows, places], none of them drawn by chance; below 0: none."""
+        """Write the drafts of these slots # [rows, places], none of them sampled; a negative token is none."""
         import torch
 
         packed = torch.zeros((*drafts.shape, WIDTH), dtype=torch.int64, device=drafts.device)
@@ -84,14 +84,14 @@ class DraftLogits:
 
 
 def has_room(num_slots: int, num_places: int, vocab_len: int) -> bool:
-    """Whether the rows of so many places are small enough to be kept."""
+    """Return whether the rows of all places fit into the memory that we may take."""
     return 4 * num_slots * num_places * vocab_len <= MAX_BYTES
 
 
 def pack(
     answer: Array, samplings: Mapping[int, RequestSampling], sampled_from: Mapping[int, Sequence[Distribution | None]]
 ) -> Array:
-    """Drafts # [rows, places] with what they were drawn from # [rows, places, 1 + WIDTH], for all ranks.
+    """Pack drafts # [rows, places] with their distributions # [rows, places, 1 + WIDTH], for all ranks.
 
     `samplings` and `sampled_from` are those of rows by their index.
     """
@@ -131,7 +131,7 @@ class DeviceCopier(Protocol):
 
 
 class HostCopier:
-    """Copies that are waited for. On the CPU all tensors are in host memory, and nothing is ever under way."""
+    """Copies that block. On the CPU all tensors are in host memory, so there is nothing to wait for."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -149,8 +149,8 @@ class CudaCopier:
     """Pinned memory, a stream of its own and one event.
 
     The worker's thread sleeps on the event, so it holds neither the interpreter nor a core while the device samples.
-    No buffer is written too early: both ways begin behind all that the runner's stream has to do, the use of the last
-    answer included.
+    No buffer is written too early: both ways begin after all that the runner's stream has to do, which includes the use
+    of the last drafts.
     """
 
     def __init__(self, device: Any, max_fetched: int, max_sent: int) -> None:
@@ -191,5 +191,5 @@ class CudaCopier:
 
 
 def copier_for(device: Any, max_fetched: int, max_sent: int) -> DeviceCopier:
-    """The link to a device; the bounds are in values per call."""
+    """Make the copier for a device; the bounds are in values per call."""
     return CudaCopier(device, max_fetched, max_sent) if device.type == "cuda" else HostCopier(device)

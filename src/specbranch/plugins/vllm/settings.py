@@ -1,16 +1,16 @@
-"""Settings of the vLLM plugin, the arguments that carry them, and the limits of single requests.
+"""Settings of the vLLM plugin, the arguments that carry them, limits of single requests, and layouts of the target.
 
-Needs no vLLM, so that a caller can prepare the arguments before vLLM is imported.
+It needs no vLLM, so that a caller can prepare the arguments before vLLM is imported.
 
-A request says so in its sampling parameters' `extra_args`, over HTTP in `vllm_xargs`: `{"specbranch_gamma": 4}`. At 0
-it is not drafted for.
+A request limits its drafts in its sampling parameters' `extra_args`, over HTTP in `vllm_xargs`:
+`{"specbranch_gamma": 4}`. At 0 it is not drafted for.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -20,7 +20,7 @@ from specbranch.core.planners import SettingError, suggest
 from specbranch.errors import FlagError, SpecBranchError
 from specbranch.service.client.interface import DraftSettings
 
-log = logging.getLogger("vllm.specbranch")
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, to share its level and format
 
 PADS = ("auto", "on", "off")
 RUNNERS = ("v1", "v2", "auto")
@@ -29,6 +29,8 @@ METHOD = "custom_class"  # of `speculative_config`: vLLM's hook for proposers li
 PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
 SECTION = "specbranch"  # our key in vLLM's `additional_config`
 KEY = "specbranch_gamma"
+_ONE_PROCESS = "uni"
+_EVERY_RANK = "external_launcher"
 
 
 class RunnerError(SpecBranchError, ValueError):
@@ -41,9 +43,9 @@ class ProposerSettings(DraftSettings):
 
     `pad`: fill all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such
     graphs. `runner` is vLLM's model runner: `v2` has not been run on a GPU, and `auto` leaves the choice to vLLM.
-    `rule`: with `match`, the likeliest tokens are proposed and kept as often as the target would say them; with `auto`,
-    draft tokens of sampled requests are drawn by chance and tested against their probabilities, which is experimental
-    and for vLLM's V2 runner only.
+    `rule`: with `match`, the draft proposes its likeliest tokens, and the target keeps those that it samples itself;
+    with `auto`, the draft tokens of sampled requests are sampled too, and verified by their probabilities, which is
+    experimental and for vLLM's V2 runner only.
     """
 
     pad: str = "auto"
@@ -62,7 +64,7 @@ class ProposerSettings(DraftSettings):
 
 
 def read_settings(section: Any) -> ProposerSettings:
-    """Settings from our section of `additional_config`; an unknown name raises, with the nearest known one."""
+    """Read the settings of our section of `additional_config`; raise for an unknown name, and suggest a known one."""
     if not isinstance(section, Mapping):
         raise SettingError(f"additional_config['specbranch'] is {section!r}; give a table of settings")
     known = [one.name for one in fields(ProposerSettings)]
@@ -78,7 +80,7 @@ def read_settings(section: Any) -> ProposerSettings:
 
 
 def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:
-    """The settings that a command gives, and those of the user's own `additional_config`; both may not set the same."""
+    """Join a command's settings with those of the user's `additional_config`; raise if both set the same one."""
     theirs = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else additional_config
     if not isinstance(theirs, Mapping):
         raise FlagError(f"--additional-config has {theirs!r} for '{SECTION}'; give a table of settings")
@@ -89,9 +91,9 @@ def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> Proposer
 
 
 def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int = 8) -> dict[str, Any]:
-    """Arguments for `vllm.LLM(model, **arguments)`: `speculative_config` and `additional_config`.
+    """Return arguments for `vllm.LLM(model, **arguments)`: `speculative_config` and `additional_config`.
 
-    `num_speculative_tokens` is the most draft tokens that vLLM verifies per sequence and step.
+    `num_speculative_tokens` is the maximum of draft tokens that vLLM verifies per sequence and step.
     """
     return {
         "speculative_config": {
@@ -104,37 +106,12 @@ def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int =
 
 
 def settings_table(settings: ProposerSettings) -> dict[str, Any]:
-    """The settings as plain data, without those that are not set."""
+    """Return the settings as plain data, without those that are not set."""
     return {name: value for name, value in asdict(settings).items() if value is not None}
 
 
-class RequestLimits:
-    """The longest submission of each request that named one, by vLLM's id, while the request runs."""
-
-    def __init__(self) -> None:
-        self._longest: dict[str, int] = {}
-
-    def begin(self, limits: Mapping[str, int]) -> None:
-        """Take in what new requests ask for."""
-        self._longest.update(limits)
-
-    def end(self, names: Iterable[str]) -> None:
-        """Forget requests that have ended."""
-        if self._longest:
-            for name in names:
-                self._longest.pop(name, None)
-
-    def max_draft_tokens(self, name: str | None) -> int | None:
-        """The most draft tokens that a request takes at once; None if it has not said."""
-        return self._longest.get(name) if name is not None else None
-
-    def rows_without_drafts(self, names: Sequence[str | None]) -> list[int]:
-        """Rows whose requests want no drafts."""
-        return [row for row, name in enumerate(names) if self.max_draft_tokens(name) == 0] if self._longest else []
-
-
 def limit_of(sampling_params: Any) -> int | None:
-    """What a request's parameters say; None if nothing, or nothing that can be read."""
+    """Return the maximum of draft tokens that a request asks for; None if it names none, or none that can be read."""
     value = (getattr(sampling_params, "extra_args", None) or {}).get(KEY)
     if value is None or value is True:
         return None
@@ -151,3 +128,70 @@ def limit_of(sampling_params: Any) -> int | None:
 @functools.cache
 def _warn_of_value() -> None:
     log.warning("a request has a %s that is not a whole number of at least 0; it is ignored. Said once", KEY)
+
+
+class LayoutError(SpecBranchError, ValueError):
+    """Drafts would crash vLLM or change its output with this layout; the message says what to do instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of vLLM's parallel groups, and the name of its executor; None means vLLM's own choice.
+
+    `data` counts data-parallel engines on this machine. A group of tensor and pipeline ranks may span nodes.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    num_nodes: int = 1
+    executor: str | None = None
+
+    @classmethod
+    def of_arguments(cls, arguments: Mapping[str, Any]) -> ParallelLayout:
+        """Return the layout that arguments of `vllm.LLM` describe."""
+        return cls(
+            tensor=_size(arguments, "tensor_parallel_size"),
+            pipeline=_size(arguments, "pipeline_parallel_size"),
+            data=_size(arguments, "data_parallel_size"),
+            num_nodes=_size(arguments, "nnodes"),
+            executor=arguments.get("distributed_executor_backend"),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that the target uses on this machine; vLLM starts one worker for each."""
+        return max(1, self.tensor * self.pipeline // self.num_nodes) * self.data
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether vLLM runs the model inside its engine's process, if its engine is not a process of its own."""
+        return self.num_devices == 1 and self.executor in (None, _ONE_PROCESS)
+
+    def check_supported(self) -> None:
+        """Raise `LayoutError` if drafts cannot be used with this layout."""
+        if self.pipeline > 1:
+            raise LayoutError(
+                f"pipeline parallelism ({self.pipeline} stages) cannot be combined with drafts: vLLM's first stage "
+                "fails without a proposer, and its scheduler would verify drafts against the wrong tokens. Use "
+                "tensor parallelism (--tensor-parallel-size), or serve without a draft"
+            )
+        if self.executor == _EVERY_RANK and self.tensor > 1:
+            raise LayoutError(
+                f"the executor {_EVERY_RANK} runs a scheduler in each of the {self.tensor} ranks, and only one of them "
+                "would get drafts: their outputs would diverge. Use the executor mp or ray, or serve without a draft"
+            )
+        if self.executor == _ONE_PROCESS and self.tensor > 1:
+            raise LayoutError(
+                f"{self.tensor} workers cannot run in one process (executor {_ONE_PROCESS}); leave the executor to "
+                "vLLM, or use one worker"
+            )
+
+
+def _size(arguments: Mapping[str, Any], name: str) -> int:
+    value = arguments.get(name)
+    if value is None:
+        return 1
+    if not isinstance(value, int) or value < 1:
+        raise LayoutError(f"{name} is {value!r}; give a whole number of at least 1")
+    return value

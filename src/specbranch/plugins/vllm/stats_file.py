@@ -14,13 +14,15 @@ import secrets
 import stat
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from specbranch.private_files import ensure_runtime_directory, is_private, runtime_directory
-from specbranch.service.client.gate import Decision
+from specbranch.service.client.gate import Decision, Gate
+from specbranch.service.client.interface import DraftSettings, DraftSource
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,38 @@ class StatsFile:
         if len(body) <= _SIZE - _HEAD.size:
             frame = _HEAD.pack(len(body), zlib.crc32(body)) + body
             self._memory[: len(frame)] = frame
+
+
+class StatsPublisher:
+    """Counts the rows of one engine's proposer, and passes all its counters to the metrics endpoint."""
+
+    def __init__(self, file: StatsFile | None, max_draft_tokens: int) -> None:
+        self.file = file
+        self.lens = [0] * (max_draft_tokens + 1)  # rows by the number of draft tokens
+        self.skipped: Counter[str] = Counter()  # rows without drafts, by cause
+
+    def publish(
+        self, settings: DraftSettings, client: DraftSource | None, gate: Gate | None, counts: dict[str, float]
+    ) -> None:
+        """Write these counters and our own to the stats file, if there is one."""
+        if self.file is None:
+            return
+        self.file.publish(
+            PublishedStats(
+                model=self.file.model,
+                engine=self.file.engine,
+                address=settings.address,
+                keys=settings.keys,
+                namespace=client.namespace if client else b"",
+                is_lagging=client.is_lagging if client else False,
+                is_closed=gate is not None and not gate.was_open,
+                vocab_mismatch=client.vocab_mismatch if client else False,
+                counts=counts,
+                lens=self.lens,
+                asides=self.skipped,
+                gate=list(gate.decisions.values()) if gate else [],
+            )
+        )
 
 
 def begin_run() -> str:

@@ -1,32 +1,37 @@
-"""What a client does to a draft before the target sees it: check the vocabulary, draw sampled tokens again."""
+"""What a client does to drafts before the target sees them: check the vocabulary, cut them, resample sampled tokens."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from specbranch.core.distribution import TEXT_LEN, Distribution, inverse_cdf, seeded_uniform
+from specbranch.core.round import Draft
 from specbranch.engines.vocabulary import VocabFingerprint, fingerprint_mismatch
-from specbranch.service.wire.messages import Welcome
-from specbranch.service.wire.payloads import DrawnFrom
+from specbranch.service.client.interface import ClientCounts, SequenceUpdate
+from specbranch.service.wire.messages import Welcome, WireSampling
+from specbranch.service.wire.payloads import DrawnFrom, unpack_probs
 
 log = logging.getLogger(__name__)
 
 
 class VocabularyCheck:
-    """What is known of the draft at the other end. A target that says nothing of its own tokens takes every draft."""
+    """Compares the vocabulary of the service's draft with the target's; without a known one, takes any draft."""
 
     def __init__(self, target: VocabFingerprint) -> None:
         self._target = target
         self._has_target = target.size is not None or bool(target.hashes)
         self._compared: VocabFingerprint | None = None
         self._flaw: str | None = None
-        self._synced: tuple[str, str] | None = None  # the draft, and why it does not fit
+        self._logged: tuple[str, str] | None = None  # the draft, and why it does not fit
+        self._is_size_logged = False
         self.is_known = not self._has_target
         self.is_mismatch = False
 
     def update(self, welcome: Welcome) -> None:
-        """Compare the draft that this is from. A draft that does not fit is told of once."""
+        """Compare with the draft that this message describes, and log once if it does not fit."""
         if not self._has_target:
             return
         draft = VocabFingerprint(welcome.vocab_len, welcome.vocab_fingerprint)
@@ -34,11 +39,12 @@ class VocabularyCheck:
             self._compared, self._flaw = draft, fingerprint_mismatch(self._target, draft)
         self.is_known, self.is_mismatch = True, self._flaw is not None
         if self._flaw is None:
-            if self._synced is not None:
+            if self._logged is not None:
                 log.info("the draft service now runs %.200r, which has the target's vocabulary", welcome.model)
-            self._synced = None
-        elif self._synced != (welcome.model, self._flaw):
-            self._synced = (welcome.model, self._flaw)
+            self._logged = None
+            self._log_larger_size(welcome)
+        elif self._logged != (welcome.model, self._flaw):
+            self._logged = (welcome.model, self._flaw)
             log.warning(
                 "nothing is drafted: the draft %.200r has another vocabulary than the target: %s, and start the draft "
                 "service with it; the target can go on running",
@@ -47,34 +53,92 @@ class VocabularyCheck:
             )
 
     def reset(self) -> None:
-        """The connection is gone; whoever comes next may be another."""
+        """Forget the draft after the connection was lost: another service may answer next."""
         self.is_known, self.is_mismatch = not self._has_target, False
+
+    def _log_larger_size(self, welcome: Welcome) -> None:
+        """Log once if the draft may propose tokens that the target does not have."""
+        vocab_len = self._target.size
+        if vocab_len is not None and welcome.vocab_len > vocab_len and not self._is_size_logged:
+            self._is_size_logged = True
+            log.warning(
+                "the draft %r has a vocabulary of %d tokens, the target one of %d; drafts are cut before tokens that "
+                "the target does not have",
+                welcome.model,
+                welcome.vocab_len,
+                vocab_len,
+            )
+
+
+class DraftFilter:
+    """Turns what a service proposes into drafts that the target can verify."""
+
+    def __init__(self, vocab_len: int | None, counts: ClientCounts) -> None:
+        self._vocab_len = vocab_len
+        self._counts = counts
+
+    def apply(
+        self, row: SequenceUpdate, proposed: Sequence[int], packed: bytes, sampling: WireSampling | None
+    ) -> Draft:
+        """Cut a proposal to what the row and the target take; resample its sampled tokens if the row allows any.
+
+        `packed` holds the distributions that the service has sampled from, or nothing.
+        """
+        tokens: Sequence[int] = proposed[: row.max_draft_tokens]
+        sampled_from: DrawnFrom = ()
+        if packed and sampling is not None:
+            try:
+                sampled_from = unpack_probs(packed, len(proposed))[: len(tokens)]
+            except ValueError:
+                self._counts.refused += 1  # and its tokens are proposals like any others
+            else:
+                end = row.tokens[-TEXT_LEN:]
+                text = end.tolist() if isinstance(end, np.ndarray) else end
+                tokens, sampled_from = resample_draft(
+                    text, len(row.tokens), tokens, sampled_from, sampling.seed, self._vocab_len
+                )
+                self._counts.sampled += sum(q is not None for q in sampled_from)
+        if self._vocab_len is not None and any(token >= self._vocab_len for token in tokens):
+            tokens = self._known_tokens(tokens, self._vocab_len)
+        return Draft(list(tokens), sampled_from[: len(tokens)])
+
+    def _known_tokens(self, tokens: Sequence[int], vocab_len: int) -> Sequence[int]:
+        """Cut a draft before the first token that the target does not have; count it, and log the first one."""
+        position = next(position for position, token in enumerate(tokens) if token >= vocab_len)
+        if not self._counts.unknown_token:
+            log.warning(
+                "the draft service proposed token %d, which the target does not have; such drafts are cut. "
+                "Was it started with a draft model for this target?",
+                tokens[position],
+            )
+        self._counts.unknown_token += 1
+        return tokens[:position]
 
 
 def resample_draft(
     text: Sequence[int], length: int, draft: Sequence[int], sampled_from: DrawnFrom, seed: int, vocab_len: int | None
 ) -> tuple[list[int], list[Distribution | None]]:
-    """A draft whose tokens are drawn here, from the distributions that came with it, and those distributions.
+    """Sample a draft's tokens again from the distributions that came with it; return it with those distributions.
 
-    `text` is the end of the sequence, `length` how long it is in all. Tokens that were not drawn by chance stay, as
-    long as all before them do: the draft ends behind a token that falls out otherwise here than there.
+    `text` is the end of the sequence, `length` the length of all of it. Tokens that were not sampled stay. The draft
+    ends after the first token that comes out otherwise than at the service, because the rest continues another text.
     """
     text = list(text[-TEXT_LEN:])
     tokens: list[int] = []
     used: list[Distribution | None] = []
-    for told, one in zip(draft, sampled_from, strict=True):
-        q = _within(one, vocab_len) if one else None
-        token = told if q is None else q.ids[inverse_cdf(q.probs, seeded_uniform(seed, length + len(tokens), text))]
+    for proposed, one in zip(draft, sampled_from, strict=True):
+        q = _restrict(one, vocab_len) if one else None
+        token = proposed if q is None else q.ids[inverse_cdf(q.probs, seeded_uniform(seed, length + len(tokens), text))]
         tokens.append(token)
         used.append(q)
         text.append(token)
-        if token != told:
+        if token != proposed:
             break
     return tokens, used
 
 
-def _within(q: Distribution, vocab_len: int | None) -> Distribution | None:
-    """A distribution over the tokens that the target has; None if it has none of them."""
+def _restrict(q: Distribution, vocab_len: int | None) -> Distribution | None:
+    """Restrict a distribution to the tokens that the target has; None if it has none of them."""
     if vocab_len is None or all(token < vocab_len for token in q.ids):
         return q
     kept = [index for index, token in enumerate(q.ids) if token < vocab_len]

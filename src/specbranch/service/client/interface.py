@@ -1,4 +1,4 @@
-"""What every source of drafts offers a target: settings, options, counters, and the rows of a step."""
+"""What a source of drafts is to a target: its settings and options, the rows that it is asked for, and its counters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from specbranch.core.distribution import Distribution, RequestSampling
+from specbranch.core.distribution import RequestSampling
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.core.planners.predictors import CONSTANTS
-from specbranch.core.round import AcceptanceHint
+from specbranch.core.round import AcceptanceHint, Draft
 from specbranch.engines.models import local_model
 from specbranch.extensions import load_planners
 from specbranch.hrad.network import read_hrad_card
@@ -29,18 +29,18 @@ from specbranch.service.wire.payloads import Tokens
 
 log = logging.getLogger(__name__)
 
-_STEP_SHARE = 0.5  # of a step of the target, for an answer that must be asked for; most are there before
-_PACE = 0.1  # of following the target's steps
-_MIN_WAIT_S = 0.005  # an answer that must be asked for takes a fraction of a millisecond on a quiet machine
+_STEP_SHARE = 0.5  # of the target's step time: the longest wait for a reply; most drafts were pushed before
+_SMOOTHING = 0.1  # the weight of the newest step in the target's step time
+_MIN_WAIT_S = 0.005  # a reply takes a fraction of a millisecond on a quiet machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
     """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
 
-    `address` may be a list, of services with the same draft and the same keys: they share the load.
+    `address` may be a list of services with the same draft and the same keys, which share the load.
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal sequences. `is_gated`: no drafts at loads where they were measured not to pay.
+    share drafts for equal sequences. `is_gated`: do not draft at loads where drafts were measured not to pay.
     `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
     """
 
@@ -59,15 +59,16 @@ class DraftSettings:
         return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
     def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
-        """Options for the client; `gamma` is the most draft tokens per step, unless the settings name another number.
+        """Make the client's options; raise if the settings are wrong.
 
-        `vocab_len` and `vocab_fingerprint` are the target's; a caller that only checks the settings has none.
+        `gamma` is the maximum of draft tokens per step, unless the settings name another number. `vocab_len` and
+        `vocab_sample` are the target's; a caller that only checks the settings has none.
         """
         load_planners()
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)
-        planner = make_planner(self.planner, settings, CONSTANTS["confidence"])  # raises for what would be refused
+        planner = make_planner(self.planner, settings, CONSTANTS["confidence"])  # raises if the service would refuse it
         trained = self.trained_predictor
         if trained is not None and not trained.is_dir():
             hint = suggest(self.predictor, list(CONSTANTS))
@@ -89,7 +90,7 @@ class DraftSettings:
 
 
 def _check_window(directory: Path, gamma: int) -> None:
-    """Raise if a predictor was trained for windows of another length: its "all" would not mean all of gamma tokens."""
+    """Raise if a predictor was trained for windows of another length: its "all" would not mean all `gamma` tokens."""
     window = read_hrad_card(directory).window
     if window != gamma:
         raise SettingError(
@@ -99,7 +100,7 @@ def _check_window(directory: Path, gamma: int) -> None:
 
 
 def client_keys(directory: str | None) -> ClientKeys | None:
-    """The client's part of a directory of keys."""
+    """Return the client's keys in a directory."""
     if directory is None:
         return None
     return ClientKeys(Path(directory) / "client.key_secret", Path(directory) / "service.key")
@@ -107,15 +108,15 @@ def client_keys(directory: str | None) -> ClientKeys | None:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """One sequence after an engine step: all its tokens, how many are new, how many drafted ones had been submitted.
+    """One sequence after an engine step: all its tokens, how many are new, and how many draft tokens were verified.
 
-    An engine that does not know the last may leave it out: then it is what the client proposed for this sequence.
-    `hint` is what the target foresees for the tokens that come next, if it has looked. `name` is the engine's own
-    name for the sequence, under which it only grows: the cost of a call is then that of the tokens since the last one,
-    not of the whole sequence. `sampling`: the engine tests draft tokens by what they were drawn from (`sampled_from`),
-    so they may be drawn by chance; for sequences with a name only. Without a seed of its own a sequence gets a random
-    one. `max_draft_tokens`: the most draft tokens that are wanted. `has_recurring_noise`: the tokens are sampled with
-    random numbers that may come again, so nothing of them may help to draft another sequence.
+    An engine that does not know `num_submitted` may leave it out: then it is the length of the client's last draft.
+    `hint` is what the target predicts for the next tokens. `name` is the engine's own name for the sequence, under
+    which it only grows: a call then costs the tokens since the last one, and not the whole sequence. `sampling`: the
+    engine verifies draft tokens by the distributions that they were sampled from (`Draft.sampled_from`), so they may be
+    sampled; only for sequences with a name. Without a seed of its own a sequence gets a random one. `max_draft_tokens`
+    is the maximum that the engine wants. `has_recurring_noise`: the random numbers that sampled the tokens may recur,
+    so the tokens must not help to draft another sequence.
     """
 
     tokens: Tokens
@@ -130,15 +131,15 @@ class SequenceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Where the service is, how long to wait for it, and which planner it shall use for us.
+    """Where the service is, how long to wait for it, and which planner it uses for us.
 
-    `address` may be several, of services with the same draft and the same keys (`pool.draft_client`). Clients that were
-    given the same `namespace` share drafts for equal sequences; without one a random one is made. `step_share`: an
-    answer may take this part of the target's step at most, as steps were told (`propose`, `is_pure_decode_step`), and
-    never more than `deadline_s`; None for planners that let the target wait on purpose. `vocab_len` is how many tokens
-    the target has. An engine fails at one beyond, so drafts are cut before it; without a number the caller has to see
-    to that. `vocab_fingerprint` is of the target's tokens (`vocabulary.read_fingerprint`). A draft with another
-    vocabulary is not used; without a sample on both sides, sizes are compared.
+    `address` may be several, of services with the same draft and the same keys (`pool.draft_client`). Clients with the
+    same `namespace` share drafts for equal sequences; without one the client makes a random one. `step_share` bounds
+    the wait for a reply to this part of the target's step time, as known from `propose`, and never above `deadline_s`;
+    it is None for planners that let the target wait on purpose. `vocab_len` is how many tokens the target has. An
+    engine fails at a token beyond, so drafts are cut before it; without a number the caller has to do that.
+    `vocab_fingerprint` is of the target's tokens (`vocabulary.read_fingerprint`). A draft with another vocabulary is
+    not used; where a side has no fingerprint, sizes are compared.
     """
 
     address: str | Sequence[str]
@@ -161,21 +162,21 @@ class ClientCounts:
     answered: int = 0
     timeouts: int = 0
     unreachable: int = 0
-    not_waited: int = 0  # told the service, did not wait for it
+    not_waited: int = 0  # calls that sent a step and did not wait for the reply
     late: int = 0
-    prefetched: int = 0  # rows whose answer was here before they asked
-    sampled: int = 0  # draft tokens that were drawn by chance
+    prefetched: int = 0  # rows whose draft was pushed before their verdict
+    sampled: int = 0  # draft tokens sampled from a distribution
     refused: int = 0
     unknown_token: int = 0  # drafts cut before a token that the target does not have
     other_vocab: int = 0  # calls without drafts, because the draft has another vocabulary
     oversized: int = 0  # rows that were not sent: more tokens than a message may have
     faults: int = 0
     opened: int = 0
-    rerouted: int = 0  # sequences that went on at another service
+    rerouted: int = 0  # sequences that moved to another service
     wait_s: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """The counters by name; asked for at every step."""
+        """Return the counters by name; the proposer publishes them at every step."""
         return dict(zip(self.__slots__, _COUNTS(self), strict=True))
 
 
@@ -183,23 +184,22 @@ _COUNTS = attrgetter(*ClientCounts.__slots__)
 
 
 class DraftSource(ABC):
-    """Asks for drafts for one target. One thread at a time may use it; a forked process gets nothing from it."""
+    """Gets drafts for one target. One thread at a time may use it; a forked process gets nothing from it."""
 
     def __init__(
         self,
         options: ClientOptions,
-        told: SyncedSequences | None = None,
+        synced: SyncedSequences | None = None,
         counts: ClientCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._clock = clock
         self._namespace = options.namespace or os.urandom(16)
-        self._returned_s: float | None = None  # when the last call of `propose` ended
-        self._synced = told or SyncedSequences()
+        self._synced = synced or SyncedSequences()
         self._step_s: float | None = None  # of the target, smoothed
+        self._waited_s = 0.0  # in the last call of `propose`
         self.counts = counts or ClientCounts()
-        self.sampled_from: list[list[Distribution | None]] = []  # of the last call: by row, by token
 
     @property
     def namespace(self) -> bytes:
@@ -209,7 +209,7 @@ class DraftSource(ABC):
     @property
     @abstractmethod
     def is_lagging(self) -> bool:
-        """Whether nobody answers in time any more."""
+        """Whether no service answers in time any more."""
 
     @property
     @abstractmethod
@@ -218,73 +218,65 @@ class DraftSource(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the connection; nothing that is still queued is waited for."""
+        """Close the connection and drop what is still queued."""
 
     @abstractmethod
     def is_owner_process(self) -> bool:
-        """Whether this process made the connection."""
+        """Return whether this process made the connection."""
 
     @abstractmethod
-    def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[list[int]] | None:
-        """Tokens to submit for every row, until then; None if there are none."""
+    def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:
+        """Return a draft for every row by `end_s`; None if there are none."""
 
     @abstractmethod
     def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
-        """Send sequences that the target begins to read."""
+        """Send sequences that the target begins to prefill."""
 
-    def propose(self, rows: Sequence[SequenceUpdate], is_pure_decode_step: bool = False) -> list[list[int]]:
-        """Tokens to submit for every row; empty lists where there are none in time. Never raises.
+    def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
+        """Send the verdicts of a step and return a draft for every row, empty where none came in time. Never raise.
 
-        `is_pure_decode_step`: the engine's step since the last call has decoded these rows and nothing else, so that
-        its time tells what verifying costs.
+        `step_s` is the time since the last call, if the engine has run one step since then, which decoded these rows
+        and nothing else.
         """
-        nothing: list[list[int]] = [[] for _ in rows]
-        self.sampled_from = [[] for _ in rows]
         if not self.is_owner_process():
-            return nothing
+            return [Draft([]) for _ in rows]
         self.counts.calls += 1
         start_s = self._clock()
-        step_s = start_s - self._returned_s if is_pure_decode_step and self._returned_s is not None else 0.0
-        self._update_step_time(step_s)
+        # The service learns what verifying costs, so what the last call has waited for drafts does not count.
+        engine_s = max(step_s - self._waited_s, 0.0) if step_s is not None else 0.0
+        end_s = start_s + self._reply_timeout_s(engine_s)
+        found = None
         try:
-            step_us = int(1e6 * step_s)
-            found = self._propose(rows, start_s + self._reply_timeout_s(), step_us if step_us <= MAX_STEP_US else 0)
+            step_us = int(1e6 * engine_s)
+            found = self._propose(rows, end_s, step_us if step_us <= MAX_STEP_US else 0)
         except Exception:
             self.counts.faults += 1
-            log.exception("draft client failed; this step goes without drafts")
-            found = None
-        finally:
-            self._returned_s = self._clock()
-            self.counts.wait_s += self._returned_s - start_s
-        if found is None:
-            self.sampled_from = [[] for _ in rows]
-            return nothing
-        self.sampled_from = [drawn[: len(draft)] for drawn, draft in zip(self.sampled_from, found, strict=True)]
-        return found
+            log.exception("the draft client failed; this step goes without drafts")
+        self._waited_s = self._clock() - start_s
+        self.counts.wait_s += self._waited_s
+        return [Draft([]) for _ in rows] if found is None else found
 
     def announce_prompts(self, prompts: Sequence[Tokens]) -> None:
-        """Tell the service of sequences that the target begins to read; nothing is waited for. Never raises."""
+        """Send the service the sequences that the target begins to prefill, and wait for nothing. Never raise."""
         end_s = self._clock() + self._options.deadline_s
         try:
             if self.is_owner_process():
                 self._announce_prompts([prompt for prompt in prompts if len(prompt) <= MAX_SEQUENCE], end_s)
         except Exception:
             self.counts.faults += 1
-            log.exception("draft client failed; prompts will be sent with their first tokens")
+            log.exception("the draft client failed; prompts will be sent with their first tokens")
 
-    def _update_step_time(self, step_s: float) -> None:
+    def _reply_timeout_s(self, step_s: float) -> float:
+        """Add a step to the target's step time if one was measured; return how long the target may wait for a reply."""
         if step_s > 0.0:
-            self._step_s = step_s if self._step_s is None else self._step_s + _PACE * (step_s - self._step_s)
-
-    def _reply_timeout_s(self) -> float:
-        """How long the target may wait for an answer."""
-        share, longest_s = self._options.step_share, self._options.deadline_s
+            self._step_s = step_s if self._step_s is None else self._step_s + _SMOOTHING * (step_s - self._step_s)
+        share, max_wait_s = self._options.step_share, self._options.deadline_s
         if share is None or self._step_s is None:
-            return longest_s
-        return min(max(share * self._step_s, _MIN_WAIT_S), longest_s)
+            return max_wait_s
+        return min(max(share * self._step_s, _MIN_WAIT_S), max_wait_s)
 
     def _fits(self, row: SequenceUpdate) -> bool:
-        """Whether a row can go over the wire: something new, a sequence before it, and no more than the bounds."""
+        """Return whether a message can carry a row: something new after something old, within the bounds."""
         length = len(row.tokens)
         if length > MAX_SEQUENCE or row.num_new > MAX_NEW:
             if not self.counts.oversized:
@@ -300,5 +292,5 @@ class DraftSource(ABC):
             return False
         return 0 < row.num_new < length
 
-    def _follow(self, row: SequenceUpdate) -> SequenceDelta:
+    def _advance(self, row: SequenceUpdate) -> SequenceDelta:
         return self._synced.advance(row.name, np.asarray(row.tokens, dtype="<i4"), row.num_new)

@@ -1,11 +1,11 @@
 """Several draft services behind one client: rendezvous routing, failover and drain.
 
-A call sends to all services that it needs and then waits for all of them at once, until the one deadline that it has.
-A service that cannot be reached, does not answer, refuses, or has another vocabulary gets nothing until it is found
-well again; the sequences that it had go on elsewhere, where they are opened anew. One that is draining keeps its own.
+A call sends to all services that it needs and then waits for all of them at once, until its one deadline. A service
+that cannot be reached, does not answer, refuses, or has another vocabulary gets nothing until it works again; its
+sequences move to other services, which open them anew. A service that is draining keeps its own sequences.
 
-A new sequence goes where its first tokens lead by rendezvous hashing, so that equal prompts of several targets meet at
-one service and share its cache, and so do the turns of a chat. When a service comes or goes, no other's prompts move.
+Rendezvous hashing of its first tokens routes a new sequence, so that equal prompts of several targets meet at one
+service and share its cache, and so do the turns of a chat. When a service comes or goes, no other's prompts move.
 A sequence stays where it is, whatever it becomes. Where many prompts begin alike, some go to the next service in
 their order: no service gets much more than its share of a target's sequences.
 """
@@ -19,26 +19,27 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from specbranch.service.client.client import DraftClient, PreparedStep
+from specbranch.core.round import Draft
+from specbranch.service.client.client import DraftClient, PreparedRow
 from specbranch.service.client.interface import ClientOptions, DraftSource, SequenceUpdate
 from specbranch.service.client.sequences import SequenceDelta
 from specbranch.service.client.transport import ZmqTransport, poll_any
 from specbranch.service.wire.addresses import normalize_addresses
-from specbranch.service.wire.messages import MAX_ROWS, OtherRows, Reply, pack_tokens
+from specbranch.service.wire.messages import MAX_ROWS, OtherRows, Reply, StepRow, pack_tokens
 from specbranch.service.wire.payloads import Digest, Tokens
 
 log = logging.getLogger(__name__)
 
-_SILENCE_S = 0.25  # after so much of it, sequences leave a service; not sooner, as others would have to prefill them
-_REFUSED_S = 5.0  # after a refusal nothing is sent for so long, unless all refuse
-KEY_LEN = 64  # tokens at the beginning of a prompt that decide where it goes
-_MOST = 4096  # sequences; engines run fewer at once, and never say that one has ended
-_EXCESS = 1.25  # times the mean of all services: more sequences than that none gets
-_FEW = 4  # so many it gets in any case
+_SILENCE_S = 0.25  # the silence after which sequences leave a service; shorter would cost a prefill elsewhere too often
+_REFUSED_S = 5.0  # the time after a refusal in which nothing is sent, unless all refuse
+KEY_LEN = 64  # tokens at the beginning of a prompt that route it
+_MAX_ROUTED = 4096  # sequences; engines run fewer at once, and never say that one has ended
+_MAX_EXCESS = 1.25  # the largest load of a service, as a multiple of the mean of all
+_MIN_LOAD = 4  # sequences that a service may get in any case
 
 
 def draft_client(options: ClientOptions) -> DraftSource:
-    """The client for one address, or for several."""
+    """Make the client for one address, or a pool for several."""
     return DraftClient(options) if len(normalize_addresses(options.address)) == 1 else DraftPool(options)
 
 
@@ -54,7 +55,7 @@ class DraftPool(DraftSource):
             DraftClient(one, self._synced, self.counts, transport)
             for one, transport in zip(own, transports, strict=True)
         ]
-        self._links = dict(zip(self._services, transports, strict=True))
+        self._transports = dict(zip(self._services, transports, strict=True))
         self._flaws: list[str | None] = [None] * len(own)  # as last logged
         self._router = RendezvousRouter(self._addresses, self._namespace)
 
@@ -73,24 +74,23 @@ class DraftPool(DraftSource):
         for service in self._services:
             service.close()
 
-    def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[list[int]] | None:
+    def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:
         usable = self._usable(end_s)
-        grown = {index: self._follow(row) for index, row in enumerate(rows) if self._fits(row)}
-        placed = self._place(rows, grown, usable)
-        questions: dict[DraftClient, PreparedStep] = {}
-        for number, indices in placed.items():
-            service = self._services[number]
-            service.sampled_from = self.sampled_from  # one list, in which each has its rows
-            questions[service] = service.prepare_step(rows, indices, [grown[index] for index in indices])
+        deltas = {index: self._advance(row) for index, row in enumerate(rows) if self._fits(row)}
+        placed = self._place(rows, deltas, usable)
+        prepared = {
+            self._services[number]: self._services[number].prepare_step(
+                rows, indices, [deltas[index] for index in indices]
+            )
+            for number, indices in placed.items()
+        }
         if sum(map(len, placed.values())) < len(rows):
             step_us = 0  # rows that are left out were in the step too
-        besides = _besides(questions)
-        asked = {
-            service: question
-            for service, question in questions.items()
-            if service.send_step(question, end_s, step_us, besides[service])
+        beside = rows_beside({service: [row.wire for row in own] for service, own in prepared.items()})
+        sent = {
+            service: own for service, own in prepared.items() if service.send_step(own, end_s, step_us, beside[service])
         }
-        return self._collect(rows, asked, end_s) if asked else None
+        return self._collect(len(rows), sent, end_s) if sent else None
 
     def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
         usable = self._usable(end_s)
@@ -107,16 +107,16 @@ class DraftPool(DraftSource):
             self._services[number].open(own, end_s)
 
     def _usable(self, end_s: float) -> set[int]:
-        """The services that drafts may come from. The others are asked, now and then, what they are."""
+        """Handle what has come, and return the services that drafts may come from; ping the others now and then."""
         now_s = self._clock()
         flaws = []
         for service in self._services:
-            service.drain_replies(end_s)
+            service.connection.drain_replies(end_s)
             flaws.append(_flaw(service, now_s))
-            if flaws[-1] is not None or service.is_draining:
-                service.ping()
+            if flaws[-1] is not None or service.connection.is_draining:
+                service.connection.ping()
         if flaws != self._flaws:
-            self._tell(flaws)
+            self._log_changes(flaws)
         usable = {
             number
             for number, service in enumerate(self._services)
@@ -125,10 +125,10 @@ class DraftPool(DraftSource):
         return usable or {number for number, flaw in enumerate(flaws) if flaw is None}
 
     def _taking(self, usable: Collection[int]) -> list[int]:
-        """Those that take new sequences."""
-        return [number for number in usable if not self._services[number].is_draining]
+        """Return the services that take new sequences."""
+        return [number for number in usable if not self._services[number].connection.is_draining]
 
-    def _tell(self, flaws: list[str | None]) -> None:
+    def _log_changes(self, flaws: list[str | None]) -> None:
         for address, before, now in zip(self._addresses, self._flaws, flaws, strict=True):
             if now is not None and now != before:
                 log.warning("the draft service at %s %s; its texts go on at others", address, now)
@@ -137,11 +137,11 @@ class DraftPool(DraftSource):
         self._flaws = flaws
 
     def _place(
-        self, rows: Sequence[SequenceUpdate], grown: Mapping[int, SequenceDelta], usable: Collection[int]
+        self, rows: Sequence[SequenceUpdate], deltas: Mapping[int, SequenceDelta], usable: Collection[int]
     ) -> dict[int, list[int]]:
-        """The rows by their service. New ones, and those whose service cannot be used, are given one."""
-        homes = {index: self._router.lookup(growth.before) for index, growth in grown.items()}
-        self._router.forget([growth.before for growth in grown.values()])
+        """Return the rows by their service. Route new rows, and those whose service cannot be used."""
+        homes = {index: self._router.lookup(delta.before) for index, delta in deltas.items()}
+        self._router.forget([delta.before for delta in deltas.values()])
         self._router.reset_loads()
         taking = self._taking(usable)
         placed: dict[int, list[int]] = {}
@@ -154,105 +154,101 @@ class DraftPool(DraftSource):
                 placed.setdefault(number, []).append(index)
             settled = home if number is None else number
             if settled is not None:
-                self._router.pin(grown[index].after, settled)
+                self._router.pin(deltas[index].after, settled)
         return {number: indices[:MAX_ROWS] for number, indices in placed.items()}
 
-    def _collect(
-        self, rows: Sequence[SequenceUpdate], asked: Mapping[DraftClient, PreparedStep], end_s: float
-    ) -> list[list[int]]:
-        """What to submit for every row, as far as those who were asked say it in time."""
-        replies = self._await([service for service, question in asked.items() if service.needs_reply(question)], end_s)
-        found: list[list[int]] = [[] for _ in rows]
-        for service, question in asked.items():
-            drafts, unknown = service.finish_step(question, replies.get(service))
+    def _collect(self, num_rows: int, sent: Mapping[DraftClient, Sequence[PreparedRow]], end_s: float) -> list[Draft]:
+        """Return a draft for every row, as far as their services reply in time."""
+        replies = self._await([service for service, rows in sent.items() if service.needs_reply(rows)], end_s)
+        found = [Draft([]) for _ in range(num_rows)]
+        for service, rows in sent.items():
+            drafts, unknown = service.finish_step(rows, replies.get(service))
             for index, draft in drafts.items():
                 found[index] = draft
-            if service.is_draining:
+            if service.connection.is_draining:
                 self._router.forget(unknown)  # the next step finds another service for them
             elif unknown:
                 service.resend_unknown(unknown, end_s)
         return found
 
     def _await(self, services: Sequence[DraftClient], end_s: float) -> dict[DraftClient, Reply]:
-        """The replies of those that answer until then; the others are given up."""
-        waiting = {self._links[service]: service for service in services}
+        """Wait until `end_s` for the replies of these services and return them; mark a timeout for each missing one."""
+        waiting = {self._transports[service]: service for service in services}
         replies: dict[DraftClient, Reply] = {}
         while waiting and (ready := poll_any(list(waiting), end_s - self._clock())):
             for transport in ready:
-                reply = waiting[transport].poll_reply(end_s, waits=False)
+                reply = waiting[transport].connection.poll_reply(end_s, waits=False)
                 if reply is not None:
                     replies[waiting.pop(transport)] = reply
         for service in waiting.values():
-            service.mark_timeout()
+            service.connection.mark_timeout()
         return replies
 
 
 def _flaw(service: DraftClient, now_s: float) -> str | None:
-    """Why a service cannot be used; None if it can."""
-    if not service.is_connected:
+    """Say why a service cannot be used; None if it can."""
+    connection = service.connection
+    if not connection.is_connected:
         return "cannot be reached"
     if service.vocab_mismatch:
         return "has a draft with another vocabulary"
-    if service.lagging_s is not None and now_s - service.lagging_s > _SILENCE_S:
+    if connection.lagging_s is not None and now_s - connection.lagging_s > _SILENCE_S:
         return "does not answer"
     return None
 
 
 def _has_refused(service: DraftClient, now_s: float) -> bool:
-    return service.refused_s is not None and now_s - service.refused_s < _REFUSED_S
+    refused_s = service.connection.refused_s
+    return refused_s is not None and now_s - refused_s < _REFUSED_S
 
 
-def _besides(questions: Mapping[DraftClient, PreparedStep]) -> dict[DraftClient, OtherRows | None]:
-    """For each service, what the step has beside the rows that it is asked for."""
-    if len(questions) < 2:
-        return dict.fromkeys(questions)
+def rows_beside(rows: Mapping[DraftClient, Sequence[StepRow]]) -> dict[DraftClient, OtherRows | None]:
+    """Sum up, for each service, the rows of the step that other services draft for; None if there are no others."""
+    if len(rows) < 2:
+        return dict.fromkeys(rows)
     sums = {
-        service: (
-            len(question.step_rows),
-            sum(row.num_submitted for row in question.step_rows),
-            sum(len(row.tokens) for row in question.step_rows),
-        )
-        for service, question in questions.items()
+        service: (len(own), sum(row.num_submitted for row in own), sum(len(row.tokens) for row in own))
+        for service, own in rows.items()
     }
-    rows, submitted, committed = map(sum, zip(*sums.values(), strict=True))
-    return {service: OtherRows(rows - own[0], submitted - own[1], committed - own[2]) for service, own in sums.items()}
+    total, submitted, committed = map(sum, zip(*sums.values(), strict=True))
+    return {service: OtherRows(total - own[0], submitted - own[1], committed - own[2]) for service, own in sums.items()}
 
 
 class RendezvousRouter:
-    """Services by number. Sequences are named by their digests; the least recently used are forgotten."""
+    """The service of each sequence, by the sequence's id. The least recently used are forgotten."""
 
     def __init__(self, addresses: Sequence[str], namespace: bytes) -> None:
         self._services = [address.encode() for address in addresses]
         self._namespace = namespace
-        self._router: OrderedDict[bytes, int] = OrderedDict()
+        self._routes: OrderedDict[bytes, int] = OrderedDict()
         self._loads = [0] * len(addresses)
 
-    def lookup(self, name: bytes) -> int | None:
-        """The service that has a sequence; None for a new one."""
-        return self._router.get(name)
+    def lookup(self, sequence_id: bytes) -> int | None:
+        """Return the service that has a sequence; None for a new one."""
+        return self._routes.get(sequence_id)
 
     def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
-        """Where a sequence with this beginning is to go; None if no service is usable."""
+        """Choose the service for a new sequence with this beginning; None if no service is usable."""
         if not usable:
             return None
-        most = max(_FEW, math.ceil(_EXCESS * (sum(self._loads) + 1) / len(usable)))
-        return next(service for service in self._order(tokens) if service in usable and self._loads[service] < most)
+        max_load = max(_MIN_LOAD, math.ceil(_MAX_EXCESS * (sum(self._loads) + 1) / len(usable)))
+        return next(service for service in self._order(tokens) if service in usable and self._loads[service] < max_load)
 
-    def pin(self, name: bytes, service: int) -> None:
-        """A service has this sequence from now on, as one more."""
-        self._router[name] = service
-        self._router.move_to_end(name)
+    def pin(self, sequence_id: bytes, service: int) -> None:
+        """Assign a sequence to a service, and count it there."""
+        self._routes[sequence_id] = service
+        self._routes.move_to_end(sequence_id)
         self._loads[service] += 1
-        if len(self._router) > _MOST:
-            self._router.popitem(last=False)
+        if len(self._routes) > _MAX_ROUTED:
+            self._routes.popitem(last=False)
 
-    def forget(self, names: Collection[bytes]) -> None:
-        """These sequences have grown and have other names, or have no home any more."""
-        for name in names:
-            self._router.pop(name, None)
+    def forget(self, ids: Collection[bytes]) -> None:
+        """Remove sequences that have other ids now, or that no service has any more."""
+        for one in ids:
+            self._routes.pop(one, None)
 
     def reset_loads(self) -> None:
-        """A step begins: sequences that are not settled again count no more."""
+        """Begin a step: only sequences that are assigned again count."""
         self._loads = [0] * len(self._services)
 
     def _order(self, tokens: Tokens) -> list[int]:

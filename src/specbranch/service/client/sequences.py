@@ -1,104 +1,144 @@
-"""What a client knows of each sequence: what the service was sent, and drafts that were pushed ahead.
+"""What a client knows of sequences: how far it has sent each one, and the service's session of it.
 
-A sequence of an engine only grows. Whoever remembers how far it was told, and its digest up to there, hashes and sends
-new tokens only; and where the engine went on without asking, the service still hears all of it.
+A sequence of an engine only grows. `SyncedSequences` knows it by the engine's name for it, so that only new tokens are
+hashed and sent, and the service gets them all even where the engine went on without asking for a draft.
+
+A service knows a sequence by the digest of its tokens, its id, which every step changes. `SessionTable` follows the id.
+The two cannot be one record: equal sequences have two names and one id, and the first to go on keeps the session.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbranch.service.wire.messages import MAX_NEW, PrefetchPush, VerdictDraft
+from specbranch.service.wire.messages import MAX_NEW, MAX_ROWS, PrefetchPush, VerdictDraft
 from specbranch.service.wire.payloads import Digest
 
-_MOST = 4096  # sequences; an engine runs fewer at once, and never says that one has ended
+_MAX_SYNCED = 4096  # sequences; an engine runs fewer at once, and never says that one has ended
+_MAX_SESSIONS = MAX_ROWS  # all of a step, and then the least recently used
 _TAIL = 8  # tokens that must still be the same, in case an engine uses a name twice
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
-_MAX_OUTCOMES = 1024  # sequences
 
 
 class SequenceDelta(NamedTuple):
-    """The name of a sequence as it was told, the tokens since, and its name with them."""
+    """The id of a sequence as last sent, the tokens since, its id with them, and the seed of its draft tokens."""
 
     before: bytes
     new: list[int]
     after: bytes
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Synced:
+    """What was sent of one sequence."""
+
+    length: int
+    tail: bytes  # its last tokens
+    digest: Digest
+    id: bytes
+    seed: int
 
 
 class SyncedSequences:
-    """Length, digest, last tokens and seed of what was told, by name. The least recently used make way."""
+    """What was sent of each sequence, by the engine's name for it. Several clients of one target may share it."""
 
     def __init__(self) -> None:
-        self._synced: OrderedDict[str, tuple[int, Digest, bytes, int]] = OrderedDict()
+        self._synced: OrderedDict[str, _Synced] = OrderedDict()
 
     def advance(self, name: str | None, tokens: TokenArray, num_new: int) -> SequenceDelta:
-        """How a sequence has grown since it was told; all of it is told now."""
-        before, new = self.unsent(name, tokens, num_new)
-        after = before.extend(new)
-        self.mark_synced(name, tokens, after)
-        return SequenceDelta(before.name, new, after.name)
+        """Return how a sequence has grown since it was last sent, and mark all of it as sent.
 
-    def unsent(self, name: str | None, tokens: TokenArray, num_new: int) -> tuple[Digest, list[int]]:
-        """The digest of what was told of a sequence, and the tokens since.
-
-        Of a sequence that is not known by this name, or has gained more than a message may have, everything but the
-        `num_new` last tokens counts as told.
+        Of a sequence that has no known name, or has gained more than a message may have, everything but the `num_new`
+        last tokens counts as sent. The name gets a random seed, and keeps it while the sequence does not get shorter.
         """
+        length = len(tokens)
         known = self._synced.get(name) if name is not None else None
-        if known is not None:
-            length, digest, tail, _ = known
-            if 0 < len(tokens) - length <= MAX_NEW and _tail(tokens[:length]) == tail:
-                return digest, tokens[length:].tolist()
-        border = len(tokens) - num_new
-        return Digest(tokens[:border]), tokens[border:].tolist()
-
-    def mark_synced(self, name: str | None, tokens: TokenArray, digest: Digest) -> None:
-        """All these tokens are told now; this is their digest."""
+        if (
+            known is not None
+            and 0 < length - known.length <= MAX_NEW
+            and tokens[: known.length][-_TAIL:].tobytes() == known.tail
+        ):
+            border, digest, before = known.length, known.digest, known.id
+        else:
+            border = length - num_new
+            digest = Digest(tokens[:border])
+            before = digest.name
+        new = tokens[border:]
+        digest.update(new.tobytes())
+        after = digest.name
         if name is None:
-            return
-        known = self._synced.get(name)
-        seed = (
-            known[3] if known is not None and known[0] <= len(tokens) else int.from_bytes(os.urandom(8), "little") >> 2
-        )
-        self._synced[name] = (len(tokens), digest, _tail(tokens), seed)
+            return SequenceDelta(before, new.tolist(), after)
+        is_same = known is not None and known.length <= length
+        seed = known.seed if known is not None and is_same else int.from_bytes(os.urandom(8), "little") >> 2
+        self._synced[name] = _Synced(length, tokens[-_TAIL:].tobytes(), digest, after, seed)
         self._synced.move_to_end(name)
-        if len(self._synced) > _MOST:
+        if len(self._synced) > _MAX_SYNCED:
             self._synced.popitem(last=False)
-
-    def seed_of(self, name: str | None) -> int:
-        """A random number that belongs to a sequence that was noted."""
-        known = self._synced.get(name) if name is not None else None
-        return known[3] if known is not None else 0
+        return SequenceDelta(before, new.tolist(), after, seed)
 
 
-def _tail(tokens: TokenArray) -> bytes:
-    return tokens[-_TAIL:].tobytes()
+@dataclass(slots=True)
+class SessionState:
+    """What a client knows of one session of a service."""
+
+    step: int = 0  # the last step of the client that the sequence was in
+    num_proposed: int = 0  # draft tokens that the client returned in that step
+    opened_s: float | None = None  # when the client last sent the whole sequence
+    pushed: dict[tuple[int, ...], VerdictDraft] = field(default_factory=dict)  # by the tokens of the verdict
 
 
-class PrefetchedDrafts:
-    """By name of a sequence: what was told last. Answers are taken once; the oldest make way."""
+class AdvancedSession(NamedTuple):
+    """A session under its new id, the draft tokens of the step before, and the draft pushed for its verdict."""
+
+    session: SessionState
+    num_proposed: int
+    pushed: VerdictDraft | None
+
+
+class SessionTable:
+    """The sessions of one service by the ids of their sequences. The least recently used make way."""
 
     def __init__(self) -> None:
-        self._synced: OrderedDict[bytes, dict[tuple[int, ...], VerdictDraft]] = OrderedDict()
+        self._sessions: OrderedDict[bytes, SessionState] = OrderedDict()
+        self._step = 0
 
-    def store(self, ahead: PrefetchPush) -> None:
-        """Take in what the service tells."""
-        for row in ahead.rows:
-            self._synced[row.before] = {tuple(outcome.committed): outcome for outcome in row.outcomes}
-            self._synced.move_to_end(row.before)
-            if len(self._synced) > _MAX_OUTCOMES:
-                self._synced.popitem(last=False)
+    def store(self, pushes: Iterable[PrefetchPush]) -> None:
+        """Keep the drafts that the service has pushed, in place of earlier ones for the same sequences."""
+        for push in pushes:
+            for row in push.rows:
+                session = self._sessions.setdefault(row.before, SessionState())
+                session.pushed = {tuple(outcome.committed): outcome for outcome in row.outcomes}
+                self._sessions.move_to_end(row.before)
+                if len(self._sessions) > _MAX_SESSIONS:
+                    self._sessions.popitem(last=False)
 
-    def pop(self, before: bytes, committed: Sequence[int]) -> VerdictDraft | None:
-        """What to submit now that these tokens were committed; None if nobody has said."""
-        return self._synced.pop(before, {}).get(tuple(committed))
+    def advance(self, deltas: Sequence[SequenceDelta]) -> list[AdvancedSession]:
+        """Begin a step with these sequences: move their sessions to the new ids, and return them.
+
+        Of equal sequences the first gets the session; the others get new ones.
+        """
+        last_step, self._step = self._step, self._step + 1
+        known = [self._sessions.get(delta.before) for delta in deltas]
+        num_proposed = [one.num_proposed if one is not None and one.step == last_step else 0 for one in known]
+        moved = [self._sessions.pop(delta.before, SessionState()) for delta in deltas]
+        found = []
+        for delta, num, one in zip(deltas, num_proposed, moved, strict=True):
+            pushed, one.pushed = one.pushed, {}
+            session = self._sessions.setdefault(delta.after, one)
+            session.step, session.num_proposed = self._step, 0
+            found.append(AdvancedSession(session, num, pushed.get(tuple(delta.new))))
+        while len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return found
 
     def clear(self) -> None:
-        """Forget all: another service may answer from now on."""
-        self._synced.clear()
+        """Forget all sessions: another service may answer from now on."""
+        self._sessions.clear()

@@ -76,7 +76,7 @@ class StatsClient:
             return ServiceStatus.ABSENT
         now_s = self._clock()
         end_s = now_s + timeout_s
-        for reply in self._channel.iter_replies(end_s, waits=False):
+        for reply in self._channel.receive(end_s):
             self._store(reply)  # a late reply is still newer than what we have
         self._round += 1
         if self._is_new:

@@ -4,7 +4,7 @@ A `Transport` reads no clock and no message, so that tests can put another one i
 
 ZeroMQ connects by itself, again and again. It gives up for good on a peer that breaks a rule, such as the bound on
 frames, so a connection over which nothing can be sent is made anew from time to time. The directory of a Unix socket
-is looked at again then.
+is checked again then.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import math
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 import zmq.auth
 
@@ -32,26 +34,28 @@ from specbranch.service.wire.addresses import (
     is_trusted_socket,
     socket_path,
 )
-from specbranch.service.wire.messages import MAX_REPLY, ErrorReply, FrameError, Reply, Request, decode_reply, encode
+from specbranch.service.wire.messages import MAX_REPLY, ErrorReply, Reply, Request, encode
 
 log = logging.getLogger(__name__)
-_MAX_IN_A_ROW = 256  # frames without a pause; a service that woke up has so many late answers, a flood has more
+_MAX_BATCH = 16  # messages that are taken from a transport at once, which is what a socket holds
+_MAX_IN_A_ROW = 256  # messages without a pause; a service that woke up has so many late answers, a flood has more
 _RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
+_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class Transport(Protocol):
     """A way to a service that connects by itself, again and again. Nothing raises unless it says so."""
 
     def send(self, frame: bytes) -> bool:
-        """Whether the frame is on its way; False, at once, if there is nobody to send it to."""
+        """Send a frame without waiting; return False if there is nobody to send it to."""
         ...
 
-    def receive(self) -> list[bytes] | None:
-        """The frames of a message that is here; None, at once, if there is none."""
+    def receive(self, max_messages: int) -> list[list[bytes]]:
+        """Return the messages that are here, each as its frames, without waiting."""
         ...
 
     def await_readable(self, timeout_s: float) -> bool:
-        """Wait until a message is here, or the time is up; whether there is one."""
+        """Wait until a message is here or the time is up; return whether there is one."""
         ...
 
     def await_writable(self, timeout_s: float) -> None:
@@ -59,11 +63,11 @@ class Transport(Protocol):
         ...
 
     def reconnect(self) -> None:
-        """Connect anew; raises `AddressError` if somebody else could listen there."""
+        """Connect anew; raise `AddressError` if another user could listen there."""
         ...
 
     def close(self) -> None:
-        """Let go; nothing that is still queued is waited for."""
+        """Close the connection and drop what is still queued."""
         ...
 
 
@@ -90,11 +94,12 @@ class ZmqTransport:
             return False
         return True
 
-    def receive(self) -> list[bytes] | None:
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+    def receive(self, max_messages: int) -> list[list[bytes]]:
+        messages: list[list[bytes]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < max_messages:
+                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        return messages
 
     def await_readable(self, timeout_s: float) -> bool:
         return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
@@ -112,7 +117,7 @@ class ZmqTransport:
 
 
 def poll_any(transports: Sequence[ZmqTransport], timeout_s: float) -> list[ZmqTransport]:
-    """Those with a message, as soon as one of them has one; none if the time is up before."""
+    """Wait until one of these has a message or the time is up; return those that have one."""
     asked: list[tuple[Any, int]] = [(transport._socket, zmq.POLLIN) for transport in transports]
     ready = dict(zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))) if timeout_s > 0 else {}
     return [transport for transport in transports if transport._socket in ready]
@@ -131,22 +136,23 @@ class MessageChannel:
         self._transport = transport
         self._clock = clock
         self._pid = os.getpid()
-        self._is_fork_told = False
+        self._is_fork_logged = False
         self._warn = RateLimitedWarning(log, clock)
+        self._backlog: deque[list[bytes]] = deque()  # messages that are not decoded yet
         self._num_in_a_row = 0
         self._since_s = clock()
 
     def is_owner_process(self) -> bool:
-        """Whether this process made the connection; a fork of it must not touch the socket, and is told so once."""
+        """Return whether this process made the connection. A fork of it must not touch the socket; log that once."""
         if os.getpid() == self._pid:
             return True
-        if not self._is_fork_told:
-            self._is_fork_told = True
+        if not self._is_fork_logged:
+            self._is_fork_logged = True
             log.warning("a forked process cannot use its parent's connection to the draft service; make a new client")
         return False
 
     def send(self, message: Request) -> bool:
-        """Whether the message is on its way; False, at once, if there is nobody to send it to."""
+        """Send a message without waiting; return False if there is nobody to send it to."""
         if self._transport.send(encode(message)):
             return True
         if self._clock() - self._since_s > _RENEWAL_S:
@@ -157,47 +163,65 @@ class MessageChannel:
         """Wait until something can be sent, or the time is up."""
         self._transport.await_writable(timeout_s)
 
-    def iter_replies(self, end_s: float, waits: bool = True) -> Iterator[Reply | None]:
-        """Replies as they come, until then, or those that are here already; None for what is no reply.
+    def receive(self, end_s: float, waits: bool = False) -> list[Reply | None]:
+        """Decode the messages that are here until `end_s`; with `waits`, wait for the first one until then.
 
-        Who sends so fast that there always is one more is no service, and is dropped.
+        None stands for a message that is no reply.
         """
-        while (frames := self._receive(end_s if waits else 0.0)) is not None:
-            if self._num_in_a_row == _MAX_IN_A_ROW:
-                self._warn("the draft service sends more than can be taken in; connecting anew")
-                self._reconnect()
-                return
-            self._num_in_a_row += 1
-            yield self._read(frames)
+        is_more = self._fill()
+        if waits and not self._backlog:
+            left_s = end_s - self._clock()
+            is_more = left_s > 0 and self._transport.await_readable(left_s) and self._fill()
+        replies: list[Reply | None] = []
+        while self._backlog:
+            frames = self._backlog.popleft()
+            try:
+                if len(frames) != 1 or len(frames[0]) > MAX_REPLY:
+                    sizes = [len(frame) for frame in frames]
+                    raise ValueError(f"a message of {sizes} bytes; it may be one frame of at most {MAX_REPLY}")
+                reply = _decoder.decode(frames[0])
+            except (ValueError, RecursionError) as error:  # those of msgspec and Unicode are ValueErrors
+                self._warn("the draft service sent what is no message: %.200r", str(error))
+                replies.append(None)
+            else:
+                replies.append(reply)
+                if isinstance(reply, ErrorReply):
+                    self._warn("the draft service refused: %.200r", reply.reason)
+            if self._clock() >= end_s:
+                break
+            if is_more and not self._backlog:
+                is_more = self._fill()
+        return replies
+
+    def iter_replies(self, end_s: float) -> Iterator[Reply | None]:
+        """Yield replies as they come, until `end_s`; None for a message that is no reply."""
+        while replies := self.receive(end_s, waits=True):
+            yield from replies
             if self._clock() >= end_s:
                 return
 
     def close(self) -> None:
-        """Let go of the connection; nothing that is still queued is waited for. A fork leaves its parent's alone."""
+        """Close the connection and drop what is still queued. A fork leaves its parent's alone."""
         self._transport.close()
 
-    def _receive(self, end_s: float) -> list[bytes] | None:
-        """What is here, or comes until then. To try costs less than to ask first."""
-        frames = self._transport.receive()
-        if frames is not None:
-            return frames
-        self._num_in_a_row = 0
-        left_s = end_s - self._clock()
-        return self._transport.receive() if left_s > 0 and self._transport.await_readable(left_s) else None
+    def _fill(self) -> bool:
+        """Take messages from the transport if none is left to decode; return whether there may be more.
 
-    def _read(self, frames: list[bytes]) -> Reply | None:
-        try:
-            if len(frames) != 1:
-                raise FrameError(f"a message of {len(frames)} frames; one is taken")
-            reply = decode_reply(frames[0])
-        except FrameError as error:
-            self._warn("the draft service sent what is no message: %.200r", str(error))
-            return None
-        if isinstance(reply, ErrorReply):
-            self._warn("the draft service refused: %.200r", reply.reason)
-        return reply
+        A service that sends so fast that there is always one more is dropped.
+        """
+        if self._backlog:
+            return True
+        self._backlog.extend(self._transport.receive(_MAX_BATCH))
+        is_more = len(self._backlog) == _MAX_BATCH
+        self._num_in_a_row = self._num_in_a_row + _MAX_BATCH if is_more else 0
+        if self._num_in_a_row <= _MAX_IN_A_ROW:
+            return is_more
+        self._warn("the draft service sends more than can be taken in; connecting anew")
+        self._reconnect()
+        return False
 
     def _reconnect(self) -> None:
+        self._backlog.clear()
         self._num_in_a_row = 0
         self._since_s = self._clock()
         try:
@@ -207,7 +231,7 @@ class MessageChannel:
 
 
 def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
-    """A DEALER socket that connects by itself, again and again, with back-off; see `reach`."""
+    """Make a DEALER socket that connects by itself, again and again, with back-off; see `connect_if_trusted`."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, LINGER_MS)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
@@ -226,9 +250,9 @@ def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | No
 
 
 def connect_if_trusted(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Connect, unless the directory of a Unix socket is not there: it could be made by anybody, and is looked at first.
+    """Connect, unless the directory of a Unix socket is not there: anybody could make it, so it is checked first.
 
-    Raises if somebody else could listen there.
+    Raise `AddressError` if another user could listen there.
     """
     path = socket_path(address)
     if path is None or is_trusted_socket(path):

@@ -1,0 +1,103 @@
+"""vLLM's `custom_class` hook of Model Runner V1: rows of its batch in, drafts out, filled up with pads where that pays.
+
+vLLM calls `propose` after every step, in the worker, and verifies what it returns in the next step. The hook passes
+rows without their requests, so the wrapped runner introduces itself before each step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specbranch.plugins.vllm import compat
+from specbranch.plugins.vllm.compat import BatchRow, StepInfo
+from specbranch.plugins.vllm.hidden_states import FeatureHook
+from specbranch.plugins.vllm.proposer import BatchDrafter
+from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+
+_MAX_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class SpecBranchProposer:
+    """Created by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = read_settings(compat.own_config(vllm_config))
+        if settings.runner == "v2":
+            compat.check_runner(vllm_config)
+        self._vllm_config = vllm_config
+        self._max_model_len = compat.max_model_len(vllm_config)
+        self._runner: Any = None
+        self.core = BatchDrafter(vllm_config, settings)
+        self.num_pads = 0  # that vLLM has verified, or rather rejected
+        if self.core.is_output_rank:
+            compat.wrap_runners()
+
+    @property
+    def feature_hook(self) -> FeatureHook | None:
+        """The hook that records each step's features; None without a trained predictor."""
+        return self.core.predictor.feature_hook
+
+    def configure(self, settings: ProposerSettings) -> None:
+        """Use other settings from now on. Wrong ones raise, and the old ones stay."""
+        self.core.configure(settings)
+
+    def counts(self) -> dict[str, float]:
+        """Return the counters since the settings last changed."""
+        return self.core.counts()
+
+    def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Work around faults of the sampler now that the target is loaded, and attach a trained predictor to it.
+
+        A predictor that does not fit stops vLLM here.
+        """
+        compat.patch_cpu_sampler()
+        self.core.predictor.load_model(model)
+
+    def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
+        """Remember the runner, which is about to run a step with this news. Never raise.
+
+        vLLM counts pads as draft tokens, so they are counted here to be left out.
+        """
+        self._runner = model_runner
+        self.num_pads += news.num_pads
+        self.core.on_step_scheduled(news)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: _Array,
+        token_ids_cpu: _Array,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Return a draft for every row of the batch; vLLM's V1 runner, which calls this, verifies all by matching.
+
+        Where vLLM gains by it, all rows are filled up with pads, also when nothing is drafted.
+        """
+        rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        drafts = [draft.tokens for draft in self.core.propose(rows)]
+        if not self._can_pad(rows):
+            return drafts
+        length = self.core.max_draft_tokens
+        return [draft + [compat.PAD] * (length - len(draft)) for draft in drafts]
+
+    @functools.cached_property
+    def _has_graphs(self) -> bool:
+        return compat.has_graphs_for_equal_rows(self._vllm_config)
+
+    def _can_pad(self, rows: Sequence[BatchRow]) -> bool:
+        """Return whether to fill up all rows: they must then be equal, and few enough for tokens to be cheap."""
+        pad = self.core.settings.pad
+        if self._runner is None or pad == "off" or (pad == "auto" and not self._has_graphs):
+            return False
+        num_places = self.core.max_draft_tokens
+        if not all(row.num_new for row in rows) or not 0 < len(rows) * (1 + num_places) <= _MAX_PADDED:
+            return False
+        # vLLM adds one token of its own after the draft; both must fit.
+        if self._max_model_len - max(len(row.tokens) for row in rows) - 1 < num_places:
+            return False
+        return compat.allows_pads(self._runner)
