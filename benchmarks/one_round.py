@@ -72,8 +72,9 @@ def main() -> None:
         finally:
             stage.close()
     if args.name:
-        kept = json.loads(args.out.read_text()) if args.out.exists() else {}
-        args.out.write_text(json.dumps(kept | {args.name: result}, indent=1) + "\n")
+        runs = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
+        document = {"provenance": result["provenance"], "runs": runs | {args.name: result}}
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(result))
 
 
