@@ -76,7 +76,7 @@ def test_the_table_shows_every_row_count_and_the_limit(opened: Opened) -> None:
 
     assert result.exit_code == 0
     assert all(word in result.stdout for word in ("median ms", "p10", "p90", "fit:", "prefill:", "limit:"))
-    assert "does not tell the size of its weights" in result.stdout
+    assert "the size of this engine's weights is unknown" in result.stdout
     assert "…" not in result.stdout
 
 

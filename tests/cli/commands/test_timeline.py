@@ -45,7 +45,7 @@ def test_a_picture_is_drawn(run_file: Path, tmp_path: Path, stretch: list[str]) 
         (["--from", "3", "--to", "2"], "not before"),
         (["--from", "300"], "choose another range"),
         (["--plot", "out.txt"], "end its name in"),
-        (["--replay", "out.txt"], "end its name in"),
+        (["--replay", "out.txt"], "give a name that ends in"),
         (["--replay", "out.html"], "no draft trees"),
     ],
 )

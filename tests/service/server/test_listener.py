@@ -112,6 +112,8 @@ def test_more_connections_than_descriptors_leave_the_service_alive_and_go_after_
             with contextlib.suppress(OSError):  # it was hidden just now
                 one.connect(str(path))
             assert one.fileno() < 1000, "the service takes any number of clients"
+            if one.fileno() > 300:  # more than it has descriptors: give a slow machine time to notice
+                time.sleep(0.05)
         walk_until_accepted(walk)
 
         assert service.process is not None and service.process.poll() is None
