@@ -289,7 +289,7 @@ def test_a_text_that_moves_keeps_its_seed(tmp_path: Path) -> None:
     with contextlib.closing(pool):
         for number, service in enumerate(pool._services):
             row = SequenceUpdate([1, 2, 3, *range(number + 1)], 1, name="a", sampling=RequestSampling(1.0))
-            (prepared,) = service.prepare_step([row], [0], [pool._advance(row)])
+            (prepared,) = service.prepare_step([row], [0], [pool._synced.advance(row.name, row.tokens, row.num_new)])
             seeds += [prepared.wire.sampling.seed] if prepared.wire.sampling else []
 
     assert len(seeds) == 2 and seeds[0] == seeds[1] > 0

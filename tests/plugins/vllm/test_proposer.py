@@ -527,7 +527,7 @@ def test_the_service_is_told_whether_the_last_step_decoded_these_rows_alone(monk
 
 
 def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    proposer = proposer_with(monkeypatch)
+    proposer = proposer_with(monkeypatch, is_gated=True)
     client: Any = proposer.core._client
     seen = []
     for length, is_worthwhile in ((3, True), (4, True), (5, False), (6, True), (7, True)):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from specbranch.service.client import sequences
-from specbranch.service.client.sequences import SyncedSequences, TokenArray
+from specbranch.service.client.sequences import SyncedSequences
 from specbranch.service.wire.messages import MAX_NEW
 from specbranch.service.wire.payloads import Digest
+
+TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
 def array(*tokens: int) -> TokenArray:

@@ -273,11 +273,6 @@ class TrainedPredictor:
         self.runner: HradRunner | None = None
 
     @property
-    def is_loaded(self) -> bool:
-        """Whether this worker predicts."""
-        return self.runner is not None
-
-    @property
     def feature_hook(self) -> FeatureHook | None:
         """The hook that records each step's features; None without a predictor."""
         return self.runner.feature_hook if self.runner else None

@@ -44,26 +44,20 @@ class BatchDrafter:
         self._had_drafts = False  # in the last step
         self._was_asked = False  # the client, in the last step
         self._limits: dict[str, int] = {}  # the most draft tokens of running requests that named a number
-        self._settings: ProposerSettings | None = None
         self._vocab_sample = _vocab_sample(vllm_config) if self.is_output_rank else b""
         self.predictor = TrainedPredictor(vllm_config, self.is_output_rank)
-        self.configure(settings)
+        self._use(settings)
         stats_file = None
         if self.is_output_rank:
             stats_file = open_stats_file(lambda: (compat.model_name(vllm_config), compat.engine_index(vllm_config)))
         self._stats = StatsPublisher(stats_file, self.max_draft_tokens)
-        self._publish()
+        if stats_file is not None:
+            self._publish()
 
     @property
     def is_on(self) -> bool:
         """Whether this worker drafts at all: vLLM takes its drafts, and there is a planner to ask for some."""
         return self._client is not None
-
-    @property
-    def settings(self) -> ProposerSettings:
-        """The settings in use."""
-        assert self._settings is not None, "set by the constructor"
-        return self._settings
 
     @property
     def uses_rejection(self) -> bool:
@@ -75,18 +69,8 @@ class BatchDrafter:
 
         The workers of all ranks must get them at the same time.
         """
-        options = settings.client_options(
-            self.max_draft_tokens, compat.vocab_len(self._vllm_config), self._vocab_sample
-        )
-        if settings == self._settings:
-            return
-        self.predictor.configure(settings.trained_predictor)
-        if self._client is not None:
-            self._client.close()
-        self._settings = settings
-        self._gate.configure(settings)
-        # Without a planner there is nothing to ask for.
-        self._client = draft_client(options) if self.is_output_rank and options.planner != "none" else None
+        if settings != self.settings:
+            self._use(settings)
 
     def counts(self) -> dict[str, float]:
         """Return the counters of the client and of the predictor since the settings last changed."""
@@ -114,7 +98,8 @@ class BatchDrafter:
             return drafts
         num_new = [row.num_new for row in rows]
         step_s = self._timer.step_s(num_new, [len(row.tokens) for row in rows if row.num_new])
-        if self._gate.is_worthwhile(num_new, step_s, self._had_drafts):
+        gate = self._gate.present
+        if gate is None or self._gate.is_worthwhile(gate, num_new, step_s, self._had_drafts):
             updates = self._updates(rows)
             self._was_asked = bool(updates)
             # One step ran since the last question, and it decoded just these rows.
@@ -129,8 +114,20 @@ class BatchDrafter:
                 self._stats.lens[len(draft.tokens)] += 1
                 drafts[index] = draft
         self._had_drafts = any(draft.tokens for draft in drafts)
-        self._publish()
+        if self._stats.file is not None:
+            self._publish()
         return drafts
+
+    def _use(self, settings: ProposerSettings) -> None:
+        vocab_len = compat.vocab_len(self._vllm_config)
+        options = settings.client_options(self.max_draft_tokens, vocab_len, self._vocab_sample)
+        self.predictor.configure(settings.trained_predictor)
+        if self._client is not None:
+            self._client.close()
+        self.settings = settings
+        self._gate.configure(settings)
+        # Without a planner there is nothing to ask for.
+        self._client = draft_client(options) if self.is_output_rank and options.planner != "none" else None
 
     def _updates(self, rows: Sequence[BatchRow]) -> dict[int, SequenceUpdate]:
         """Return what to ask the client for, by row. Count the rows that are not drafted for."""
@@ -143,7 +140,7 @@ class BatchDrafter:
                 asked.append(index)
             elif row.num_new and cause is not None:
                 self._stats.skipped[cause] += 1
-        hints = self.predictor.predict(rows, asked) if self.predictor.is_loaded else {}
+        hints = self.predictor.predict(rows, asked) if self.predictor.runner is not None else {}
         # vLLM starts its random numbers with the same engine seed in every process, so other targets of this namespace,
         # and this one after a restart, may draw the same ones.
         is_shared = self.settings.namespace is not None
@@ -162,8 +159,7 @@ class BatchDrafter:
 
     def _publish(self) -> None:
         """Pass the counters to the process of vLLM's metrics endpoint."""
-        if self._stats.file is not None:
-            self._stats.publish(self.settings, self._client, self._gate.present, self.counts())
+        self._stats.publish(self.settings, self._client, self._gate.present, self.counts())
 
 
 class SettingsGate:
@@ -189,14 +185,12 @@ class SettingsGate:
             self.present = self._gates.setdefault(repr(settings), Gate())
             self.present.interrupt()
 
-    def is_worthwhile(self, num_new: Sequence[int], step_s: float | None, had_drafts: bool) -> bool:
+    def is_worthwhile(self, gate: Gate, num_new: Sequence[int], step_s: float | None, had_drafts: bool) -> bool:
         """Report the last step to the gate, and return whether the next one should have drafts."""
-        if self.present is None:
-            return True
         if step_s is not None:
-            self.present.observe(len(num_new), sum(num_new), step_s, had_drafts)
-            self.log_decisions(self.present.decisions)
-        return self.present.is_open(len(num_new))
+            gate.observe(len(num_new), sum(num_new), step_s, had_drafts)
+            self.log_decisions(gate.decisions)
+        return gate.is_open(len(num_new))
 
     def log_decisions(self, decisions: Mapping[int, Decision]) -> None:
         """Log the decisions that are new; at most once in hundreds of steps."""

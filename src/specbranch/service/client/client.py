@@ -66,6 +66,7 @@ class ServiceConnection:
     def __init__(
         self,
         options: ClientOptions,
+        namespace: bytes,
         sessions: SessionTable,
         counts: ClientCounts,
         transport: Transport | None,
@@ -74,21 +75,22 @@ class ServiceConnection:
         (address,) = normalize_addresses(options.address)
         self.channel = MessageChannel(transport or ZmqTransport(address, options.keys), clock)
         self.vocabulary = VocabularyCheck(VocabFingerprint(options.vocab_len, options.vocab_fingerprint))
-        self.round = 0
         self.lagging_s: float | None = None  # since when replies do not come in time
         self.refused_s: float | None = None  # when the service last refused something
         self.is_connected = True  # as far as is known
         self.is_draining = False  # it takes no new sequences
+        self._namespace = namespace
         self._sessions = sessions
         self._counts = counts
         self._clock = clock
+        self._round = 0
         self._asked_s = 0.0
 
     def hello(self, end_s: float) -> Welcome | None:
         """Ask the service what it is; return None if no reply comes by `end_s`."""
-        self.round += 1
-        while self.channel.is_owner_process() and self._clock() < end_s:
-            if self.send(Hello(VERSION, self.round)):
+        self._round += 1
+        while self._clock() < end_s:
+            if self.send_hello():
                 reply = self.await_reply(end_s)
                 return reply if isinstance(reply, Welcome) else None
             self.channel.await_writable(0.01)
@@ -98,7 +100,7 @@ class ServiceConnection:
         """Ask a service that gets no new sequences what it is now; the reply is handled whenever it comes."""
         if self.is_connected:
             self.ask_again()
-        elif self.send(Hello(VERSION, self.round)):
+        elif self.send_hello():
             self.lagging_s = -math.inf  # until it replies
 
     def ask_again(self) -> None:
@@ -106,13 +108,22 @@ class ServiceConnection:
         now_s = self._clock()
         if now_s - self._asked_s >= _ASK_S:
             self._asked_s = now_s
-            self.send(Hello(VERSION, self.round))
+            self.send_hello()
 
-    def begin_round(self) -> None:
-        """Count a new round. A service whose vocabulary is unknown is asked for it first."""
+    def send_hello(self) -> bool:
+        """Ask the service what it is without waiting; return False if nobody takes the question."""
+        return self.send(Hello(VERSION, self._round))
+
+    def send_step(self, rows: list[StepRow], end_s: float, step_us: int, beside: OtherRows | None = None) -> bool:
+        """Begin a round with these rows without waiting; return False and count it if nobody takes them."""
         if not self.vocabulary.is_known:
-            self.send(Hello(VERSION, self.round))  # in the round before: its reply is not the one to wait for
-        self.round += 1
+            self.send_hello()  # in the round before: its reply is not the one to wait for
+        self._round += 1
+        wait_s = 0.0 if self.lagging_s is not None else max(end_s - self._clock(), 0.0)
+        # The service replies a little before we stop to wait.
+        is_sent = self.send(StepRequest(self._round, self._namespace, wait_s * 1000 * 0.9, rows, step_us, beside))
+        self._counts.unreachable += not is_sent
+        return is_sent
 
     def send(self, message: Request) -> bool:
         """Send a message without waiting; if nobody takes it, return False and forget what is known of the service."""
@@ -158,6 +169,13 @@ class ServiceConnection:
             self.mark_timeout()
         return reply
 
+    def may_wait(self) -> bool:
+        """Return whether to wait for a reply; if the service has not replied in time lately, do not, and count it."""
+        if self.lagging_s is None:
+            return True
+        self._counts.not_waited += 1
+        return False
+
     def mark_timeout(self) -> None:
         """Count a timeout; the client waits for no reply until one comes."""
         self._counts.timeouts += 1
@@ -167,7 +185,7 @@ class ServiceConnection:
         if reply is None or isinstance(reply, PrefetchPush | Draining):
             return False
         is_unusable = isinstance(reply, Welcome) and self.vocabulary.is_mismatch
-        return isinstance(reply, ErrorReply) or reply.round == self.round or is_unusable
+        return isinstance(reply, ErrorReply) or reply.round == self._round or is_unusable
 
     def _handle(self, reply: Reply | None) -> None:
         """Update what is known of the service by a reply, whenever it comes."""
@@ -196,8 +214,8 @@ class PreparedRow(NamedTuple):
 class DraftClient(DraftSource):
     """The drafts of one service.
 
-    A pool of several services calls the parts of an exchange itself: `connection.drain_replies`, `prepare_step`,
-    `send_step`, `connection.poll_reply` while the step `needs_reply`, `finish_step`, `resend_unknown`. These may raise.
+    A pool of several services calls the parts of an exchange itself: `drain_replies`, `prepare_step`, `send_step`,
+    `poll_reply` for rows without a pushed draft, `finish_step`, `resend_unknown`. These may raise.
     """
 
     def __init__(
@@ -216,7 +234,7 @@ class DraftClient(DraftSource):
         super().__init__(options, synced, counts, clock)
         self._sessions = SessionTable()
         self._filter = DraftFilter(options.vocab_len, self.counts)
-        self.connection = ServiceConnection(options, self._sessions, self.counts, transport, clock)
+        self.connection = ServiceConnection(options, self._namespace, self._sessions, self.counts, transport, clock)
 
     @property
     def is_lagging(self) -> bool:
@@ -226,13 +244,10 @@ class DraftClient(DraftSource):
     def vocab_mismatch(self) -> bool:
         return self.connection.vocabulary.is_mismatch
 
-    def is_owner_process(self) -> bool:
-        return self.connection.channel.is_owner_process()
-
     def hello(self, timeout_s: float) -> Welcome | None:
         """Ask the service what it is; return None if it does not reply in time. Never raise."""
         try:
-            return self.connection.hello(self._clock() + timeout_s)
+            return self.connection.hello(self._clock() + timeout_s) if self._owner.is_current() else None
         except Exception:
             self.counts.faults += 1
             log.exception("the draft client failed; the service was not asked what it is")
@@ -244,35 +259,12 @@ class DraftClient(DraftSource):
     def prepare_step(
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], deltas: Sequence[SequenceDelta]
     ) -> list[PreparedRow]:
-        """Begin a round for these of the rows, which have grown by these deltas; return what to send of them."""
-        self.connection.begin_round()
+        """Return what to send of these of the rows, which have grown by these deltas."""
         advanced = self._sessions.advance(deltas)
         return [
             self._prepare_row(index, rows[index], delta, one)
             for index, delta, one in zip(indices, deltas, advanced, strict=True)
         ]
-
-    def send_step(
-        self, rows: Sequence[PreparedRow], end_s: float, step_us: int, beside: OtherRows | None = None
-    ) -> bool:
-        """Send these rows as one step without waiting; return False if nobody takes it."""
-        wait_s = 0.0 if self.connection.lagging_s is not None else max(end_s - self._clock(), 0.0)
-        # The service replies a little before we stop to wait.
-        wire = [row.wire for row in rows]
-        step = StepRequest(self.connection.round, self._namespace, wait_s * 1000 * 0.9, wire, step_us, beside)
-        if self.connection.send(step):
-            return True
-        self.counts.unreachable += 1
-        return False
-
-    def needs_reply(self, rows: Sequence[PreparedRow]) -> bool:
-        """Return whether to wait for the reply to these rows; count it if the service is too late for that."""
-        if all(row.draft is not None for row in rows):
-            return False
-        if self.is_lagging:
-            self.counts.not_waited += 1
-            return False
-        return True
 
     def finish_step(
         self, rows: Sequence[PreparedRow], reply: Reply | None
@@ -323,7 +315,7 @@ class DraftClient(DraftSource):
             if self._clock() >= end_s:
                 break
         if num_sent:
-            self.connection.send(Hello(VERSION, self.connection.round))
+            self.connection.send_hello()
         self.counts.opened += num_sent
         return num_sent
 
@@ -336,11 +328,14 @@ class DraftClient(DraftSource):
         indices = [index for index, row in enumerate(rows) if self._fits(row)][:MAX_ROWS]
         if not indices:
             return None
-        prepared = self.prepare_step(rows, indices, [self._advance(rows[index]) for index in indices])
+        fitting = [rows[index] for index in indices]
+        deltas = [self._synced.advance(row.name, row.tokens, row.num_new) for row in fitting]
+        prepared = self.prepare_step(rows, indices, deltas)
         step_us = step_us if len(indices) == len(rows) else 0  # rows that are left out were in the step too
-        if not self.send_step(prepared, end_s, step_us):
+        if not self.connection.send_step([row.wire for row in prepared], end_s, step_us):
             return None
-        reply = self.connection.await_reply(end_s) if self.needs_reply(prepared) else None
+        is_open = any(row.draft is None for row in prepared)
+        reply = self.connection.await_reply(end_s) if is_open and self.connection.may_wait() else None
         drafts, unknown = self.finish_step(prepared, reply)
         if unknown:
             self.resend_unknown(unknown, end_s)

@@ -12,7 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from msgspec import Meta
 
 from specbranch.core.distribution import RequestSampling
@@ -22,7 +21,8 @@ from specbranch.core.round import AcceptanceHint, Draft
 from specbranch.engines.models import local_model
 from specbranch.extensions import load_planners
 from specbranch.hrad.network import read_hrad_card
-from specbranch.service.client.sequences import SequenceDelta, SyncedSequences
+from specbranch.service.client.sequences import SyncedSequences
+from specbranch.service.client.transport import OwnerProcess
 from specbranch.service.wire.addresses import ClientKeys, default_address
 from specbranch.service.wire.messages import MAX_NEW, MAX_SEQUENCE, MAX_STEP_US, MAX_WAIT_MS
 from specbranch.service.wire.payloads import Tokens
@@ -196,6 +196,7 @@ class DraftSource(ABC):
         self._options = options
         self._clock = clock
         self._namespace = options.namespace or os.urandom(16)
+        self._owner = OwnerProcess()
         self._synced = synced or SyncedSequences()
         self._step_s: float | None = None  # of the target, smoothed
         self._waited_s = 0.0  # in the last call of `propose`
@@ -221,10 +222,6 @@ class DraftSource(ABC):
         """Close the connection and drop what is still queued."""
 
     @abstractmethod
-    def is_owner_process(self) -> bool:
-        """Return whether this process made the connection."""
-
-    @abstractmethod
     def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:
         """Return a draft for every row by `end_s`; None if there are none."""
 
@@ -238,7 +235,7 @@ class DraftSource(ABC):
         `step_s` is the time since the last call, if the engine has run one step since then, which decoded these rows
         and nothing else.
         """
-        if not self.is_owner_process():
+        if not self._owner.is_current():
             return [Draft([]) for _ in rows]
         self.counts.calls += 1
         start_s = self._clock()
@@ -260,7 +257,7 @@ class DraftSource(ABC):
         """Send the service the sequences that the target begins to prefill, and wait for nothing. Never raise."""
         end_s = self._clock() + self._options.deadline_s
         try:
-            if self.is_owner_process():
+            if self._owner.is_current():
                 self._announce_prompts([prompt for prompt in prompts if len(prompt) <= MAX_SEQUENCE], end_s)
         except Exception:
             self.counts.faults += 1
@@ -291,6 +288,3 @@ class DraftSource(ABC):
             self.counts.oversized += 1
             return False
         return 0 < row.num_new < length
-
-    def _advance(self, row: SequenceUpdate) -> SequenceDelta:
-        return self._synced.advance(row.name, np.asarray(row.tokens, dtype="<i4"), row.num_new)

@@ -67,16 +67,17 @@ class DraftPool(DraftSource):
     def vocab_mismatch(self) -> bool:
         return all(service.vocab_mismatch for service in self._services)
 
-    def is_owner_process(self) -> bool:
-        return self._services[0].is_owner_process()
-
     def close(self) -> None:
         for service in self._services:
             service.close()
 
     def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:
         usable = self._usable(end_s)
-        deltas = {index: self._advance(row) for index, row in enumerate(rows) if self._fits(row)}
+        deltas = {
+            index: self._synced.advance(row.name, row.tokens, row.num_new)
+            for index, row in enumerate(rows)
+            if self._fits(row)
+        }
         placed = self._place(rows, deltas, usable)
         prepared = {
             self._services[number]: self._services[number].prepare_step(
@@ -86,9 +87,12 @@ class DraftPool(DraftSource):
         }
         if sum(map(len, placed.values())) < len(rows):
             step_us = 0  # rows that are left out were in the step too
-        beside = rows_beside({service: [row.wire for row in own] for service, own in prepared.items()})
+        wire = {service: [row.wire for row in own] for service, own in prepared.items()}
+        beside = rows_beside(wire)
         sent = {
-            service: own for service, own in prepared.items() if service.send_step(own, end_s, step_us, beside[service])
+            service: own
+            for service, own in prepared.items()
+            if service.connection.send_step(wire[service], end_s, step_us, beside[service])
         }
         return self._collect(len(rows), sent, end_s) if sent else None
 
@@ -159,7 +163,8 @@ class DraftPool(DraftSource):
 
     def _collect(self, num_rows: int, sent: Mapping[DraftClient, Sequence[PreparedRow]], end_s: float) -> list[Draft]:
         """Return a draft for every row, as far as their services reply in time."""
-        replies = self._await([service for service, rows in sent.items() if service.needs_reply(rows)], end_s)
+        waiting = [service for service, rows in sent.items() if any(row.draft is None for row in rows)]
+        replies = self._await([service for service in waiting if service.connection.may_wait()], end_s)
         found = [Draft([]) for _ in range(num_rows)]
         for service, rows in sent.items():
             drafts, unknown = service.finish_step(rows, replies.get(service))

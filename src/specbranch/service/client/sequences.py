@@ -13,18 +13,16 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from specbranch.service.wire.messages import MAX_NEW, MAX_ROWS, PrefetchPush, VerdictDraft
-from specbranch.service.wire.payloads import Digest
+from specbranch.service.wire.payloads import Digest, Tokens
 
 _MAX_SYNCED = 4096  # sequences; an engine runs fewer at once, and never says that one has ended
 _MAX_SESSIONS = MAX_ROWS  # all of a step, and then the least recently used
 _TAIL = 8  # tokens that must still be the same, in case an engine uses a name twice
-
-TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class SequenceDelta(NamedTuple):
@@ -53,12 +51,13 @@ class SyncedSequences:
     def __init__(self) -> None:
         self._synced: OrderedDict[str, _Synced] = OrderedDict()
 
-    def advance(self, name: str | None, tokens: TokenArray, num_new: int) -> SequenceDelta:
+    def advance(self, name: str | None, all_tokens: Tokens, num_new: int) -> SequenceDelta:
         """Return how a sequence has grown since it was last sent, and mark all of it as sent.
 
         Of a sequence that has no known name, or has gained more than a message may have, everything but the `num_new`
         last tokens counts as sent. The name gets a random seed, and keeps it while the sequence does not get shorter.
         """
+        tokens = np.asarray(all_tokens, dtype="<i4")
         length = len(tokens)
         known = self._synced.get(name) if name is not None else None
         if (

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from specbranch.service.client.transport import MessageChannel, Transport, ZmqTransport
+from specbranch.service.client.transport import MessageChannel, OwnerProcess, Transport, ZmqTransport
 from specbranch.service.wire.addresses import ClientKeys
 from specbranch.service.wire.messages import ErrorReply, Overview, OverviewRequest, Reply, StatsReply, StatsRequest
 
@@ -51,6 +51,7 @@ class StatsClient:
     ) -> None:
         self._namespace = namespace
         self._clock = clock
+        self._owner = OwnerProcess()
         self._channel = MessageChannel(transport or ZmqTransport(address, keys), clock)
         self._round = 0
         self._is_new = True
@@ -72,7 +73,7 @@ class StatsClient:
         self._channel.close()
 
     def _poll(self, timeout_s: float) -> ServiceStatus:
-        if not self._channel.is_owner_process():
+        if not self._owner.is_current():
             return ServiceStatus.ABSENT
         now_s = self._clock()
         end_s = now_s + timeout_s

@@ -129,27 +129,33 @@ def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> No
         context.term()
 
 
+class OwnerProcess:
+    """The process that made a connection. A fork of it must not touch the socket."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._is_logged = False
+
+    def is_current(self) -> bool:
+        """Return whether this process made the connection; log once if it is a fork."""
+        if os.getpid() == self._pid:
+            return True
+        if not self._is_logged:
+            self._is_logged = True
+            log.warning("a forked process cannot use its parent's connection to the draft service; make a new client")
+        return False
+
+
 class MessageChannel:
     """Messages over one transport. One thread at a time may use it, and only the process that made it."""
 
     def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self._transport = transport
         self._clock = clock
-        self._pid = os.getpid()
-        self._is_fork_logged = False
         self._warn = RateLimitedWarning(log, clock)
         self._backlog: deque[list[bytes]] = deque()  # messages that are not decoded yet
         self._num_in_a_row = 0
         self._since_s = clock()
-
-    def is_owner_process(self) -> bool:
-        """Return whether this process made the connection. A fork of it must not touch the socket; log that once."""
-        if os.getpid() == self._pid:
-            return True
-        if not self._is_fork_logged:
-            self._is_fork_logged = True
-            log.warning("a forked process cannot use its parent's connection to the draft service; make a new client")
-        return False
 
     def send(self, message: Request) -> bool:
         """Send a message without waiting; return False if there is nobody to send it to."""
