@@ -69,7 +69,7 @@ class Speculator:
         elif self._core.uses_rejection:
             log.info(
                 "draft tokens are proposed as certain: the distributions that they are sampled from would take more "
-                "than %d MB; for sampled ones lower max_num_seqs or num_speculative_tokens",
+                "than %d MB of memory; for sampled ones lower max_num_seqs or num_speculative_tokens",
                 MAX_BYTES >> 20,
             )
         self._texts = HostTokens(num_slots, max_len, self._whole_text)
