@@ -118,7 +118,7 @@ class ServiceCandidates(CandidateGenerator):
         self._has_begun = False
 
     def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """The text with candidates behind it. Before the prompt is read there are none."""
+        """Return the text with candidates after it; none in the first call, before the prefill."""
         text = input_ids[0].cpu().numpy()
         if not self._has_begun:
             self._has_begun = True
@@ -130,7 +130,7 @@ class ServiceCandidates(CandidateGenerator):
         return torch.cat((input_ids, input_ids.new_tensor([draft[:end]])), dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to do: the service hears what was accepted when it is asked next."""
+        """Do nothing: the next request tells the service what was accepted."""
 
 
 class _WithCandidates:
@@ -153,7 +153,7 @@ class _WithCandidates:
 def _obstacle(
     model: Any, input_ids: torch.Tensor, cache: Any, logits_processor: Any, stopping_criteria: Any
 ) -> str | None:
-    """What keeps a text from being drafted for, in words; None if nothing does."""
+    """Say why a text cannot be drafted for; None if it can."""
     if len(input_ids) != 1:
         return "several texts at once"
     if model.config.is_encoder_decoder or model._is_stateful:

@@ -1,7 +1,7 @@
 """Counters of a running service, by its own protocol or from a page of metrics.
 
-A connection of its own, apart from the one that drafts come through. A service that does not answer is waited for once;
-from then on it is asked, but not waited for, until an answer comes.
+The client has a connection of its own, apart from the one of the drafts. It waits once for a service that does not
+reply; from then on it asks without waiting, until a reply comes.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from specbranch.service.wire.messages import ErrorReply, Overview, OverviewReque
 log = logging.getLogger(__name__)
 
 
-_PATIENCE_S = 1.0  # a question that stays open for longer is met with silence
+_PATIENCE_S = 1.0  # a service that leaves a question open for longer is silent
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class ServiceStatus(enum.Enum):
-    """How a service was found when it was last asked."""
+    """How a service behaved when it was last asked."""
 
     ANSWERS = "answers"
-    LATE = "late"  # no answer yet: a busy machine, or the beginning of a silence
-    SILENT = "silent"  # it is connected and says nothing
-    ABSENT = "absent"  # nobody listens
+    LATE = "late"  # no reply yet: a busy machine, or the beginning of a silence
+    SILENT = "silent"  # it is connected and does not reply
+    ABSENT = "absent"  # no service listens
 
 
 class StatsClient:
     """One connection to a draft service. One thread at a time may use it.
 
     It asks for the `stats` of one namespace or, without one, for the `overview` of the service. `refusal` is why the
-    last question was not answered by either. `transport` and `clock` are as those of `DraftClient`.
+    service sent neither last time. `transport` and `clock` are as those of `DraftClient`.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class StatsClient:
         self.refusal: str | None = None
 
     def poll(self, timeout_s: float) -> ServiceStatus:
-        """Bring the figures up to date if that can be done in time; they stay as they were if not."""
+        """Update the counters if the service replies in time, and return how it behaved. Never raise."""
         try:
             return self._poll(timeout_s)
         except Exception:
-            log.exception("the draft service could not be asked for its figures")
+            log.exception("the draft service could not be asked for its counters; they stay as they were")
             return ServiceStatus.ABSENT
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._channel.close()
 
     def _poll(self, timeout_s: float) -> ServiceStatus:
@@ -79,10 +79,10 @@ class StatsClient:
         now_s = self._clock()
         end_s = now_s + timeout_s
         for reply in self._channel.receive(end_s):
-            self._take(reply)  # an answer that came too late; it still is the newest we have
+            self._update(reply)  # a reply that came too late; it still is the newest one
         self._round += 1
         if self._is_new:
-            # Connecting happens in the background; the first question must not come too early.
+            # The socket connects in the background; the first question must not come too early.
             self._channel.await_writable(timeout_s)
             self._is_new = False
         if not self._channel.send(self._question()):
@@ -91,7 +91,7 @@ class StatsClient:
         if self._open_s is not None:
             return ServiceStatus.SILENT if now_s - self._open_s > _PATIENCE_S else ServiceStatus.LATE
         for reply in self._channel.iter_replies(end_s):
-            if self._take(reply) == self._round:
+            if self._update(reply) == self._round:
                 return ServiceStatus.ANSWERS
         self._open_s = now_s
         return ServiceStatus.LATE
@@ -101,8 +101,8 @@ class StatsClient:
             return OverviewRequest(self._round)
         return StatsRequest(self._round, self._namespace)
 
-    def _take(self, reply: Reply | None) -> int | None:
-        """Take in one message; the round that it answers, None if it is no answer."""
+    def _update(self, reply: Reply | None) -> int | None:
+        """Update the counters by one message; return the round that it replies to, None if it is no reply."""
         self._open_s = None
         if reply is None:
             return None
@@ -113,7 +113,7 @@ class StatsClient:
         if isinstance(reply, Overview):
             self.overview = reply
             return reply.round
-        # A service of an older release knows no reports. It is there, though, and drafts.
+        # A service of an older release does not know the question, but it is there and drafts.
         return self._round
 
 
@@ -127,7 +127,7 @@ class MetricSample:
 
 
 def parse_metrics_text(text: str) -> Iterator[MetricSample]:
-    """The samples of a page; comments and what is no sample are left out."""
+    """Yield the samples of a page of metrics; skip comments and lines that are no sample."""
     for line in text.splitlines():
         found = _SAMPLE.match(line)
         if found is None:
