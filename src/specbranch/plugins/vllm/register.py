@@ -20,7 +20,7 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def register() -> None:
-    """Let Model Runner V2 use our speculator, and add our metrics to vLLM's endpoint. Never raises.
+    """Let Model Runner V2 use our speculator, and add our metrics to vLLM's endpoint. Never raise.
 
     The metrics appear as soon as our proposer runs.
     """
