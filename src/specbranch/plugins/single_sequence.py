@@ -1,7 +1,7 @@
 """Drafts for an engine that decodes one text at a time. Whatever the draft service does, the engine goes on.
 
-Such an engine says neither when a text begins nor when it ends, nor what was accepted: all of this is seen from the
-text itself. Texts that several threads decode at the same time get few drafts.
+Such an engine says neither when a text begins nor when it ends, nor what was accepted: the text itself shows all of it.
+Texts that several threads decode at the same time get few drafts.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class SingleSequenceDrafts:
-    """Asks a draft service for a target with this vocabulary. No call raises or takes longer than the deadline.
+    """The drafts for a target with this vocabulary. No call raises or takes longer than the deadline.
 
-    `longest` is the most draft tokens that the target verifies at once.
+    `max_draft_tokens` is the most that the target verifies at once.
     """
 
-    def __init__(self, settings: DraftSettings, longest: int, target: VocabFingerprint) -> None:
-        self._client = draft_client(settings.client_options(longest, target.size, target.hashes))
-        self._longest = longest
+    def __init__(self, settings: DraftSettings, max_draft_tokens: int, target: VocabFingerprint) -> None:
+        self._client = draft_client(settings.client_options(max_draft_tokens, target.size, target.hashes))
+        self._max_draft_tokens = max_draft_tokens
         self._gate = Gate() if settings.is_gated else None
         self._lock = threading.Lock()
         self._text: TokenArray = np.empty(0, dtype=np.int32)
         self._num_texts = 0
         self._num_drafted = 0  # in the last call
-        self._is_asked = False  # in the last call
+        self._was_asked = False  # the client, in the last call
         self._called_s = 0.0
         self.num_accepted = 0  # draft tokens of all texts
 
     def announce_prompt(self, prompt: TokenArray) -> None:
-        """The target begins to read a prompt: let the draft read it at the same time."""
+        """Send a prompt that the target begins to prefill, so that the draft prefills it at the same time."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -49,24 +49,24 @@ class SingleSequenceDrafts:
             self._lock.release()
 
     def after(self, text: TokenArray, room: int | None = None, has_recurring_noise: bool = False) -> list[int]:
-        """Tokens to verify next, now that the target has committed this text; nothing where none come in time.
+        """Return the tokens to verify next, now that the target has committed this text; none if none come in time.
 
-        `room`: the target can take no more than this. `has_recurring_noise`: it samples with random numbers that may
-        come again, so that this text may help to draft no other.
+        `room` is the most that the target can take. `has_recurring_noise`: it samples with random numbers that may
+        recur, so this text must not help to draft another.
         """
         if not self._lock.acquire(blocking=False):
             return []
         try:
-            most = self._longest if room is None else min(max(room, 0), self._longest)
-            return self._after(text.astype(np.int32), most, has_recurring_noise)
+            max_len = self._max_draft_tokens if room is None else min(max(room, 0), self._max_draft_tokens)
+            return self._after(text.astype(np.int32), max_len, has_recurring_noise)
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._client.close()
 
-    def _after(self, text: TokenArray, most: int, has_recurring_noise: bool) -> list[int]:
+    def _after(self, text: TokenArray, max_len: int, has_recurring_noise: bool) -> list[int]:
         num_new = self._num_new(text)
         now_s = time.monotonic()
         if num_new:
@@ -75,9 +75,10 @@ class SingleSequenceDrafts:
                 self._gate.observe(1, num_new, now_s - self._called_s, self._num_drafted > 0)
         else:
             self._num_texts += 1
-        was_asked, self._is_asked = self._is_asked, most > 0 and (self._gate is None or self._gate.is_open(1))
+        was_asked = self._was_asked
+        self._was_asked = max_len > 0 and (self._gate is None or self._gate.is_open(1))
         draft: list[int] = []
-        if self._is_asked:
+        if self._was_asked:
             submitted = self._num_drafted if num_new else 0
             committed = SequenceUpdate(
                 text,
@@ -88,11 +89,11 @@ class SingleSequenceDrafts:
             )
             step_s = now_s - self._called_s if was_asked and num_new else None
             draft = self._client.propose([committed], step_s)[0].tokens
-        self._text, self._num_drafted, self._called_s = text, min(len(draft), most), now_s
-        return draft[:most]
+        self._text, self._num_drafted, self._called_s = text, min(len(draft), max_len), now_s
+        return draft[:max_len]
 
     def _num_new(self, text: TokenArray) -> int:
-        """Tokens that the target has added since the last call; 0 if this is another text."""
+        """Return how many tokens the target has added since the last call; 0 if this is another text."""
         before = len(self._text)
         num_new = len(text) - before
         is_same = 1 <= num_new <= self._num_drafted + 1 and np.array_equal(text[:before], self._text)

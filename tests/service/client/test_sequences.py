@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specbranch.service.client import sequences
-from specbranch.service.client.sequences import SyncedSequences
+from specbranch.service.client.sequences import SequenceDelta, SessionTable, SyncedSequences
 from specbranch.service.wire.messages import MAX_NEW
 from specbranch.service.wire.payloads import Digest
 
@@ -79,3 +79,25 @@ def test_only_the_sequences_of_late_are_remembered(monkeypatch: pytest.MonkeyPat
     grown = array(1, 2, 3, 4, 5)
     assert [on_progress(told, name, grown)[1] for name in ("a", "c")] == [[4, 5], [4, 5]]
     assert on_progress(told, "b", grown)[1] == [5]
+
+
+X, Y, Z = (Digest([number]).name for number in range(3))
+
+
+def test_of_equal_sequences_the_first_keeps_the_session_and_both_were_proposed_the_same() -> None:
+    sessions = SessionTable()
+    (first,) = sessions.advance([SequenceDelta(X, [1], Y)])
+    first.session.num_proposed, first.session.opened_s = 3, 7.0
+    one, other = sessions.advance([SequenceDelta(Y, [2], Z), SequenceDelta(Y, [3], X)])
+
+    assert (one.session, one.num_proposed) == (first.session, 3)
+    assert (other.session.opened_s, other.num_proposed) == (None, 3)
+
+
+def test_what_was_proposed_before_the_last_step_was_not_submitted_in_it() -> None:
+    sessions = SessionTable()
+    (first,) = sessions.advance([SequenceDelta(X, [1], Y)])
+    first.session.num_proposed = 3
+    sessions.advance([])
+
+    assert sessions.advance([SequenceDelta(Y, [2], Z)])[0].num_proposed == 0

@@ -1,8 +1,9 @@
-"""A connection over TCP that nobody closes and nothing comes through any more, as after a network that went away."""
+"""A connection that died without a word is made anew, and messages are taken in time, in order, and not without end."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,12 @@ from urllib.parse import urlsplit
 
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
+from specbranch.service.client.transport import MessageChannel
 from specbranch.service.wire.addresses import ClientKeys, ServiceKeys, make_keys
+from specbranch.service.wire.messages import DraftReply, encode
 from tests.service.harness import PATIENCE_S, Walk, tcp_service
 from tests.service.test_faults import walk_until_accepted
+from tests.world.schedule import Clock
 
 
 class Relay:
@@ -92,3 +96,61 @@ def test_a_connection_that_has_died_without_a_word_is_made_anew(tmp_path: Path) 
             walk_until_accepted(Walk(client, [3, 4]), 1)
 
             assert relay.num_lines > num_lines, "drafts came through a connection that was held"
+
+
+class Inbox:
+    """A transport in which messages lie."""
+
+    def __init__(self, clock: Clock, messages: Iterator[list[bytes]]) -> None:
+        self._clock, self._messages = clock, messages
+        self.num_reconnects = 0
+
+    def send(self, frame: bytes) -> bool:
+        return True
+
+    def receive(self, max_messages: int) -> list[list[bytes]]:
+        return list(itertools.islice(self._messages, max_messages))
+
+    def await_readable(self, timeout_s: float) -> bool:
+        self._clock.leap(timeout_s)
+        return False
+
+    def await_writable(self, timeout_s: float) -> None:
+        pass
+
+    def reconnect(self) -> None:
+        self.num_reconnects += 1
+
+    def close(self) -> None:
+        pass
+
+
+def reply(number: int) -> list[bytes]:
+    return [encode(DraftReply(number, []))]
+
+
+def test_messages_that_there_is_no_time_for_come_next_in_order() -> None:
+    clock = Clock()
+    channel = MessageChannel(Inbox(clock, map(reply, range(40))), clock)
+    first = channel.receive(clock())  # the time is up after one message
+    rest = channel.receive(clock() + 1.0)
+
+    assert [*first, *rest] == [DraftReply(number, []) for number in range(40)]
+    assert len(first) == 1
+    assert channel.receive(clock() + 1.0, waits=True) == []
+
+
+def test_a_message_that_is_none_leaves_a_gap() -> None:
+    clock = Clock()
+    messages = [reply(1), [b"?"], [*reply(2), b""], [b"\xc1" * 3], reply(3)]
+    channel = MessageChannel(Inbox(clock, iter(messages)), clock)
+
+    assert channel.receive(clock() + 1.0) == [DraftReply(1, []), None, None, None, DraftReply(3, [])]
+
+
+def test_a_service_that_sends_without_a_pause_is_dropped() -> None:
+    clock = Clock()
+    inbox = Inbox(clock, map(reply, itertools.count()))
+
+    assert len(MessageChannel(inbox, clock).receive(clock() + 1.0)) == 256
+    assert inbox.num_reconnects == 1

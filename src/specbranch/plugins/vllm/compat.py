@@ -32,22 +32,22 @@ _MAX_TEMPERATURE = 100.0
 
 
 def num_speculative_tokens(vllm_config: Any) -> int:
-    """The most draft tokens that vLLM verifies per sequence and step."""
+    """Return the maximum of draft tokens that vLLM verifies per sequence and step."""
     return int(vllm_config.speculative_config.num_speculative_tokens)
 
 
 def max_model_len(vllm_config: Any) -> int:
-    """The longest sequence that vLLM allows, prompt and output together."""
+    """Return the maximum length of a sequence, prompt and output together."""
     return int(vllm_config.model_config.max_model_len)
 
 
 def vocab_len(vllm_config: Any) -> int:
-    """The size of the target's vocabulary; vLLM fails at a token id beyond it, also in a draft."""
+    """Return the size of the target's vocabulary. vLLM fails at a token id beyond it, also in a draft."""
     return int(vllm_config.model_config.get_vocab_size())
 
 
 def layout(vllm_config: Any) -> ParallelLayout:
-    """How the target is spread over devices."""
+    """Read how the target is spread over devices."""
     parallel = vllm_config.parallel_config
     executor = parallel.distributed_executor_backend
     return ParallelLayout(
@@ -59,7 +59,7 @@ def layout(vllm_config: Any) -> ParallelLayout:
 
 
 def has_graphs_for_equal_rows(vllm_config: Any) -> bool:
-    """Whether steps in which all rows have as many tokens run from whole CUDA graphs, and other steps do not.
+    """Return whether only steps in which all rows have equally many tokens run from whole CUDA graphs.
 
     vLLM decides it for good when it has loaded the model and knows its attention backend.
     """
@@ -72,23 +72,23 @@ def has_graphs_for_equal_rows(vllm_config: Any) -> bool:
 
 
 def tokenizer(vllm_config: Any) -> str:
-    """The directory or the name on the hub that vLLM takes the target's tokenizer from."""
+    """Return the directory, or the name on the hub, of the target's tokenizer."""
     found = vllm_config.model_config
     return str(found.tokenizer or found.model)
 
 
 def own_config(vllm_config: Any) -> Any:
-    """Our section of `--additional-config`; vLLM passes it on without looking at it."""
+    """Return our section of `--additional-config`, which vLLM passes on unread."""
     return (vllm_config.additional_config or {}).get(SECTION, {})
 
 
 def engine_index(vllm_config: Any) -> int:
-    """Which of the data-parallel engines this is; vLLM's own metrics use the same number."""
+    """Return the number of this data-parallel engine; vLLM's own metrics use the same."""
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def model_name(vllm_config: Any) -> str:
-    """The name that the target is served by; vLLM's own metrics use the same."""
+    """Return the name that the target is served by; vLLM's own metrics use the same."""
     name = vllm_config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name)
 
@@ -97,8 +97,8 @@ def model_name(vllm_config: Any) -> str:
 class StepInfo:
     """What is new in a step that vLLM has scheduled.
 
-    The prompts that it begins to prefill and the draft may read too, how many of its draft tokens are pads, what new
-    requests ask of their drafts (`settings.py`), and the requests that have ended.
+    These are the prompts that it begins to prefill and the draft may prefill too, the number of pads among its draft
+    tokens, the maximum of draft tokens of new requests that named one, and the requests that have ended.
     """
 
     prompts: Sequence[Sequence[int]] = ()
@@ -181,27 +181,27 @@ def _skip_cause(features: Any, has_seed: bool, lora: Any) -> str | None:
 
 
 def is_output_rank() -> bool:
-    """Whether vLLM takes the drafts of this worker: the first tensor-parallel rank of the last pipeline stage."""
+    """Return whether vLLM takes this worker's drafts: those of the last pipeline stage's first tensor-parallel rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return bool(get_tp_group().is_first_rank and get_pp_group().is_last_rank)
 
 
 def broadcast(tensor: Any) -> Any:
-    """What the first tensor-parallel rank has in this tensor, on all of them."""
+    """Copy the first tensor-parallel rank's values of this tensor to all ranks; return them."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().broadcast(tensor, src=0)
 
 
 def wrap_runners() -> None:
-    """Let a runner tell its proposer, before each step, who it is and which prompts it is about to prefill.
+    """Patch vLLM's runners to call `on_step_scheduled` of their drafter before each step, with what the step brings.
 
     vLLM's hook passes rows without their requests, and only after the prefill. This wraps the one method of vLLM that
-    runs a step; its arguments pass through. V2's scheduler also asks for the drafts; what the runner answers is cut to
-    their lengths. A vLLM without these methods is left alone.
+    runs a step; its arguments pass through. V2's scheduler also asks the runner for the drafts; a second wrapper cuts
+    them to their lengths. A vLLM without these methods stays as it is.
     """
-    # Whoever makes a proposer has imported its runner, so nothing heavy needs to be imported here.
+    # The caller runs in vLLM, which has imported its runner, so this imports nothing heavy.
     old, new = (getattr(sys.modules.get(module), _OWNER, None) for module in (_V1, _V2))
     if not hasattr(old, _METHOD) and not hasattr(new, _METHOD):
         log.warning(
@@ -215,7 +215,7 @@ def wrap_runners() -> None:
 
 
 def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wrap a method, once; nothing if it is not there."""
+    """Wrap a method of a class, once, if the class has it."""
     original = getattr(owner, method, None)
     if original is not None and not hasattr(original, "introduces"):
         wrapped = wrapper(original)
@@ -224,7 +224,7 @@ def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def drafter_of(runner: Any) -> Any:
-    """Our part in a runner, or vLLM's own; V1 and V2 have their own names for it."""
+    """Return the drafter of a runner, ours or vLLM's; V1 and V2 have different names for it."""
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
@@ -278,24 +278,25 @@ def _step_info(scheduler_output: Any) -> StepInfo:
 
 
 def is_warmup(names: Sequence[str]) -> bool:
-    """Whether these are requests by which V2's runner compiles its kernels at start."""
+    """Return whether these are requests by which V2's runner compiles its kernels at start."""
     return all(name.startswith(_WARMUPS) for name in names)
 
 
 def is_seeded(parameters: Any) -> bool:
-    """Whether a request samples with a seed of its own, so that its random numbers come again when it is repeated.
+    """Return whether a request samples with a seed of its own, so that its random numbers recur when it is repeated.
 
-    Its answer would then be proposed to a request that tests it with the very numbers that made it. Nor would the seed
-    give the same answer again: with drafts it depends on what was drafted in time. At temperature 0 there is no chance.
+    Its output would then be proposed to a request that verifies it with the very numbers that made it. Nor would the
+    seed give the same output again: with drafts it depends on what was drafted in time. At temperature 0 there is no
+    randomness.
     """
     return bool(getattr(parameters, "temperature", 0)) and getattr(parameters, "seed", None) is not None
 
 
 def allows_pads(runner: Any) -> bool:
-    """Whether pads cannot make a difference to any row.
+    """Return whether pads leave the output of every row as it is.
 
-    A thinking budget looks at the draft tokens of its row, and for each of them vLLM draws from the generator of a
-    seed. On the CPU, vLLM's sampler takes a pad for a token above temperature 0, and reads beyond its memory.
+    A thinking budget reads the draft tokens of its row, and for each of them vLLM draws from the generator of a seed.
+    On the CPU, vLLM's sampler takes a pad for a token above temperature 0, and reads beyond its memory.
     """
     try:
         if runner.device.type == "cpu" and not runner.input_batch.all_greedy:
@@ -328,14 +329,14 @@ def warn_if_untested() -> None:
 
 
 def patch_cpu_sampler() -> list[str]:
-    """Work around three bugs in vLLM's rejection sampler on the CPU, where this vLLM has them; what was replaced.
+    """Work around three bugs in vLLM's rejection sampler on the CPU, where it has them; return what was replaced.
 
     0.30 calls Triton's kernels, which a CPU does not have, in place of its own. `expand_batch_to_tokens` writes to a
     copy (vllm-project/vllm#55005). Its caller reads uninitialised memory as temperature, top-k and top-p of each draft
     token. Above temperature 0, any speculative decoding then has a wrong output distribution. `apply_top_k_top_p`
     raises in a step without draft tokens, which ends the engine.
 
-    To be called once the model runner exists: before 0.31 it is the runner that puts the CPU's kernels in place.
+    Call it once the model runner exists: before 0.31 it is the runner that puts the CPU's kernels in place.
     """
     from vllm.platforms import current_platform
 
@@ -360,7 +361,7 @@ def patch_cpu_sampler() -> list[str]:
 
 
 def _use_own_kernels(module: Any) -> list[str]:
-    """Let the sampler call the kernels that vLLM has put into its module, where it still holds others."""
+    """Replace stale Triton kernels of the sampler by the CPU's of the same module; return the names replaced."""
     replaced = []
     for name in ("rejection_greedy_sample", "rejection_random_sample", "expand", "sample_recovered_tokens"):
         dispatcher, kernel = getattr(module, f"_{name}", None), getattr(module, f"{name}_kernel", None)
@@ -403,7 +404,7 @@ def _unless_empty(apply: Any) -> Any:
 
 
 def check_runner(vllm_config: Any) -> None:
-    """Raise if V1 has made our proposer though V2 was asked for: this vLLM is too old, or did not load our plugin."""
+    """Raise if V1 has made our proposer though the settings name V2: an old vLLM, or one without our plugin."""
     if vllm_config.speculative_config.method == METHOD:
         raise RunnerError(
             "`runner` is 'v2', but this vLLM runs our proposer on Model Runner V1. It takes vLLM 0.32, and the plugin "
@@ -422,12 +423,12 @@ def check_context_parallelism(vllm_config: Any) -> None:
 
 
 def has_adaptive_verification(vllm_config: Any) -> bool:
-    """Whether vLLM shall choose how many places of each row it verifies, by our confidence in them."""
+    """Return whether vLLM chooses how many places of each row it verifies, by our confidence in them."""
     return bool(vllm_config.speculative_config.enable_adaptive_verification)
 
 
 def is_any_sampled(runner: Any, input_batch: Any) -> bool:
-    """Whether a row of a batch is not greedy."""
+    """Return whether a row of a batch is not greedy."""
     try:
         return bool((runner.sampler.sampling_states.temperature.np[input_batch.idx_mapping_np] > 0).any())
     except AttributeError as error:
@@ -436,10 +437,10 @@ def is_any_sampled(runner: Any, input_batch: Any) -> bool:
 
 
 def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, RequestSampling]:
-    """How the rows of a batch sample, as far as their draft tokens may be drawn by chance; on all ranks the same.
+    """Return how the rows sample whose draft tokens may be sampled; on all ranks the same.
 
-    A grammar or a thinking budget cuts a draft by its tokens, and what is tested must not depend on them. Of grammars
-    only the batch tells. Nothing where the runner's logits are not as wide as the vocabulary.
+    A grammar or a thinking budget cuts a draft by its tokens, and verification must not depend on them; of grammars
+    only the batch as a whole is known. Return nothing where the runner's logits are not as wide as the vocabulary.
     """
     try:
         if input_batch.has_structured_output_reqs or _logits_len(runner, vocab_len) != vocab_len:
@@ -460,7 +461,7 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Reques
 
 
 def _logits_len(runner: Any, vocab_len: int) -> int:
-    """How many tokens the logits of a runner's model have; `vocab_len` if it does not tell."""
+    """Return how many tokens the logits of a runner's model have; `vocab_len` if it does not say."""
     processor = getattr(getattr(runner, "model", None), "logits_processor", None)
     return int(getattr(processor, "org_vocab_size", vocab_len))
 

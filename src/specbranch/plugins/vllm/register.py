@@ -13,14 +13,14 @@ from typing import Any
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.settings import METHOD, PROPOSER, RunnerError, read_settings
 
-log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, whose level and form it so has
+log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, to share its level and format
 _CARRIER_METHOD = "ngram_gpu"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def register() -> None:
-    """Let Model Runner V2 use our speculator, and add our metrics to vLLM's endpoint. Never raises.
+    """Let Model Runner V2 use our speculator, and add our metrics to vLLM's endpoint. Never raise.
 
     The metrics appear as soon as our proposer runs.
     """
@@ -38,7 +38,7 @@ def register() -> None:
 
 @functools.cache
 def _show_metrics() -> None:
-    """Once per process, whichever it is: a collector that nobody asks costs nothing."""
+    """Register the collector of our metrics, once per process, whichever it is: one that nobody asks costs nothing."""
     from prometheus_client import REGISTRY
 
     from specbranch.plugins.vllm import installed
@@ -58,7 +58,7 @@ def _show_metrics() -> None:
 
 
 def install() -> None:
-    """Let V2 use our speculator, if this vLLM can; to be called before vLLM's configuration is made."""
+    """Patch vLLM so that V2 uses our speculator, if this vLLM can; call it before vLLM makes its configuration."""
     if "vllm.config" not in sys.modules:  # not called by vLLM
         return
     if importlib.util.find_spec(f"{_SPECULATORS}.ngram") is None:  # before 0.32
@@ -85,7 +85,7 @@ def _wrap_post_init(original: Callable[..., None]) -> Any:
 
 
 def choose_runner(vllm_config: Any) -> None:
-    """Give a configuration that names our proposer the form that suits the runner; other ones are left alone."""
+    """Choose the runner and the method of a configuration that names our proposer; leave other ones alone."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD or speculative.model != PROPOSER:
         return
@@ -101,17 +101,17 @@ def choose_runner(vllm_config: Any) -> None:
             speculative.method = METHOD
             cause = "vLLM's choice for this configuration"
     if cause is None:
-        _say("specbranch drafts for vLLM's Model Runner V2, on GPUs untested; leave out `runner` for V1")
+        _log_once("specbranch drafts for vLLM's Model Runner V2, on GPUs untested; leave out `runner` for V1")
     elif settings.runner == "v2":
         raise RunnerError(f"`runner` is 'v2', but Model Runner V2 cannot be used here ({cause}); set it to 'auto'")
     else:
-        _say(f"specbranch drafts for vLLM's Model Runner V1: {cause}")
+        _log_once(f"specbranch drafts for vLLM's Model Runner V1: {cause}")
 
 
 @functools.cache
-def _say(words: str) -> None:
-    """Log this once: vLLM makes copies of its configuration."""
-    log.info(words)
+def _log_once(message: str) -> None:
+    """Log a message once: vLLM makes copies of its configuration."""
+    log.info(message)
 
 
 def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _speculator() -> Any:
-    """Our speculator as one of vLLM's."""
+    """Make our speculator a subclass of vLLM's base class."""
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
     from specbranch.plugins.vllm.runner_v2 import Speculator

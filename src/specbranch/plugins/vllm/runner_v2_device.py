@@ -126,7 +126,7 @@ class DeviceCopier(Protocol):
         ...
 
     def send(self, values: Array) -> Any:
-        """A tensor on the device with these int64 values; the next call may write to it."""
+        """Copy these int64 values to a tensor on the device, to which the next call may write."""
         ...
 
 

@@ -259,7 +259,7 @@ class DraftClient(DraftSource):
     def prepare_step(
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], deltas: Sequence[SequenceDelta]
     ) -> list[PreparedRow]:
-        """Return what to send of these of the rows, which have grown by these deltas."""
+        """Move the sessions of these of the rows to their new ids; return what to send, and the pushed drafts."""
         advanced = self._sessions.advance(deltas)
         return [
             self._prepare_row(index, rows[index], delta, one)

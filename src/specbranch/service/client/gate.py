@@ -1,10 +1,10 @@
 """Switch drafts on and off by measured tokens per second, from step times that can be compared.
 
-For every load (rows in the engine's step, in powers of two) it measures tokens per second without drafts, then with
-them, and keeps the better way. The other way is tried again now and then, ever more rarely while it keeps losing, and
-more rarely the more a trial costs, so a pair that does not pay costs next to nothing. A draft that is away costs
-nothing, and is looked for as often as at first. Where drafts pay again after a long time, the other loads try them
-soon.
+For every load (rows in the engine's step, in powers of two) the gate measures tokens per second without drafts, then
+with them, and keeps the better way. It tries the other way again now and then, ever more rarely while that keeps
+losing, and more rarely the more a trial costs, so a pair that does not pay costs next to nothing. A draft service that
+is away costs nothing, and is tried as often as at first. Where drafts pay again after a long time, the other loads try
+them soon.
 
 Both ways are those of one engine: one that can speculate may be slower than one that cannot, also without drafts, and
 the gate does not see that.
@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 
 _PLAIN_STEPS = 8  # of a measurement without drafts
 _TRIAL_STEPS = 16  # of one with drafts
-_SETTLE_STEPS = 4  # that are let pass after a change
-# A trial begins when the first drafts have come, at the latest after so many steps: a draft has to prefill the sequence
-# first, and that is not what is to be judged.
+_SETTLE_STEPS = 4  # after a change, which do not count
+# A trial begins when the first drafts have come, or after this many steps: a draft has to prefill the sequence first,
+# and that must not count.
 _MAX_SETTLE_STEPS = 64
 # One measurement may be wrong, so the gate first opens for few steps, and for twice as many each time that plain
 # decoding loses again.
 _FIRST_OPEN_STEPS, _OPEN_STEPS = 64, 512
 _CLOSED_STEPS, _MAX_CLOSED_STEPS = 256, 8192  # between two trials
-_MARGIN = 1.02  # drafts must give so many times the tokens per second of plain decoding
+_MARGIN = 1.02  # drafts must give this multiple of the tokens per second of plain decoding
 _HOPELESS = 0.8  # a trial that gives less than this ends early, and so does the wait for its first drafts
 _MAX_LOST = 0.02  # what a trial of drafts has lost may be this share of the steps until the next one
 
@@ -66,7 +66,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a measurement found for steps of that many rows: tokens per second with drafts and without them."""
+    """The result of a measurement for steps of at most `max_rows`: tokens per second with drafts and without."""
 
     max_rows: int  # half of them, or fewer, are another load
     is_open: bool
@@ -93,18 +93,18 @@ class Gate:
 
     @property
     def was_open(self) -> bool:
-        """What `is_open` said last."""
+        """What `is_open` returned last."""
         return self._was_open
 
     def interrupt(self) -> None:
-        """Steps ran that it was not asked about: the next ones still show those, as after a change."""
+        """Note that steps ran without the gate: the next ones still show them, as after a change, and do not count."""
         self._since_change = 0
         self._has_seen_drafts = False
         for load in self._loads.values():
             load.awaiting = _Rate()
 
     def is_open(self, num_rows: int) -> bool:
-        """Whether the next step should go with drafts."""
+        """Return whether the next step should have drafts."""
         is_open = self._load(num_rows).is_open
         if is_open != self._was_open:
             self._was_open = is_open
@@ -112,7 +112,7 @@ class Gate:
         return is_open
 
     def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:
-        """Take in a step of so many rows that ran as `is_open` last said; only whole decoding steps."""
+        """Add a pure decode step that ran as `is_open` last returned, and decide if enough is measured."""
         load = self._load(num_rows)
         self._since_change += 1
         # The first steps after a change still show the other way: sequences in prefill, drafts on their way.
@@ -127,7 +127,7 @@ class Gate:
         self._decide(load)
 
     def _stop_waiting_for_drafts(self, load: _Load, num_tokens: int, step_s: float) -> bool:
-        """Whether the first drafts need not be waited for any longer: it took too long, or costs too much itself."""
+        """Return whether to count steps though no draft has come: that took too long, or the wait costs too much."""
         waited = load.awaiting
         if waited.steps >= _TRIAL_STEPS // 2 and waited.value < _HOPELESS * load.plain.value:
             load.drafted, load.steps, load.awaiting = waited, waited.steps, _Rate()  # that was trial enough
@@ -174,13 +174,13 @@ class Gate:
         self.decisions[load.max_rows] = Decision(load.max_rows, is_open, drafted, plain, num_steps)
 
     def _steps_to_regain(self, load: _Load) -> int:
-        """So many plain steps make what a trial has lost a small part; not very many, for it may have been chance."""
+        """Return the plain steps after which a trial's loss is a small part; bounded, as it may have been chance."""
         num_steps = _SETTLE_STEPS + min(load.drafted.steps, _TRIAL_STEPS)
         lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)
         return int(min(lost / _MAX_LOST, 4 * _CLOSED_STEPS))
 
     def _retry_soon(self) -> None:
-        """Drafts pay again at a load where they had not for long: the others find out soon whether they do there."""
+        """Let the other loads try drafts soon, after drafts pay again at a load where they had not for long."""
         for load in self._loads.values():
             load.closed_steps = min(load.closed_steps, _CLOSED_STEPS)
 
@@ -191,7 +191,7 @@ class Gate:
         load.is_open, load.is_measuring, load.steps = is_open, is_measuring, 0
 
     def _load(self, num_rows: int) -> _Load:
-        """Loads of 1, 2, 3-4, 5-8, ... rows."""
+        """Find the load of this many rows, or add it: of 1, 2, 3-4, 5-8, ... rows."""
         key = max(num_rows - 1, 0).bit_length()
         if key not in self._loads:
             self._loads[key] = _Load(1 << key, _CLOSED_STEPS // 2)
@@ -199,7 +199,7 @@ class Gate:
 
 
 class StepTimer:
-    """Called once after every step. Only steps that decode the same rows as the one before can be compared."""
+    """Times the steps that decode the same rows as the one before, which alone can be compared."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -207,10 +207,10 @@ class StepTimer:
         self._lengths: list[int] = []  # sorted
 
     def step_s(self, num_new: Sequence[int], lengths: Sequence[int]) -> float | None:
-        """Seconds since the last step; None if rows came, left or were in prefill.
+        """Return the time since the last call; None if rows came, left or were in prefill. Call it after every step.
 
         `num_new`: new tokens of each row, 0 in prefill; `lengths`: lengths of the rows that have new ones. Rows have
-        no ids here, so they are recognised by their lengths.
+        no ids here, so the timer recognises them by their lengths.
         """
         now_s = self._clock()
         elapsed_s, self._last_s = now_s - self._last_s, now_s

@@ -65,7 +65,7 @@ class StatsClient:
         try:
             return self._poll(timeout_s)
         except Exception:
-            log.exception("the draft service could not be asked for its figures")
+            log.exception("the draft service could not be asked for its counters; they stay as they were")
             return ServiceStatus.ABSENT
 
     def close(self) -> None:
