@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check the shape of the source: how many files, how long, which names mean two things, and no circle of imports.
+"""Check the shape of the source: sizes of files, classes and functions, names that mean two things, circles of imports.
 
 Prints what it finds and fails at the limits. `scripts/check` runs it.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "specbranch"
 MAX_FILES, MAX_IN_FOLDER, MAX_LINES, MAX_TRACKED = 150, 15, 500, 600
+MAX_METHODS, MAX_ATTRIBUTES, MAX_FUNCTION = 20, 15, 50  # attributes that methods set; lines of a function
 COMMANDS = SOURCE / "cli" / "commands"  # a command is named after what it runs
 NO_NAMES = ("__init__", "__main__")
 
@@ -25,7 +26,8 @@ def main() -> None:
     trees = {path: ast.parse(path.read_text()) for path in files}
     lengths = {path: path.read_text().count("\n") for path in files}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    faults = [*_sizes(lengths, tracked.count("\n")), *_two_meanings(trees), *_circles(_imports(trees))]
+    sizes = [*_sizes(lengths, tracked.count("\n")), *_large_definitions(trees)]
+    faults = [*sizes, *_two_meanings(trees), *_circles(_imports(trees))]
     print(f"{len(files)} source files, {sum(lengths.values())} lines, {tracked.count(chr(10))} tracked files")
     sys.exit("\n".join(faults) if faults else 0)
 
@@ -44,6 +46,31 @@ def _sizes(lengths: Mapping[Path, int], num_tracked: int) -> Iterator[str]:
     for folder, inside in folders.items():
         if len(inside) > MAX_IN_FOLDER:
             yield f"{_shown(folder)} has {len(inside)} files; {MAX_IN_FOLDER} at most"
+
+
+def _large_definitions(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
+    """Classes and functions over the limits; a command may be as long as its options are many."""
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+                attributes = {
+                    target.attr
+                    for method in methods
+                    for target in ast.walk(method)
+                    if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+                    if isinstance(target.value, ast.Name) and target.value.id == "self"
+                }
+                for kind, count, limit in (
+                    ("methods", len(methods), MAX_METHODS),
+                    ("attributes", len(attributes), MAX_ATTRIBUTES),
+                ):
+                    if count > limit:
+                        yield f"{_shown(path)}: {node.name} has {count} {kind}; {limit} at most"
+            elif isinstance(node, ast.FunctionDef) and path.parent != COMMANDS:
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION:
+                    yield f"{_shown(path)}: {node.name} has {length} lines; {MAX_FUNCTION} at most"
 
 
 def _two_meanings(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
