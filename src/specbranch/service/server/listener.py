@@ -36,6 +36,7 @@ _HANDSHAKE_MS = 3000  # a connection that has not begun ZeroMQ's handshake by th
 _BACKLOG = 32
 _BEAT_MS, _DEAD_MS = 10_000, 30_000  # over TCP a client that is silent for so long is disconnected
 _CHECK_MS = 100  # between two checks of the descriptors
+_EVENTS_A_CHECK = 8  # connections: a thousand can come in the time that Python takes to read their events
 
 
 class Listener:
@@ -155,7 +156,7 @@ def _watch_descriptors(events: zmq.Socket[bytes], file: SocketFile, is_over: thr
     while not is_over.is_set():
         if events.poll(_CHECK_MS):
             with contextlib.suppress(zmq.Again):
-                for _ in range(1000):
+                for _ in range(_EVENTS_A_CHECK):
                     events.recv_multipart(zmq.NOBLOCK)
         try:
             is_full = lowest_free_fd() >= limit - reserve
