@@ -1,9 +1,9 @@
 """The base classes of planners and predictors, and the settings of planners.
 
-A planner decides what is drafted and what is submitted, never what is accepted. So by rule A, the default, no planner
-can change the output distribution. Where tokens are sampled (`Node.sampled_from`, rule B) there is one condition:
-whether such a token is submitted may depend on the distribution that it was sampled from, not on which token it is, nor
-on what follows it.
+A planner decides what is drafted and what is submitted, never what is accepted. So with exact match (rule A, the
+default) no planner can change the output distribution. With rejection sampling (rule B, `Node.sampled_from`) there is
+one condition: whether a sampled token is submitted may depend on the distribution that it was sampled from, not on
+which token it is, nor on what follows it.
 
 One planner object serves one sequence. It is called on every verdict, so its methods must return within microseconds.
 """

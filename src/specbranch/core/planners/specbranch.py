@@ -77,7 +77,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         while len(chain) < self.settings.gamma and round.signal != Signal.NONE:
             if node.distribution is None:
                 return chain, node
-            # The distribution decides, not the token drawn from it: rule B would be biased otherwise.
+            # The distribution decides, not the token drawn from it: rejection sampling (rule B) would be biased.
             if round.signal == Signal.SOME and node.distribution.confidence < self.settings.confidence:
                 break
             children = round.tree.children(node, 1)
