@@ -1,10 +1,10 @@
 """How often the draft is right: its own probabilities, corrected by what the target really emitted.
 
 A draft's distribution is for temperature 1. A target that decodes greedily agrees with the first choice more often than
-that distribution says, a draft of few bits less often, and how much depends on the pair and on the sequence. So the log
-odds of a first choice are a learned line over the log odds that the draft gives it; the probability of the others,
-given that the first was wrong, is learned by rank. A sampled token that is tested by p/q is kept more often than that;
-how often has a line of its own. Old observations count less.
+that distribution says, a draft with weights of few bits is right less often, and how much depends on the pair and on
+the sequence. So the log odds that the first choice is right are learned as a straight line over the log odds that the
+draft gives it. The probability of each other token, given that the first was wrong, is learned by rank. A sampled token
+that is tested by p/q is accepted more often than that; a second line learns how often. Old observations count less.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from itertools import islice
 
 from specbranch.core.distribution import Distribution
 
-_RATE = 0.2  # of learning the line
+_RATE = 0.2  # of learning a line
 _RANKS = 8  # further ranks are learned as one
-_PRIOR = 4.0  # observations that the draft's own probabilities by rank are worth
-_MIN_DOUBT = 1e-4  # confidence is used within this distance from 0 and 1
-_KEPT_PRIOR = 0.5, 1.2  # slope and shift: 0.79 of the tokens sampled from a distribution with confidence 0.56 are kept
+_PRIOR = 4.0  # observations that the assumption before any verdict is worth
+_MIN_DOUBT = 1e-4  # confidence is limited to values this far from 0 and from 1
+_KEPT_PRIOR = 0.5, 1.2  # first slope and shift: at a confidence of 0.56, 0.79 of the sampled tokens are accepted
 
-Grounds = tuple[str, int]  # of a guess: its source, and how many tokens before it agreed
+Grounds = tuple[str, int]  # for a guess: its source, and how many tokens before it agreed
 
 
 class _LogisticFit:
-    """The log odds of an event as a straight line over the log odds that a distribution gives its first choice."""
+    """Learns the log odds of an event as a straight line over the log odds that a distribution gives its first choice.
+
+    `slope` and `shift` are the line at the start. The sums of squared gradients shrink by the factor `keep` each time.
+    """
 
     def __init__(self, keep: float, slope: float, shift: float) -> None:
         self._keep = keep
@@ -35,24 +38,27 @@ class _LogisticFit:
         return 1 / (1 + math.exp(-(self._slope * log_odds + self._shift)))
 
     def observe(self, log_odds: float, is_right: bool) -> None:
-        """Move the line against its error: a gradient step of logistic loss, shorter the more was learned already."""
+        """Learn whether the event happened: a gradient step of logistic loss, shorter after large recent gradients."""
         error = self.prob(log_odds) - is_right
         gradient = error * log_odds
         self._slope_sq = self._slope_sq * self._keep + gradient * gradient
         self._shift_sq = self._shift_sq * self._keep + error * error
-        # With every first choice right both sums would fade to 0.
+        # The 0.1 is needed because both sums fade to 0 while every first choice is right.
         self._slope -= _RATE * gradient / math.sqrt(self._slope_sq + 0.1)
         self._shift -= _RATE * error / math.sqrt(self._shift_sq + 0.1)
         self._slope = max(self._slope, 0.0)  # a more confident draft is never right less often
 
 
 class _RankFrequencies:
-    """How often each rank among the other tokens is right, given that the first one was wrong."""
+    """Learns how likely the other tokens of a distribution are right, by rank, when the token `first` was wrong.
+
+    Each observation counts less by the factor `keep` at every later one.
+    """
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
-        self._found = [0.0] * _RANKS  # tokens of this rank
-        self._expected = [0.0] * _RANKS  # and how many the distributions let expect
+        self._found = [0.0] * _RANKS  # how often the token of a rank was right
+        self._expected = [0.0] * _RANKS  # how often the distributions predicted it
 
     def prob(self, distribution: Distribution, token: int, first: int) -> float:
         rest = _rest(distribution, first)
@@ -75,7 +81,7 @@ class _RankFrequencies:
 
 
 class Calibration:
-    """Acceptance probabilities learned from one target's verdicts.
+    """Learns from one target's verdicts how likely it accepts a draft token.
 
     An observation counts half after `half_life` later ones of its kind.
     """
@@ -88,26 +94,29 @@ class Calibration:
         self._guesses: dict[Grounds, tuple[float, float]] = {}  # how many were observed, and how many were right
 
     def top1_accept_prob(self, distribution: Distribution) -> float:
-        """Return how likely the distribution's first choice is right."""
+        """Return the probability that the target emits the most likely token of this draft distribution."""
         return self._first.prob(_log_odds(distribution))
 
     def sampled_accept_prob(self, q: Distribution) -> float:
-        """Return how likely the test by p/q keeps a token sampled from q (rule B), whichever token that is."""
+        """Return the probability that rejection sampling (rule B) accepts a token sampled from q, whatever it is."""
         return self._kept.prob(_log_odds(q))
 
     def accept_prob(self, distribution: Distribution, token: int) -> float:
-        """Return how likely a token of the top-k is right."""
+        """Return the probability that the target emits this token, which must be in the top-k of the distribution."""
         first = self._first.prob(_log_odds(distribution))
         if token == distribution.ids[0]:
             return first
         return (1 - first) * self._others.prob(distribution, token, distribution.ids[0])
 
     def alternative_accept_prob(self, distribution: Distribution, token: int, drawn: int, q: Distribution) -> float:
-        """Return how likely a token of the top-k is right where another one, sampled from q, is tested first."""
+        """Return the probability that the target rejects `drawn`, a token sampled from `q`, and emits `token` instead.
+
+        `distribution` is the draft's top-k at temperature 1, from which `q` was made.
+        """
         return (1 - self.sampled_accept_prob(q)) * self._others_of_drawn.prob(distribution, token, drawn)
 
     def observe(self, distribution: Distribution, token: int) -> None:
-        """Learn from the token that the target emitted where the draft had this distribution."""
+        """Learn from the token that the target emitted where the draft had predicted this distribution."""
         if not distribution.ids:
             return
         first = distribution.ids[0]
@@ -116,18 +125,21 @@ class Calibration:
             self._others.observe(distribution, token, first)
 
     def observe_drawn(self, distribution: Distribution, token: int, drawn: int, q: Distribution) -> None:
-        """Learn from the token that the target emitted where it tested a token `drawn` from q."""
+        """Learn from the `token` that the target emitted where it first tested `drawn`, a token sampled from `q`.
+
+        `distribution` is the draft's top-k at temperature 1, from which `q` was made.
+        """
         self._kept.observe(_log_odds(q), drawn == token)
         if drawn != token:
             self._others_of_drawn.observe(distribution, token, drawn)
 
     def guess_accept_prob(self, grounds: Grounds) -> float:
-        """Return how likely a token is right that was guessed on these grounds."""
+        """Return the probability that a guessed token is right; `grounds` are its source and the tokens that agreed."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         return (right + _PRIOR / 2) / (seen + _PRIOR)
 
     def observe_guess(self, grounds: Grounds, is_right: bool) -> None:
-        """Learn whether a token that was guessed on these grounds was right."""
+        """Learn whether a guessed token was right; `grounds` are its source and the number of tokens that agreed."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         self._guesses[grounds] = (seen * self._keep + 1, right * self._keep + is_right)
 
@@ -138,5 +150,5 @@ def _log_odds(distribution: Distribution) -> float:
 
 
 def _rest(distribution: Distribution, first: int) -> float:
-    """Return the probability of all tokens but the first one."""
+    """Return the total probability of all tokens except `first`."""
     return 1 - float(distribution.probs[distribution.ids.index(first)])

@@ -1,4 +1,4 @@
-"""What a step costs: its time as a straight line in rows, given or learned, and the price of a draft token."""
+"""The time of a step as a linear function of its rows, given or learned, and the price of a draft token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from itertools import accumulate
 from specbranch.core.calibration import Calibration
 from specbranch.core.ngram import OutputHistory
 
-# Before the first step with drafts was measured their cost is unknown, so only drafts that promise much are sent.
+# Until a step with drafts was measured, the cost of drafts is unknown, so only drafts with a large gain are sent.
 _COLD_START_PROB, _COLD_START_GAIN = 0.5, 1.0
 _COLD_START_STEPS = 8  # half-life of that caution
-_SURE_STEPS = 16  # with drafts; what fewer have shown may be chance, and fades the faster
+_SURE_STEPS = 16  # with drafts; what was learned from fewer may be chance, so it fades faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +29,28 @@ class StepCost:
     per_prefill_token_s: float = 0.0
 
     def at(self, rows: float) -> float:
-        """Return the time of a step with that many rows."""
+        """Return the time of a step with this number of rows."""
         return self.base_s + self.per_row_s * (rows - 1)
 
     @property
     def share_of_more(self) -> float:
-        """The time of a further row as a share of the first row's."""
+        """The time of a further row divided by the time of the first row."""
         return self.per_row_s / max(self.base_s, 1e-9)
 
     def best_rows(self, gains: Sequence[float]) -> int:
-        """Return how many of the rows with these gains, largest first, give the most gain for the step's time."""
+        """Return how many rows a step should have to give the most gain per time; 0 if there are none.
+
+        `gains` are the gains of the possible rows, largest first.
+        """
         totals = accumulate(gains)
         rates = [total / max(self.at(rows), 1e-9) for rows, total in enumerate(totals, start=1)]
         return rates.index(max(rates)) + 1 if rates else 0
 
 
 class StepTimeModel:
-    """A `StepCost` learned by least squares with forgetting: a sample counts half after `half_life` later ones.
+    """Learns a `StepCost` from measured steps by least squares; a step counts half after `half_life` later ones.
 
-    `cost` is the fitted line; None before the first sample.
+    `cost` is the fitted line; None before the first step.
     """
 
     def __init__(self, half_life: float = 64.0) -> None:
@@ -57,7 +60,7 @@ class StepTimeModel:
         self._n = self._x = self._xx = self._y = self._xy = 0.0
 
     def observe(self, rows: int, step_s: float) -> None:
-        """Add one measured step, and fit `cost` again."""
+        """Add one measured step with this number of rows and this time in seconds, and fit `cost` again."""
         x = rows - 1
         self._n = self._n * self._keep + 1
         self._x = self._x * self._keep + x
@@ -67,13 +70,13 @@ class StepTimeModel:
         self.cost = self._fit()
 
     def _fit(self) -> StepCost:
-        """Fit the line so that it never falls with more rows and no further row costs more than the first one.
+        """Return the fitted line, limited so that no further row costs less than nothing or more than the first row.
 
-        Otherwise one slow step with many rows, on a busy machine, would make the first row free.
+        Without the upper limit, one slow step with many rows on a busy machine would make the first row free.
         """
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
-        # Samples of one size say nothing of the slope; below this spread a fit would be noise.
+        # Steps of equal size say nothing about the slope; below this spread the fit would be noise.
         slope = (self._xy / self._n - mean_x * mean_y) / spread if spread > 0.01 else 0.0
         slope = max(slope, 0.0)
         first = mean_y - slope * mean_x
@@ -84,9 +87,10 @@ class StepTimeModel:
 
 
 class TokensPerStep:
-    """Tokens of one sequence in a step of the target; a step counts half after `half_life` later ones.
+    """Running averages of the tokens that one sequence submits and commits in a step of the target.
 
-    The averages are per sequence, so that they still hold when other sequences begin or end.
+    A step counts half after `half_life` later ones. The averages are per sequence, so that they still hold when other
+    sequences begin or end.
     """
 
     def __init__(self, half_life: float = 32.0) -> None:
@@ -94,37 +98,38 @@ class TokensPerStep:
         self._rows = self._committed = self._submitted = 0.0
 
     def observe(self, num_rows: int, num_submitted: int, num_committed: int) -> None:
-        """Add one step: its sequences, and the draft tokens and committed tokens of all of them together."""
+        """Add one step with `num_rows` sequences; the numbers of tokens are sums over all of them."""
         self._rows = self._rows * self._keep + num_rows
         self._submitted = self._submitted * self._keep + num_submitted
         self._committed = self._committed * self._keep + num_committed
 
     @property
     def submitted(self) -> float:
-        """Draft tokens of a sequence in a step; 0 before the first."""
+        """Average number of draft tokens that a sequence submits in a step; 0 before the first step."""
         return self._submitted / self._rows if self._rows else 0.0
 
     @property
     def committed(self) -> float:
-        """Committed tokens of a sequence in a step; 0 before the first."""
+        """Average number of tokens that a sequence commits in a step; 0 before the first step."""
         return self._committed / self._rows if self._rows else 0.0
 
 
 class TargetTimeModel:
-    """A target's step times, those of plain steps and those of steps with drafts, and the price of a draft token.
+    """Learns the times of a target's steps, with and without drafts, and derives from them the price of a draft token.
 
     The first draft token of a step may cost more than the next one, because a matrix product with one row runs another
-    kernel than one with several. So the two kinds of steps have a line each. What was learned of steps with drafts
-    fades while none are submitted, so that drafts are tried again in the end: soon where few steps have shown it.
+    kernel than one with several. So steps with drafts and steps without are fitted by separate lines. The prices of
+    drafts fade while none are submitted, so that drafts are tried again later: sooner if few steps with drafts were
+    measured.
 
     `observe` updates all public values:
 
-    - `plain_rate`: tokens per second without drafts, in the batch of the last step; 0 if it is not known.
-    - `per_token_s`: time of a further draft token.
-    - `entry_s`: time that each sequence's first draft token takes beyond that of a further one.
-    - `min_accept_prob`: the acceptance probability below which a further draft token is not worth verifying. Its time
-      is worth the tokens that the whole batch would have emitted in it, so where verifying is free this is 0.
-    - `min_gain`: the tokens that a submission must be expected to gain beyond the price of each of its tokens.
+    - `plain_rate`: tokens per second that the batch of the last step would emit without drafts; 0 if it is not known.
+    - `per_token_s`: time that each draft token adds to a step.
+    - `entry_s`: time that a step with drafts takes beyond `per_token_s` for each token, divided by its sequences.
+    - `min_accept_prob`: the acceptance probability below which a further draft token is not worth verifying. The
+      time to verify it is priced at the tokens that the whole batch would emit in that time: 0 if verifying is free.
+    - `min_gain`: the tokens that a submission must be expected to gain after the price of each token is subtracted.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
@@ -132,12 +137,12 @@ class TargetTimeModel:
         self._half_life = half_life
         self._all, self._plain, self._drafted = StepTimeModel(), StepTimeModel(), StepTimeModel()
         self._num_rows = 1
-        self._belief = 0.0  # in what is known of steps with drafts
+        self._belief = 0.0  # weight of what was learned from steps with drafts: 1 after such a step, then fading
         self._num_steps = self._num_drafted = 0
         self._update_prices()
 
     def observe(self, num_rows: int, num_submitted: int, step_s: float, num_committed: int = 0) -> None:
-        """Add one step, and update the prices: its sequences, the draft tokens and new tokens of all, its time."""
+        """Add one step with `num_rows` sequences, and update the prices; token numbers are sums over all sequences."""
         tokens = num_rows + num_submitted
         self._num_rows = num_rows
         self._num_steps += 1
@@ -154,7 +159,7 @@ class TargetTimeModel:
 
     @property
     def cost(self) -> StepCost | None:
-        """One line over all steps, by the tokens in them; None before the first."""
+        """The line fitted to all steps, with or without drafts, over their tokens; None before the first step."""
         return self._all.cost
 
     def _update_prices(self) -> None:
@@ -167,7 +172,7 @@ class TargetTimeModel:
             without = drafted.at(rows)  # as if no drafts were in a step of that kind
             self.entry_s = self._belief * max(without - plain.at(rows), 0.0) / rows
         step_s = max(both.at(rows * (1 + gained.submitted)), 1e-9) if both else math.inf
-        # Time is worth the tokens per second of the batch as it is now, or what it would emit without drafts.
+        # Time is priced in tokens per second: what the batch emits now, or would emit without drafts if that is more.
         rate = max(rows * gained.committed / step_s, self.plain_rate)
         self.min_accept_prob = _COLD_START_PROB * caution + min(1.0, self.per_token_s * rate)
         self.min_gain = _COLD_START_GAIN * caution + self.entry_s * rate
@@ -175,27 +180,30 @@ class TargetTimeModel:
 
 @dataclass(slots=True)
 class PairModel:
-    """What was learned of a pair: both devices' step times, how often the draft is right, and past answers.
+    """What was learned about a pair of models: the step times of both, how often the draft is right, and past answers.
 
-    The target's step time is by the tokens in it, of all sequences together: those to verify and one more for each.
+    The target's step time depends on the tokens in the step: the draft tokens of all sequences and one more for each.
     """
 
     draft: StepTimeModel = field(default_factory=StepTimeModel)
     target: TargetTimeModel = field(default_factory=TargetTimeModel)
     calibration: Calibration = field(default_factory=Calibration)
-    sampled: Calibration = field(default_factory=Calibration)  # of sequences that are sampled by rule B
+    sampled: Calibration = field(default_factory=Calibration)  # of sequences that use rejection sampling (rule B)
     history: OutputHistory = field(default_factory=OutputHistory)
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Add a step of the target: its sequences, their draft tokens, the tokens that they gained, its time."""
+        """Add one step of the target with `num_rows` sequences; the numbers of tokens are sums over all of them."""
         self.target.observe(num_rows, num_submitted, step_s, num_committed)
 
     def copy_for_one(self) -> PairModel:
-        """Copy the calibrations, for one sequence to go on learning from alone; everything else stays shared."""
+        """Return a copy for one sequence that learns alone: the calibrations are copied, all else stays shared."""
         return replace(self, calibration=copy.deepcopy(self.calibration), sampled=copy.deepcopy(self.sampled))
 
     def draft_steps_per_target_step(self, rows: int) -> float | None:
-        """Return the speed ratio c for draft steps of that many rows; None until both devices were measured."""
+        """Return the speed ratio c: how many draft steps with `rows` rows fit into one target step with one token.
+
+        Return None until both models were measured.
+        """
         draft, target = self.draft.cost, self.target.cost
         if draft is None or target is None or draft.at(rows) <= 0:
             return None

@@ -1,4 +1,4 @@
-"""Next-token distributions: top-k from logits, how a request samples, and samples that both sides repeat.
+"""Next-token distributions: top-k from logits, how a request samples, and sampling that both sides repeat.
 
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
 
@@ -7,7 +7,7 @@ the service sent, and only this second sample counts. Both use the same number, 
 tokens before: so they agree, and no two positions of a draft tree share a number. However wrong the distribution of the
 service may be, the token was sampled from just that distribution.
 
-A `RandomSource` answers one narrow question: which of these weighted things? So tests can replace it by enumeration,
+A `RandomSource` only chooses one of several weighted options. So tests can replace it by an enumeration of all choices,
 and prove a distribution instead of sampling it.
 """
 
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 Prob = float | Fraction
 Dense = NDArray[Any]  # [vocab]; float64, or object holding Fractions
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
-TEXT_LEN = 128  # tokens before a position that its random number is made of; a draft tree is no deeper
-MAX_IDS = 32  # tokens that one is sampled from; they go over the wire with it
+TEXT_LEN = 128  # the random number of a position is made of this many tokens before it; a draft tree is no deeper
+MAX_IDS = 32  # most tokens to sample one from; all of them are sent with it
 _SCALE = 2.0**-53
 
 
@@ -47,14 +47,17 @@ class Distribution:
         return self.probs[0] if self.probs else 0.0
 
     def dense(self, vocab_len: int) -> Dense:
-        """Return the probabilities of the top-k as a vector over the vocabulary; all others are zero."""
+        """Return the probabilities as a vector over `vocab_len` tokens; tokens outside the top-k have probability 0."""
         vector = np.zeros(vocab_len, dtype=object)
         vector[list(self.ids)] = self.probs
         return vector
 
 
 def distribution_of(weights: Sequence[Prob]) -> Distribution:
-    """Make the whole distribution over a small vocabulary: weight i is token i's; ties go to the lower token."""
+    """Return the distribution over a small vocabulary in which token i has the probability `weights[i]`.
+
+    Of equally likely tokens, the lower one comes first.
+    """
     order = sorted((i for i, w in enumerate(weights) if w), key=lambda i: (-weights[i], i))
     probs = tuple(weights[i] for i in order)
     return Distribution(tuple(order), probs, -sum(float(p) * math.log(p) for p in probs))
@@ -72,9 +75,9 @@ def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Return the indices of the `count` largest values, and perhaps a few more, in order.
+    """Return the indices of the `count` largest values, and perhaps of some more, in ascending order.
 
-    The `count` largest block maxima are `count` values, so no value below the smallest of them is needed.
+    Each block maximum is itself a value, so no value below the `count` largest block maxima is among the largest.
     """
     num_blocks = len(values) // _BLOCK
     if num_blocks <= count:
@@ -86,7 +89,7 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class RequestSampling:
-    """How the target samples one sequence: above temperature 0, with top-p and top-k (0: all tokens)."""
+    """How the target samples one sequence: its temperature, which is above 0, top-p, top-k (0: all tokens) and seed."""
 
     temperature: float
     top_p: float = 1.0
@@ -94,9 +97,9 @@ class RequestSampling:
     seed: int = 0
 
     def apply(self, distribution: Distribution) -> Distribution:
-        """Return a draft's distribution as the target would sample from it, to sample draft tokens from.
+        """Return the distribution to sample draft tokens from: the draft's own with this temperature, top-k and top-p.
 
-        In float32, as it goes over the wire. The tokens that are not in the draft's top-k are left out.
+        Its probabilities are float32, as they are sent. It has at most the first `MAX_IDS` tokens of the draft's top-k.
         """
         ids = distribution.ids[: min(self.top_k or MAX_IDS, MAX_IDS)]
         raw = np.asarray(distribution.probs[: len(ids)], dtype=np.float64)
@@ -112,7 +115,10 @@ class RequestSampling:
 
 
 def seeded_uniform(seed: int, position: int, text: Sequence[int]) -> float:
-    """Return a number from 0 to 1 for the token at a position, made of the seed and the last `TEXT_LEN` tokens."""
+    """Return the random number in [0, 1) for the token at `position`; equal arguments give the same number.
+
+    It is made of the seed, the position and the last `TEXT_LEN` tokens of `text`, the tokens before the position.
+    """
     tail = text[-TEXT_LEN:]
     key = struct.pack(f"<Qq{len(tail)}i", seed, position, *tail)
     return float(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * _SCALE
@@ -132,12 +138,12 @@ class RandomSource(Protocol):
     """A source of random choices."""
 
     def pick(self, weights: Sequence[Prob]) -> int:
-        """Return an index, each with probability proportional to its weight."""
+        """Return a random index into `weights`; the probability of each is proportional to its weight."""
         ...
 
 
 class SeededRandom:
-    """Choices from a pseudo-random stream; one pick uses exactly one number of it."""
+    """Random choices from the pseudo-random generator `rng`; each pick uses exactly one number of it."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

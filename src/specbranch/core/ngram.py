@@ -1,8 +1,8 @@
 """N-gram drafts: what followed the same few tokens before, in this sequence or in past answers.
 
 A guess is added to the draft tree below a node that was not run. The draft then runs the node and the guesses below it
-in one step, and its distributions confirm the guesses or not; or the target verifies them at once. Either way a guess
-can only be right or wasted.
+in one step, and its distributions confirm the guesses or not; or the target verifies them at once. Either way a wrong
+guess only wastes time.
 
 Drafts from the sequence itself cost no model. Summaries, answers from given sequences and edits of code copy long
 stretches.
@@ -24,15 +24,18 @@ TEXT = "text"  # the sequence's own repetitions
 MEMORY = "memory"  # past answers of the same target
 SOURCES = (TEXT, MEMORY)
 
-Guess = list[tuple[int, Grounds]]  # tokens in a row
-LENGTHS = (5, 4, 3, 2)  # of the tokens that must agree, the longest tried first
-_MAX_NEWEST = 64  # tokens to index before a guess, which an answer to the target may wait for
+Guess = list[tuple[int, Grounds]]  # consecutive tokens
+LENGTHS = (5, 4, 3, 2)  # how many tokens must agree before a guess; the longest is tried first
+_MAX_NEWEST = 64  # tokens to index right before a guess; an answer to the target may wait for this
 _CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
-_MIN_LEN = 3  # fewer tokens that agree with another answer mean little
+_MIN_LEN = 3  # tokens that must agree with a past answer; fewer mean little
 
 
 class NgramDrafter:
-    """Guesses for one sequence. `answer` is its own part of the history, from which it does not guess."""
+    """Guesses the next tokens of one sequence from its own repetitions and from past answers.
+
+    `tokens` is the growing list of the sequence. `answer` is its own answer in `history`, which is not guessed from.
+    """
 
     def __init__(self, tokens: list[int], history: OutputHistory, answer: PastOutput | None = None) -> None:
         self._index = NgramIndex(tokens)
@@ -41,15 +44,16 @@ class NgramDrafter:
         self._answer = answer
 
     def index_new_tokens(self) -> None:
-        """Index the new tokens of the sequence, a bounded number at a time."""
+        """Index new tokens of the sequence, a bounded number of them in each call."""
         self._index.index_new_tokens()
 
     def extend(
         self, tree: Tree, tip: Node, count: int, min_prob: float, sources: Collection[str] = SOURCES
     ) -> list[Node]:
-        """Add guesses below a node that was not run, and return them: a chain of at most `count` nodes.
+        """Add a chain of at most `count` guessed nodes below `tip`, a node that was not run, and return it.
 
-        No guess is added whose probability, seen from the root, is below `min_prob`.
+        It ends before a guess that is reached from the root with a probability below `min_prob`. `sources` are those to
+        guess from: `TEXT`, `MEMORY` or both.
         """
         if TEXT in sources and self._index.num_indexed < len(self._tokens):
             self._index.index_new_tokens(_MAX_NEWEST)
@@ -68,7 +72,10 @@ class NgramDrafter:
         return chain
 
     def _best_guess(self, calibration: Calibration, tip: Node, count: int, sources: Collection[str]) -> Guess:
-        """Return the guess of the source that was right most often where as many tokens agreed; [] if none has one."""
+        """Return a guess of at most `count` tokens after `tip`; [] if no source has one.
+
+        Of several guesses, it is that of the source that was right most often with the same number of agreeing tokens.
+        """
         tail = tip.path(max_len=LENGTHS[0])
         found: list[tuple[str, Sequence[int], int]] = []
         if TEXT in sources:
@@ -87,9 +94,9 @@ class NgramDrafter:
 
 
 class NgramIndex:
-    """Positions in a sequence by the tokens before them. It follows a list that only grows, a bounded part at a time.
+    """Finds where tokens occurred last in a sequence: a list that only grows, and is indexed in bounded parts.
 
-    Memory: one entry for each position and length.
+    Memory: at most one entry for each position and each of `LENGTHS`.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -107,9 +114,10 @@ class NgramIndex:
         self.num_indexed = max(self.num_indexed, end)
 
     def continuation(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
-        """Return what followed the sequence's end and `tail` last time, and how many tokens agreed.
+        """Return the tokens that followed the same end at its last occurrence, and how many tokens of the end agreed.
 
-        At most `count` tokens; none, and 0, if the end did not occur before.
+        The end is the last tokens of the sequence and then `tail`. At most `count` tokens are returned; no token and 0
+        if the end did not occur before.
         """
         longest = LENGTHS[0]
         end = [*self._tokens[-longest:], *tail][-longest:]
@@ -122,18 +130,18 @@ class NgramIndex:
 
 
 class PastOutput:
-    """One answer, while it grows and afterwards. An answer that was forgotten is not remembered again."""
+    """One answer in an `OutputHistory`, growing or complete. An answer that was forgotten is not remembered again."""
 
     __slots__ = ("is_forgotten", "is_used", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.is_used = False  # since it was last considered for forgetting
+        self.is_used = False  # whether it was guessed from since it was last considered for forgetting
         self.is_forgotten = False
 
 
 class HistoryBudget:
-    """A limit for the tokens of several histories together.
+    """A limit on the number of tokens that several histories hold together.
 
     When it is exceeded, the history with the largest product of size and idle time forgets answers first.
     """
@@ -145,7 +153,7 @@ class HistoryBudget:
         self._last: dict[OutputHistory, int] = {}  # when each history grew last
 
     def take(self, history: OutputHistory, num_tokens: int) -> None:
-        """Count the new tokens of a history, and forget answers until all histories are within the limit."""
+        """Count new tokens of a history, and forget answers until all histories together are within the limit."""
         self._now += 1
         self._last[history] = self._now
         self._num_tokens += num_tokens
@@ -157,7 +165,7 @@ class HistoryBudget:
 
 
 class OutputHistory:
-    """Positions in past answers by the tokens before them.
+    """Keeps past answers, and finds the tokens that followed given tokens in them. `room` limits how much it keeps.
 
     One thread may read while another writes: each change is atomic.
     """
@@ -173,7 +181,7 @@ class OutputHistory:
         return PastOutput()
 
     def add(self, answer: PastOutput, tokens: Sequence[int]) -> None:
-        """Add the next tokens of an answer."""
+        """Add the next tokens of an answer, unless the answer was forgotten."""
         if answer.is_forgotten or not tokens:
             return
         kept = answer.tokens
@@ -190,9 +198,9 @@ class OutputHistory:
     def continuation(
         self, tail: Sequence[int], count: int, other_than: PastOutput | None = None
     ) -> tuple[list[int], int]:
-        """Return what followed the last tokens of `tail` in an answer, and how many tokens agreed.
+        """Return the tokens that followed the last tokens of `tail` in a past answer, and how many tokens agreed.
 
-        At most `count` tokens; none, and 0, if those occurred in no answer, or last in `other_than`.
+        At most `count` tokens; no token and 0 if no answer holds the last tokens of `tail`, or `other_than` does last.
         """
         for length in LENGTHS:
             if _MIN_LEN <= length <= len(tail):
@@ -204,7 +212,7 @@ class OutputHistory:
         return [], 0
 
     def forget_oldest(self) -> int:
-        """Forget the oldest answer, and return how many tokens it had; spare one that was used, once, and return 0."""
+        """Forget the oldest answer and return how many tokens it had; keep it once more and return 0 if it was used."""
         answer = self._answers.popleft()
         if answer.is_used:
             answer.is_used = False

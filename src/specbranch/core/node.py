@@ -1,8 +1,8 @@
-"""A node of the draft tree, and how its children are drawn: by match (rule A) or by rejection sampling (rule B).
+"""A node of the draft tree, and how its children are drawn: for exact match (rule A) or rejection sampling (rule B).
 
-Rule B has two forms. `RejectionPicker` is what a stock engine can verify: one sampled token at a position.
-`WithoutReplacementPicker` is the paper's, for reference: several at a position, sampled without replacement and tested
-in turn.
+Rule B has two forms. `RejectionPicker` draws for an unmodified engine, which tests one sampled token at a position.
+`WithoutReplacementPicker` draws as in the paper, for reference: several tokens at a position, sampled without
+replacement and tested in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenOutcome(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One drafted token. `position` counts from 0 in the whole sequence."""
+    """One drafted token in the draft tree. `position` counts from 0 in the whole sequence."""
 
     token: int
     parent: Node | None
@@ -53,14 +53,14 @@ class Node:
     log_prob: float = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
 
     def child_with(self, token: int) -> Node | None:
-        """Find the child that holds `token`; None if it has not been drawn."""
+        """Return the child that holds `token`; None if that token has not been drawn."""
         for child in self.children:
             if child.token == token:
                 return child
         return None
 
     def path(self, max_len: int | None = None) -> list[int]:
-        """Return the tokens below the root up to this one; at most the last `max_len` of them."""
+        """Return the tokens on the path from the root, without it, to this node; at most the last `max_len` of them."""
         tokens: list[int] = []
         node = self
         while node.parent is not None and (max_len is None or len(tokens) < max_len):
@@ -76,9 +76,10 @@ class TokenPicker(Protocol):
     """A way to draw the tokens that follow a node that was run, one at a time."""
 
     def first(self, node: Node, is_tested: bool) -> First | None:
-        """Draw the token to submit after a node; return None if its distribution has none.
+        """Draw the token to submit after a node, and return it with the distribution it was sampled from, if any.
 
-        If it is not `is_tested`, the target samples its own token here, which may be the same one.
+        Return None if the node's distribution has no token. Without `is_tested` the target does not test the token: it
+        samples its own here, which may be the same one.
         """
         ...
 
@@ -90,7 +91,7 @@ class TokenPicker(Protocol):
 class GreedyPicker:
     """Draws the most likely token not yet drawn.
 
-    Exact together with rule A, which never uses the draft's distribution.
+    Exact together with exact match (rule A), which never uses the draft's distribution.
     """
 
     def first(self, node: Node, is_tested: bool) -> First | None:
@@ -102,7 +103,10 @@ class GreedyPicker:
 
 
 class WithoutReplacementPicker:
-    """Samples without replacement, as rule B requires. Exact only if the top-k is the whole distribution."""
+    """Samples without replacement, as the paper's rejection sampling (rule B) requires.
+
+    Exact only if the top-k is the whole distribution.
+    """
 
     def __init__(self, chance: RandomSource) -> None:
         self._chance = chance
@@ -123,9 +127,11 @@ class WithoutReplacementPicker:
 
 
 class RejectionPicker(GreedyPicker):
-    """Samples the token to submit where sampled tokens are kept more often; the others are the most likely ones.
+    """Samples the token to submit where a sampled token is accepted more often than the likeliest one.
 
-    Whether to sample depends on the distribution and on what was learned, never on the token.
+    Elsewhere, and for further tokens, it takes the likeliest ones. Whether to sample depends on the distribution and on
+    what was learned, never on the token. `shape` makes the distribution to sample from; `pick` draws an index from the
+    probabilities after a node.
     """
 
     def __init__(
@@ -149,7 +155,7 @@ class RejectionPicker(GreedyPicker):
 
 
 def rejection_picker(sampling: RequestSampling, tokens: Sequence[int], calibration: Calibration) -> RejectionPicker:
-    """Make the picker of a request; `tokens` is the list of its committed tokens, which grows."""
+    """Return the picker for a request that samples; `tokens` is the growing list of its committed tokens."""
 
     def pick_at(node: Node, probs: Sequence[Prob]) -> int:
         text = [*tokens[-TEXT_LEN:], *node.path()]

@@ -1,9 +1,9 @@
 """The base classes of planners and predictors, and the settings of planners.
 
-A planner decides what is drafted and what is submitted, never what is accepted. So by rule A, the default, no planner
-can change the output distribution. Where tokens are sampled (`Node.sampled_from`, rule B) there is one condition:
-whether one is submitted may depend on the distribution that it was sampled from, not on which token it is, nor on what
-follows it.
+A planner decides what is drafted and what is submitted, never what is accepted. So with exact match (rule A, the
+default) no planner can change the output distribution. With rejection sampling (rule B, `Node.sampled_from`) there is
+one condition: whether a sampled token is submitted may depend on the distribution that it was sampled from, not on
+which token it is, nor on what follows it.
 
 One planner object serves one sequence. It is called on every verdict, so its methods must return within microseconds.
 """
@@ -31,7 +31,7 @@ class SettingError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The lowest and the highest value of a number; if `is_open`, the number must lie between them."""
+    """The lowest and the highest valid value of a number; if `is_open`, these two values are not valid themselves."""
 
     low: float
     high: float
@@ -54,7 +54,10 @@ Share = Annotated[float, Bounds(0, 1)]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a planner. A field is a bool, a `Literal`, or a number with its bounds; bad values raise."""
+    """Base class of the settings of a planner; an invalid value raises `SettingError`.
+
+    A field is a bool, a `Literal`, or a number with its `Bounds`.
+    """
 
     def __post_init__(self) -> None:
         for name, kind in _kinds(type(self)).items():  # type: ignore[arg-type]  # mypy looks for the hash of instances
@@ -70,7 +73,7 @@ def _kinds(settings: type[Settings]) -> dict[str, Any]:
 
 
 def _advice(kind: Any, value: object) -> str | None:
-    """Say which value to give instead of a bad one; return None if the value is valid."""
+    """Return advice on which value to give instead; None if the value is valid. `kind` is the type of the setting."""
     if kind is bool:
         return None if isinstance(value, bool) else "give true or false"
     if get_origin(kind) is Literal:
@@ -83,7 +86,7 @@ def _advice(kind: Any, value: object) -> str | None:
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known name, or all of them."""
+    """Return the end of an error message about an unknown name: the nearest known name, or else all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
@@ -94,22 +97,22 @@ S = TypeVar("S", bound=Settings)
 
 
 class Predictor(Protocol):
-    """H-RAD, or a stand-in for it."""
+    """Predicts how much of the next window of draft tokens is accepted: H-RAD, or a simple replacement for it."""
 
     def predict(self, round: Round) -> Signal:
-        """Predict how much of the next window of draft tokens the target accepts, from the round that has begun."""
+        """Predict how much of the next window of draft tokens the target accepts; `round` has just begun."""
         ...
 
 
 class Planner(ABC, Generic[S]):
-    """What to submit and when, what to prepare, and what to learn from a verdict.
+    """One method of speculative decoding: decides for a sequence what to submit and when, and what to draft next.
 
-    Made by `planner(settings, predictor)`, where `settings` is of `settings_type`. `specbranch.register_planner` gives
-    a planner its name.
+    Subclasses are called as `planner(settings, predictor)`, where `settings` is an instance of `settings_type`.
+    `specbranch.register_planner` gives a subclass its name.
     """
 
     settings_type: ClassVar[type[Settings]] = Settings
-    # Whether the planner uses its predictor. A trained one must then have been trained for windows of `gamma` tokens.
+    # Whether the planner uses its predictor. A trained predictor must be trained for `gamma` tokens then.
     asks_predictor: ClassVar[bool] = False
 
     def __init__(self, settings: S, predictor: Predictor) -> None:
@@ -133,9 +136,9 @@ class Planner(ABC, Generic[S]):
         """Return the nodes worth running in the next draft step, most valuable first. Called between draft steps."""
 
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
-        """Return what `submit` would return if the next verdict committed the tokens up to `start`.
+        """Return the chain that `submit` would return if the next verdict committed the tokens up to `start`.
 
-        Return None if that is not known in advance. A target that has its draft in advance need not wait for one.
+        Return None if that is not known in advance. A target that gets its draft in advance need not wait for one.
         """
         return None
 

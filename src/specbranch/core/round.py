@@ -16,7 +16,7 @@ MAX_WINDOW = 64  # draft tokens in one submission
 
 
 class Signal(IntEnum):
-    """H-RAD's prediction for the next window of draft tokens."""
+    """H-RAD's prediction of how much of the next window of draft tokens the target accepts."""
 
     NONE = 0  # no token of the window will be accepted
     SOME = 1  # the draft's confidence decides
@@ -25,14 +25,17 @@ class Signal(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceHint:
-    """A prediction for the next window of draft tokens, made from the target's hidden state."""
+    """A prediction of how much of the next window is accepted, made from the target's hidden states."""
 
     signal: Signal
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens to verify next, and the distribution that each was sampled from; None, or nothing, for any other token."""
+    """Tokens to verify next, and the distribution that each was sampled from: None if it was not sampled.
+
+    `sampled_from` is empty if no token was sampled.
+    """
 
     tokens: list[int]
     sampled_from: Sequence[Distribution | None] = ()
@@ -40,7 +43,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Round:
-    """The state of one sequence from one verdict to the next. The target waits until something is submitted."""
+    """The state of one sequence between two verdicts. The target waits until a chain, perhaps empty, is submitted."""
 
     index: int
     tree: Tree
@@ -58,21 +61,21 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many submitted tokens the target accepted, and its own token after them."""
+    """How many submitted tokens the target accepted, and the target's own token after them."""
 
     accepted: int
     next_token: int
 
     @classmethod
     def of(cls, tokens: Sequence[int], submitted: Sequence[int]) -> Verdict:
-        """Return the verdict of an engine that committed these tokens; the last one is always its own."""
+        """Return the verdict of an engine that committed `tokens`; the last one always counts as the target's own."""
         accepted = 0
         while accepted < min(len(submitted), len(tokens) - 1) and submitted[accepted] == tokens[accepted]:
             accepted += 1
         return cls(accepted, tokens[accepted])
 
     def committed(self, submitted: Sequence[int]) -> list[int]:
-        """Return the tokens that this verdict commits."""
+        """Return the tokens that this verdict commits: the accepted ones of `submitted`, then the target's own."""
         if not 0 <= self.accepted <= len(submitted):
             raise ValueError(f"a verdict accepts {self.accepted} of {len(submitted)} submitted tokens")
         return [*submitted[: self.accepted], self.next_token]
@@ -93,16 +96,16 @@ class Stats(RollbackCounts):
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
-        """Sum the counters of several sessions."""
+        """Return the sums of the counters of several sessions."""
         return cls(**dict(zip(_NAMES, map(sum, zip(*map(_VALUES, parts), strict=True)), strict=False)))
 
     def since(self, earlier: Stats) -> Stats:
-        """Return what was counted after `earlier` was read."""
+        """Return how much each counter has grown since `earlier`, an older copy of these counters."""
         return Stats(**{name: getattr(self, name) - getattr(earlier, name) for name in _NAMES})
 
     @property
     def hit_rate(self) -> float:
-        """Share of verdicts whose root the draft had run."""
+        """Share of verdicts that were prepared: the draft had drawn and run their root. 0 before the first verdict."""
         return self.hits / self.rounds if self.rounds else 0.0
 
     @property

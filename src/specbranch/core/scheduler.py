@@ -20,7 +20,7 @@ from specbranch.core.round import Round
 
 K = TypeVar("K")
 MIN_PREFILL_CHUNK = 8  # tokens to prefill: fewer take as long
-_CHUNK_DIVISOR = 4  # of the prefill chunk in a step with sessions that draft
+_CHUNK_DIVISOR = 4  # divides the prefill chunk of a step in which other sessions draft
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class RowRequest(Generic[K]):
 
     session: K
     nodes: Sequence[Node]
-    priorities: Sequence[float]  # of the nodes
+    priorities: Sequence[float]  # one for each node
     is_target_waiting: bool = False  # a target waits for this session
     num_unprefilled: int = 0  # committed tokens that the draft has not prefilled yet
     round_index: int = 0  # of the session when the request was made
@@ -45,7 +45,7 @@ class RowRequest(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Schedule(Generic[K]):
-    """The requests that take part in the next step, and how many tokens each may prefill in it."""
+    """The requests that take part in the next step, and the most tokens that each of them may prefill in it."""
 
     requests: list[RowRequest[K]]
     prefill_chunk: int
@@ -60,7 +60,10 @@ def request_rows(
     tenant: Hashable = None,
     num_read: float = 0.0,
 ) -> RowRequest[K]:
-    """Make a session's request to run these nodes of its tree in this round."""
+    """Return a session's request to run these nodes of its tree; `is_awaited`: a target waits for the session.
+
+    `num_unread` committed tokens are not prefilled yet; `num_read` tokens were prefilled for the tenant lately.
+    """
     lead = 1.0 if is_awaited else 0.0
     priorities = [lead + round.tree.path_prob(node) for node in nodes]
     return RowRequest(
@@ -82,10 +85,11 @@ def select_rows(
     cost: StepCost | None = None,
     is_shared: bool = False,
 ) -> Schedule[K]:
-    """Grant at most `row_limit` rows, the most valuable first, and at most one chunk of prefill.
+    """Grant at most `row_limit` rows, the most valuable first, and return the schedule of the step.
 
-    Where several tenants request rows and the `cost` of a row is known, it bounds what each gets. `is_shared`: there
-    are several tenants, of which some may request nothing now; they will, before a long step is over.
+    Rows are granted in the requests themselves. Where several tenants request rows and the `cost` of a row is known,
+    it limits the rows beyond equal shares. `is_shared`: there are several tenants, of which some may request nothing
+    now, but will before a long step is over.
     """
     ranked = sorted(
         ((priority, number, node) for number, request in enumerate(requests) for priority, node in _pairs(request)),
@@ -115,9 +119,10 @@ def select_rows(
 
 
 def _shares(tenants: Sequence[Hashable], row_limit: int, max_share: int) -> tuple[list[int], list[int]]:
-    """Split rows with these tenants into those within equal shares of at most `max_share` rows, and the others.
+    """Return the indices of the rows within equal shares of the tenants, and the indices of all other rows.
 
-    Rows are given by rank, most valuable first, and returned as indices.
+    `tenants` holds the tenant of each row, most valuable row first. A share has at most `max_share` rows, and all
+    shares together have at most `row_limit`.
     """
     totals = Counter(tenants)
     share = min(min(totals.values(), default=0), max(1, row_limit // max(len(totals), 1)), max_share)
@@ -131,9 +136,9 @@ def _shares(tenants: Sequence[Hashable], row_limit: int, max_share: int) -> tupl
 
 
 def _fit_chunk(requests: list[RowRequest[K]], prefill_chunk: int) -> list[RowRequest[K]]:
-    """Return the requests without those whose prefill does not fit into the chunk any more; the first one always fits.
+    """Return the requests without those whose prefill exceeds the rest of the chunk; the first prefill always fits.
 
-    Requests that a target waits for come first, then the tenants with the fewest tokens prefilled lately.
+    The chunk goes first to requests that a target waits for, then to tenants with the fewest tokens prefilled lately.
     """
     in_prefill = [request for request in requests if request.is_in_prefill]
     left_out, num_tokens = set(), 0

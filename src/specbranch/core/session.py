@@ -1,7 +1,7 @@
 """One sequence being decoded: its tokens, its draft tree, its planner and its counters.
 
 The simulator, the in-process loop and the draft service all drive this object; it has no clock and does no I/O.
-A round is: `propose` (until it answers), `rows` and `add_distribution` as often as there is time, `commit`.
+A round is: `propose` (until it returns tokens), `rows` and `add_distribution` as often as there is time, `commit`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specbranch.core.planner import Planner
 from specbranch.core.round import MAX_WINDOW, AcceptanceHint, Round, Stats, Verdict
 from specbranch.core.tree import Tree
 
-_MIN_PROB = 0.01  # of a verdict for which a draft is prefetched
+_MIN_PROB = 0.01  # lowest probability of a verdict for which a draft is prefetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StopCondition:
     eos_ids: frozenset[int] = field(default_factory=frozenset)
 
     def trim(self, tokens: Sequence[int], num_emitted: int) -> tuple[list[int], bool]:
-        """Return the tokens that may still be emitted, and whether the sequence ends with them."""
+        """Return the part of `tokens` to emit after `num_emitted` earlier ones, and whether the sequence ends there."""
         room = len(tokens) if self.max_new_tokens is None else self.max_new_tokens - num_emitted
         for index, token in enumerate(tokens[:room]):
             if token in self.eos_ids:
@@ -40,7 +40,7 @@ class StopCondition:
 
 
 class Session:
-    """A sequence and everything that is prepared for it. Only verified tokens ever enter `tokens`."""
+    """One sequence being decoded, with its draft tree, planner and counters; `tokens` holds verified tokens only."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Session:
         self.prompt_len = len(prompt)
         self.stats = Stats()
         self.is_finished = False
-        self.max_draft_tokens: int | None = None  # in one submission, as the request limits it; None: no limit
+        self.max_draft_tokens: int | None = None  # the request's limit for one submission; None: no limit
         self._planner = planner
         self._draw = draw
         self._sampling: RequestSampling | None = None
@@ -66,12 +66,12 @@ class Session:
 
     @property
     def tree(self) -> Tree:
-        """The tokens drafted after the committed ones."""
+        """The draft tree below the last committed token."""
         return self.round.tree
 
     @property
     def submitted(self) -> list[int]:
-        """The tokens under verification."""
+        """The draft tokens under verification; empty if nothing is submitted."""
         return [node.token for node in self.round.tree.submitted or ()]
 
     @property
@@ -81,25 +81,28 @@ class Session:
 
     @property
     def sampled_from(self) -> list[Distribution | None]:
-        """The distribution that each token under verification was sampled from; None for those that were not."""
+        """For each token under verification the distribution that it was sampled from; None if it was not sampled."""
         return [node.sampled_from for node in self.round.tree.submitted or ()]
 
     @property
     def is_sampled(self) -> bool:
-        """Whether draft tokens are sampled (rule B)."""
+        """Whether draft tokens are sampled, to be verified by rejection sampling (rule B)."""
         return self._sampling is not None
 
     def set_sampling(self, sampling: RequestSampling | None) -> None:
-        """Sample further draft tokens as the target samples (rule B); None: propose the likeliest ones (rule A)."""
+        """Set how further draft tokens are drawn: sampled as the target samples, for rejection sampling (rule B).
+
+        With None the likeliest tokens are proposed, for exact match (rule A).
+        """
         if sampling != self._sampling:
             self._sampling = sampling
             self._use_calibration()
 
     def seclude(self) -> None:
-        """Stop teaching other sequences: remember no more tokens, and learn from verdicts for this sequence alone.
+        """Stop teaching other sequences: add no more tokens to the history, and learn from verdicts for this one alone.
 
         For a request with a seed, whose random numbers may come again: a draft must not depend on the numbers that
-        will test it. This sequence still uses what others have taught.
+        will test it. This sequence still uses the history and what was learned before.
         """
         if not self._is_secluded:
             self._is_secluded = True
@@ -107,7 +110,7 @@ class Session:
             self._use_calibration()
 
     def propose(self) -> list[int] | None:
-        """Submit what the planner chooses, and return the tokens under verification; None while it waits for more.
+        """Submit the chain that the planner chooses, and return its tokens; None if the planner waits for more drafts.
 
         A second call in the same round returns the same tokens.
         """
@@ -120,10 +123,10 @@ class Session:
         return self.submitted
 
     def drafts_by_verdict(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
-        """Return what `propose` will answer after the next verdict: pairs of committed tokens and the chain to submit.
+        """Return for likely next verdicts the tokens that they commit, and the chain that `propose` will submit then.
 
-        Only the likeliest verdicts are in it, at most `count`. A verdict is left out where the planner cannot answer
-        in advance, or has nothing to submit so far.
+        These are at most the `count` likeliest verdicts. A verdict is left out if the planner cannot decide in advance,
+        or has nothing to submit so far.
         """
         drafts: list[tuple[list[int], Sequence[Node]]] = []
         for node in likely_verdicts(self.round.tree, count, _MIN_PROB):
@@ -133,20 +136,20 @@ class Session:
         return drafts
 
     def mark_submitted(self, tokens: Sequence[int]) -> None:
-        """Mark prefetched tokens as under verification, as far as they are still in the tree."""
+        """Submit prefetched tokens as far as they are in the tree, unless this round has a submission already."""
         if self.round.is_waiting:
             self.round.tree.submit(self.round.tree.find(tokens))
 
     def skip_round(self) -> None:
-        """Submit nothing in this round if nothing was submitted yet."""
+        """Submit an empty chain, unless this round has a submission already."""
         if self.round.is_waiting:
             self.round.tree.submit(())
 
     def submit_ready(self) -> None:
-        """Submit what is there at the deadline, although the planner would let the target wait.
+        """Submit at the deadline, even if the planner would let the target wait, unless this round has a submission.
 
-        By rule A that is nothing. By rule B it is what was drafted in time: how long a planner waits depends on what
-        follows a token, and whether the token is tested must not.
+        For exact match (rule A) the chain is empty. For rejection sampling (rule B) it is all that was drafted in time:
+        how long a planner waits depends on what follows a token, and whether the token is tested must not.
         """
         tree = self.round.tree
         if self.is_sampled and self.round.is_waiting:
@@ -155,19 +158,19 @@ class Session:
         self.skip_round()
 
     def rows(self) -> Sequence[Node]:
-        """Count what was rolled back, and return the nodes that the draft should run next, most valuable first."""
+        """Count rolled-back tokens, and return the nodes that the draft should run next, most valuable first."""
         self.count_rollback()
         return self._planner.rows_to_run(self.round)
 
     def add_distribution(self, node: Node, distribution: Distribution) -> None:
-        """Set the distribution after a node that was run, and count the row; safe if the node was rolled back since."""
+        """Set the distribution after a node that was run, and count the row; the node may be rolled back already."""
         self.round.tree.set_distribution(node, distribution)
         self.stats.rows += 1
 
     def count_rollback(self) -> None:
-        """Count what verdicts have rolled back, and add the new tokens of the answer to the history.
+        """Count the tokens that verdicts rolled back, and add the new tokens of the answer to the history.
 
-        Done before drafting goes on, not before the target has its answer.
+        To be called before drafting goes on, but not while the target waits for a reply.
         """
         self.stats.add(self.round.tree.count_rollback())
         if not self._is_secluded:
@@ -178,8 +181,8 @@ class Session:
     ) -> list[int]:
         """End a round: commit the target's tokens, begin the next round with `hint`, and return the emitted tokens.
 
-        `num_submitted` is how many of the proposed tokens were sent; None: all. The target may have committed several
-        tokens without a request. All tokens are emitted unless the sequence ends among them.
+        `num_submitted` is how many of the proposed tokens were really sent; None: all. The target may have committed
+        several of `tokens` without asking for a draft. All are emitted unless the sequence ends among them.
         """
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
@@ -217,10 +220,10 @@ class Session:
 
 
 def likely_verdicts(tree: Tree, count: int, min_prob: float) -> list[Node]:
-    """Return the nodes that the next verdict may commit last, the likeliest first, drawing those that are missing.
+    """Return the nodes that may be the last token of the next verdict, likeliest first, and draw them if needed.
 
-    A verdict accepts some of the submitted tokens and adds one of its own. At most `count` nodes, none with a
-    probability below `min_prob`; none while nothing is submitted.
+    A verdict accepts some of the submitted tokens and adds one of the target's own. At most `count` nodes, none with a
+    probability below `min_prob`; none at all while nothing is submitted.
     """
     if tree.submitted is None:
         return []

@@ -1,10 +1,10 @@
-"""The draft tree of one sequence: grow it, submit a chain of it, commit a verdict, count what is rolled back.
+"""The draft tree of one sequence: grow it, submit a chain of it, commit a verdict, count the rolled-back tokens.
 
 The root is the last committed token. A node's distribution becomes known when the draft has run the node; only then can
-tokens be drawn after it. Nodes are addressed by content: a verdict re-roots the tree by walking along its tokens, and
-every branch below the new root survives with its distributions. The tree knows nothing of planners, engines or time.
+tokens be drawn after it. Nodes are found by their tokens: a verdict walks along its tokens to the new root, and every
+branch below that survives with its distributions. The tree knows nothing of planners, engines or time.
 
-Each node is created once and settled once, so all book-keeping is linear in the tokens drafted.
+Each node is created once and its outcome is set once, so the work in total is linear in the number of drafted tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CAUSES = (TokenOutcome.REJECTED.value, TokenOutcome.UNUSED.value, TokenOutcome.C
 
 
 class Tree:
-    """A tree of drafted tokens below the last committed one."""
+    """The drafted tokens that may follow the last committed one, which is the root of the tree."""
 
     def __init__(self, tokens: Sequence[int], draw: TokenPicker, calibration: Calibration | None = None) -> None:
         if not tokens:
@@ -35,22 +35,25 @@ class Tree:
         self.num_drafted = 0
         self.num_alive = 0
         self._num_submissions = 0
-        self._discarded: list[DiscardedBranches] = []  # by verdicts that `count_rollback` has not counted
+        self._discarded: list[DiscardedBranches] = []  # one for each verdict not counted yet
 
     def set_sampling(self, draw: TokenPicker, calibration: Calibration) -> None:
-        """Draw further tokens with `draw`, and estimate their probabilities with `calibration`."""
+        """Set how tokens are drawn from now on (`draw`), and how their acceptance is estimated (`calibration`)."""
         self._draw = draw
         self.calibration = calibration
 
     @property
     def end(self) -> Node:
-        """The node after which the target samples its own token if it accepts everything submitted."""
+        """The last submitted node, or the root if there is none.
+
+        A target that accepts everything submitted adds its own token after this node.
+        """
         return self.submitted[-1] if self.submitted else self.root
 
     def grow(self, node: Node, min_prob: float = 0.0) -> bool:
-        """Draw one more child of a node; return False if it was not run, or if its top-k holds no further token.
+        """Draw one more child of a node and return True; return False if it was not run or its top-k has no more.
 
-        Return False, too, if the probability that its children leave for others is below `min_prob`.
+        Draw none, and return False, also if all tokens not drawn yet have together a probability below `min_prob`.
         """
         distribution, children = node.distribution, node.children
         if distribution is None:
@@ -66,16 +69,16 @@ class Tree:
         return True
 
     def children(self, node: Node, count: int) -> list[Node]:
-        """Return the first `count` children of a node, drawing those that are missing; fewer if there are no more."""
+        """Return the first `count` children of a node, and draw them if needed; fewer if no more can be drawn."""
         while len(node.children) < count and self.grow(node):
             pass
         return node.children[:count]
 
     def chain(self, start: Node, length: int, has_guesses: bool = True) -> list[Node]:
-        """Return the first children below `start`, drawing those that are missing: at most `length` nodes in a row.
+        """Return the chain of first children below `start`, at most `length` nodes, and draw them if needed.
 
-        If the chain is shorter, its last node (or `start`) is the one to run next. With `has_guesses` it may go on
-        over guesses below nodes that were not run; otherwise it ends there.
+        If the chain is shorter, its last node (or `start`) must be run before it can grow. With `has_guesses` the chain
+        includes guessed nodes below a node that was not run; otherwise it ends at such a node.
         """
         chain: list[Node] = []
         node = start
@@ -89,16 +92,16 @@ class Tree:
         return chain
 
     def next_unrun(self, start: Node, length: int) -> Node | None:
-        """Return the node to run so that the chain below `start` grows to `length` tokens; None if it is that long.
+        """Return the node to run next so that the chain below `start` can grow to `length` tokens.
 
-        Return None, too, if the distribution at its end has no token left to draw.
+        Return None if the chain is that long already, or if the distribution at its end has no token to draw.
         """
         chain = self.chain(start, length)
         tip = chain[-1] if chain else start
         return tip if len(chain) < length and tip.distribution is None else None
 
     def find(self, tokens: Sequence[int]) -> list[Node]:
-        """Return the drafted nodes along these tokens below the root, as far as there are any."""
+        """Return the nodes that hold these tokens below the root, up to the first token that was not drafted."""
         path: list[Node] = []
         node: Node | None = self.root
         for token in tokens:
@@ -109,19 +112,20 @@ class Tree:
         return path
 
     def distributions(self, tokens: Sequence[int]) -> list[Distribution | None]:
-        """Return the draft's distribution before each of these tokens after the root; None where it is not known."""
+        """Return the distribution that the draft predicted for each of these tokens after the root; None if unknown."""
         nodes = [self.root, *self.find(tokens)]
         found = [node.distribution for node in nodes[: len(tokens)]]
         return found + [None] * (len(tokens) - len(found))
 
     def path_prob(self, node: Node, start: Node | None = None) -> float:
-        """Return how likely it is that the sequence reaches a node from `start`, a node above it, or from the root."""
+        """Return the probability that the sequence gets to `node` from `start`, a node above it (None: the root)."""
         return math.exp(node.log_prob - (start or self.root).log_prob)
 
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
-        """Add a guessed child below a node that was not run, and return it; its probability is learned by `grounds`.
+        """Add a guessed token as a child of `parent`, a node that was not run, and return the child, new or old.
 
-        Only for verification by match (rule A), which takes any proposal.
+        `grounds` are the source of the guess and the number of tokens that agreed; its probability is learned by them.
+        Only for verification by exact match (rule A), which takes any proposal.
         """
         child = parent.child_with(token)
         if child is None:
@@ -130,7 +134,7 @@ class Tree:
         return child
 
     def set_distribution(self, node: Node, distribution: Distribution) -> None:
-        """Set the distribution after a node that was run, and rescore the guesses below it."""
+        """Set the distribution after a node that was run, and update the probabilities of the guesses below it."""
         node.distribution = distribution
         if not node.children:
             return
@@ -142,7 +146,7 @@ class Tree:
         self._rescore_children(node)
 
     def submit(self, nodes: Sequence[Node]) -> None:
-        """Mark a chain that starts below the root as sent for verification."""
+        """Mark a chain that starts below the root as sent for verification; raise `ValueError` if it is not a chain."""
         parent = self.root
         for node in nodes:
             if node.parent is not parent:
@@ -153,7 +157,7 @@ class Tree:
         self._num_submissions += 1
         drawn = _sampled_child(parent)
         if drawn is not None:
-            # Nothing tests it: the target samples its own token here. So it is one guess of that among others.
+            # The target does not test this child: it samples its own token here, and the child only guesses that token.
             drawn.sampled_from = None
             self._rescore_children(parent)
 
@@ -165,9 +169,9 @@ class Tree:
             del self.submitted[length:]
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Re-root at the end of `tokens`, keep every branch below it, and calibrate by the tokens on the way.
+        """Make the last of `tokens` the root, keep all branches below it, and let the calibration learn from `tokens`.
 
-        The branches that are lost stay for `count_rollback`.
+        All other branches are discarded, but kept until `count_rollback` has counted them.
         """
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
@@ -191,10 +195,10 @@ class Tree:
         self.submitted = None
 
     def count_rollback(self) -> RollbackCounts:
-        """Settle the outcome of every token that verdicts have discarded, and return the counts.
+        """Set the outcome of every token that verdicts discarded since the last call, and return the counts.
 
-        Apart from `commit`, because an answer to the target must not wait for it: the answer takes time for each token
-        of the verdict, settling takes time for each node that is lost.
+        Separate from `commit`, because the target waits for that: `commit` takes time for each token of the verdict,
+        counting takes time for each discarded node.
         """
         total = RollbackCounts()
         for discarded in self._discarded:
@@ -204,7 +208,7 @@ class Tree:
         return total
 
     def _rescore_children(self, node: Node) -> None:
-        """Update the probabilities of the children of a node that was run, and sort them: a sampled one first."""
+        """Update the probabilities of the children of a node that was run, and sort them, a sampled child first."""
         distribution, drawn = node.distribution, _sampled_child(node)
         assert distribution is not None, "a node that was run"
         for child in node.children:
@@ -214,7 +218,10 @@ class Tree:
         node.children.sort(key=lambda child: (child is not drawn, -child.log_prob))
 
     def _accept_prob(self, distribution: Distribution, token: int, first: Node | None) -> float:
-        """Return how likely a token is right after a node with this distribution and this first child."""
+        """Return the acceptance probability of a token after a node with this distribution.
+
+        If `first`, a child of the node, was sampled, the target tests that child before it emits another token.
+        """
         if first is None or first.sampled_from is None:
             return self.calibration.accept_prob(distribution, token)
         if token == first.token:
@@ -222,10 +229,10 @@ class Tree:
         return self.calibration.alternative_accept_prob(distribution, token, first.token, first.sampled_from)
 
     def _draw_first(self, node: Node) -> bool:
-        """Draw the child of a node that is submitted after it, which may be a guess already; return False if none is.
+        """Draw the child to submit after a node, perhaps one that was guessed before; return False if none is left.
 
-        After the last submitted token the target samples freely, so the likeliest token comes first there. The same
-        holds if a child was submitted already: it must not be labelled as sampled afterwards.
+        The likeliest token is drawn instead of a sampled one in two cases: after the last submitted token, where the
+        target samples freely, and if a child was submitted already, which must not be marked as sampled afterwards.
         """
         is_decided = any(child.is_submitted for child in node.children)
         is_tested = not is_decided and (self.submitted is None or node is not self.end)
@@ -256,7 +263,7 @@ class Tree:
 
 
 def _sampled_child(node: Node) -> Node | None:
-    """Find the child that was sampled from a distribution; None if none was."""
+    """Return the child whose token was sampled from a distribution; None if there is no such child."""
     for child in node.children:
         if child.sampled_from is not None:
             return child
@@ -273,7 +280,7 @@ def _shift_log_prob(node: Node, change: float) -> None:
 
 
 def _calibrate(calibration: Calibration, node: Node, token: int) -> None:
-    """Let the calibration learn which distribution, sampled token or guess after `node` foresaw the target's token."""
+    """Let the calibration learn how well distribution, sampled token and guesses after `node` predicted `token`."""
     if node.distribution is not None:
         calibration.observe(node.distribution, token)
         drawn = _sampled_child(node)
@@ -286,7 +293,7 @@ def _calibrate(calibration: Calibration, node: Node, token: int) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class RollbackCounts:
-    """Outcomes of drafted tokens."""
+    """How many drafted tokens were committed, and how many were rolled back, by cause."""
 
     used: int = 0  # drafted tokens that a verdict committed
     rejected: int = 0  # rolled back: submitted and refused
@@ -311,12 +318,12 @@ class DiscardedBranches:
 
     old: Node
     root: Node
-    end: Node | None  # of the submission
+    end: Node | None  # last submitted node, `old` if none; None if the target was waiting
     num_used: int
     num_submissions: int
 
     def count_rollback(self) -> RollbackCounts:
-        """Set the outcome of every discarded node, unlink its children, and return the counts."""
+        """Set the outcome of every discarded node, remove its links to children, and return the counts."""
         outcomes: Counter[str] = Counter()
         num_losing = 0
         stack = [(self.old, False, False)]

@@ -1,11 +1,11 @@
 """Collect H-RAD's training examples from a pair of models; store and read them.
 
 A position is a token that the target generated. Its features are the hidden states at the position that predicted it,
-and its own embedding; its run is how many consecutive top-1 tokens of the draft were right from there. On the target's
+and its own embedding; its run is how many consecutive top-1 tokens of the draft after it were right. On the target's
 sequence that equals drafting a window and comparing it: a greedy draft leaves the sequence only where it is rejected.
 
-Features cost no extra step: they are kept while the target generates the token. Each batch is one part on disk, so an
-interrupted collection continues where it stopped.
+Features cost no extra step: they are kept while the target generates the token. Each batch is written to disk as one
+part, so an interrupted collection continues where it stopped.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Array = NDArray[Any]
 CollectProgress = Callable[[int, int], None]
 _TOP_K = 10
 _TRACE_SUFFIX = ".jsonl.gz"
-_ATTENTION = "specbranch-collect"  # name in the registries of Transformers
+_ATTENTION = "specbranch-collect"  # our name in the attention registries of Transformers
 _TOKENS_AT_ONCE = 24_576  # of prompts in a batch; their hidden states are all in memory
 _DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary needs much memory
 
 
 class ExamplesError(SpecBranchError, ValueError):
-    """The directory holds no examples, or none of the kind wanted."""
+    """A directory holds no examples, or none that can be used for what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExamplesCard:
-    """Where the examples of a directory come from."""
+    """Where the examples of a directory come from: the models, the layers, the temperature and the tasks."""
 
     target: str
     draft: str
@@ -61,10 +61,10 @@ class ExamplesCard:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Columns of equal length, with one row per position.
+    """Training examples as columns of equal length, with one row per position.
 
-    Where `runs` equals `left`, the number of tokens after the position, the end of the answer cut the run short.
-    `distributions` describes the draft's next distribution: confidence, second probability, entropy.
+    `left` is the number of tokens after the position. Where `runs` equals it, the end of the answer ended the run.
+    `distributions` has the draft's confidence, second probability and entropy for the token after the position.
     """
 
     card: ExamplesCard
@@ -79,16 +79,16 @@ class Examples:
         return len(self.runs)
 
     def take(self, chosen: Array | slice) -> Examples:
-        """Return the rows that an index or a mask selects."""
+        """Return the examples that `chosen`, an array of indices, a mask or a slice, selects."""
         rows = ("features", "distributions", "runs", "left", "tasks", "prompts")
         return replace(self, **{name: getattr(self, name)[chosen] for name in rows})
 
     def settled(self, window: int) -> Examples:
-        """Drop positions so close to the end of an answer that the outcome of a whole window is unknown."""
+        """Return the examples without those so near the end of an answer that the outcome of a window is unknown."""
         return self.take((self.runs < self.left) | (self.left >= window))
 
     def split(self, name: str) -> Examples:
-        """Return one of `SPLITS`; all positions of a prompt are in the same one."""
+        """Return the examples of the split `name`, one of `SPLITS`; all positions of a prompt are in the same split."""
         return self.take(np.array([split_of(int(prompt)) == name for prompt in self.prompts], dtype=bool))
 
     def of_task(self, task: str) -> Examples:
@@ -96,22 +96,22 @@ class Examples:
         return self.take(self.tasks == self.card.tasks.index(task))
 
     def classes(self, window: int) -> Array:
-        """Return H-RAD's classes: 0, 1 or 2 if none, some or all of the window were accepted."""
+        """Return H-RAD's class of each example: 0, 1 or 2 if no, some or all tokens of the window were accepted."""
         return np.where(self.runs == 0, 0, np.where(self.runs >= window, 2, 1))
 
 
 def split_of(prompt: int) -> str:
-    """Return the split of a prompt, from its hash alone."""
+    """Return the split, one of `SPLITS`, that a prompt belongs to; `prompt` is its hash."""
     return _SPLIT_OF[prompt % len(_SPLIT_OF)]
 
 
 def name_of(text: str) -> int:
-    """Return a prompt's hash, which is the same in every collection."""
+    """Return the hash of a prompt's text, which is the same in every collection."""
     return zlib.crc32(text.encode())
 
 
 def positions(answer: Answer) -> tuple[Array, Array, Array]:
-    """Return distributions, runs and tokens left for each position of an answer except the last."""
+    """Return the columns `distributions`, `runs` and `left` of `Examples` for an answer, without its last token."""
     nexts = answer.distributions[1:]
     looks = [[float(one.probs[0]), float(one.probs[1]) if len(one.probs) > 1 else 0.0, one.entropy] for one in nexts]
     left = np.arange(len(nexts), 0, -1, dtype=np.int32)
@@ -119,7 +119,7 @@ def positions(answer: Answer) -> tuple[Array, Array, Array]:
 
 
 def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
-    """Write one part of a collection, completely or not at all."""
+    """Write the arrays of one part of a collection to its file, completely or not at all."""
     from safetensors.numpy import save_file
 
     path = part_path(directory, number)
@@ -129,22 +129,22 @@ def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
 
 
 def part_path(directory: Path, number: int) -> Path:
-    """Return the path of a part."""
+    """Return the path of the file with the examples of a part."""
     return directory / f"part-{number:04}.safetensors"
 
 
 def trace_path(directory: Path, number: int) -> Path:
-    """Return the path of a part's answers."""
+    """Return the path of the trace with the answers of a part."""
     return part_path(directory, number).with_suffix(_TRACE_SUFFIX)
 
 
 def write_examples_card(directory: Path, card: ExamplesCard) -> None:
-    """Write where the examples come from."""
+    """Write the card of a collection to `card.json` in its directory."""
     (directory / "card.json").write_text(json.dumps(card.as_json(), indent=1) + "\n")
 
 
 def read_examples_card(directory: Path) -> ExamplesCard:
-    """Read where the examples of a directory come from; raise `ExamplesError` if it holds none of this version."""
+    """Return the card of a collection; raise `ExamplesError` if the directory holds no examples of this version."""
     try:
         document = json.loads((directory / "card.json").read_bytes())
         if document.pop("format") != FORMAT or document.pop("version") != VERSION:
@@ -155,7 +155,10 @@ def read_examples_card(directory: Path) -> ExamplesCard:
 
 
 def read_examples(directories: Sequence[Path]) -> Examples:
-    """Read all examples of one pair from its collections; raise `ExamplesError` if they do not fit together."""
+    """Return all examples of the collections in these directories.
+
+    Raise `ExamplesError` if they differ in more than the temperature, or if there are no examples.
+    """
     from safetensors.numpy import load_file
 
     cards = [read_examples_card(directory) for directory in directories]
@@ -169,7 +172,10 @@ def read_examples(directories: Sequence[Path]) -> Examples:
 
 
 def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
-    """Read the answers of a collection in the order of its examples, each with its task and its prompt's hash."""
+    """Return the answers of a collection in the order of its examples, each as task, prompt's hash and answer.
+
+    Answers of one token are left out, because they have no examples.
+    """
     from safetensors.numpy import load_file
 
     card = read_examples_card(directory)
@@ -201,7 +207,7 @@ class CollectOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prompt: the index of its task, its hash, and its tokens as a chat."""
+    """A prompt: the index of its task, the hash of its text (`name`), and its tokens as a chat."""
 
     task: int
     name: int
@@ -210,7 +216,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class _TargetAnswer:
-    """An answer and its features [tokens, d_in]."""
+    """The tokens of an answer, and the features of each of them, [tokens, d_in]."""
 
     tokens: list[int]
     features: Any
@@ -219,7 +225,10 @@ class _TargetAnswer:
 def collect(
     options: CollectOptions, messages: Mapping[str, Sequence[str]], out: Path, on_progress: CollectProgress
 ) -> None:
-    """Write examples and traces of all messages, given by task; call `on_progress` with parts done and all parts."""
+    """Generate answers to all messages, given by task, and write their examples and traces to the directory `out`.
+
+    Parts that exist already are kept. `on_progress` is called with the number of parts done and of all parts.
+    """
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
@@ -248,7 +257,10 @@ def collect(
 
 
 def _dtype(device: str) -> Any:
-    """Return half precision unless this CPU only emulates it. Not timed: a resumed collection must not differ."""
+    """Return bfloat16, or float32 if this CPU can only emulate bfloat16.
+
+    Decided without timing, because a resumed collection must use the same type.
+    """
     import torch
 
     is_native = device != "cpu" or {"avx512_bf16", "amx_bf16"} & set(provenance()["instruction_sets"])
@@ -256,9 +268,9 @@ def _dtype(device: str) -> Any:
 
 
 def share_keys(model: Any) -> None:
-    """Make the model compute the query heads of one key head together, like positions of a sequence.
+    """Change the model's attention: in steps of one token, compute all query heads of one key head together.
 
-    With padding, Transformers copies the keys for each query head, which takes most of a step.
+    Otherwise, with padding, Transformers copies the keys for each query head, which takes most of a step.
     """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -280,7 +292,10 @@ def share_keys(model: Any) -> None:
 
 
 def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[PromptTokens]]:
-    """Tokenize messages as chats and group prompts of similar length, to need little padding."""
+    """Return the messages, given by task, as tokenized chats in groups of at most `size` prompts of similar length.
+
+    Such groups need little padding; a group of long prompts is smaller.
+    """
     asked = []
     for task, texts in enumerate(messages.values()):
         for text in texts:
@@ -297,7 +312,7 @@ def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) 
 
 
 def _answer(target: Any, tokenizer: Any, group: Sequence[PromptTokens], options: CollectOptions) -> list[_TargetAnswer]:
-    """Generate the target's answers for a group of prompts; return them with the features of each token."""
+    """Generate the target's answers to a group of prompts, and return them with the features of each token."""
     import torch
 
     longest = max(len(one.tokens) for one in group)
@@ -345,13 +360,13 @@ def _choose(logits: Any, temperature: float) -> Any:
 
 
 def end_ids(target: Any, tokenizer: Any) -> set[int]:
-    """Return the tokens that end an answer."""
+    """Return the ids of the tokens that end an answer, by the model and by the tokenizer."""
     ends = target.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 def _read_over(draft: Any, group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], device: str) -> list[Answer]:
-    """Run the draft over the answers; return them with its distribution before every token."""
+    """Run the draft over the target's answers, and return them with the draft's distribution for every token."""
     import torch
 
     answers = []
@@ -383,7 +398,10 @@ def _distributions(logits: Any) -> tuple[Distribution, ...]:
 
 
 def _arrays(group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the columns of a part. An answer's last token is no position, because nothing follows it."""
+    """Return the columns of `Examples` for one part, by name.
+
+    The last token of an answer has no row, because no token follows it.
+    """
     looks = [positions(answer) for answer in answers]
     counts = [len(runs) for _, runs, _ in looks]
     return {

@@ -32,11 +32,11 @@ _Positive = Annotated[int, Meta(ge=1)]
 
 
 class HradError(SpecBranchError, ValueError):
-    """A trained predictor cannot be read, or does not fit."""
+    """A trained predictor cannot be read, its files do not agree, or its input has the wrong form."""
 
 
 class HradCard(msgspec.Struct, frozen=True):
-    """What a predictor was trained for: its labels depend on the pair, its input on the target."""
+    """What a predictor was trained for: the pair of models, the target's hidden states, the length of a window."""
 
     format: str
     version: int
@@ -56,7 +56,7 @@ class HradCard(msgspec.Struct, frozen=True):
 
 
 class Hrad:
-    """The network: two hidden layers and a head for the signal.
+    """The trained network, which predicts a signal from the target's features: two hidden layers and an output head.
 
     A second head, for the probabilities that 1, 2, 3 ... tokens are accepted, helps training; only evaluation reads it.
     """
@@ -75,7 +75,7 @@ class Hrad:
     def predict(
         self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
     ) -> list[AcceptanceHint]:
-        """Return the hint for every sequence; `features` is [n, d_in] float32.
+        """Return for each of n sequences how much of its window will be accepted; `features` is [n, d_in] float32.
 
         `product` multiplies matrices; a process that limits its threads can pass its own.
         """
@@ -91,7 +91,7 @@ class Hrad:
 def class_logits(
     tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
 ) -> _Array:
-    """Return the logits of the three classes [n, 3]."""
+    """Return the logits of the three signals (none, some, all), [n, 3]; `product` multiplies matrices."""
     return product(_hidden(tensors, inputs, product), tensors["w_class"]) + tensors["b_class"]
 
 
@@ -109,7 +109,7 @@ def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_A
 
 
 def read_hrad_card(directory: Path) -> HradCard:
-    """Read what a directory's predictor was trained for. `HradError` names what is wrong and what to do."""
+    """Return the card of the predictor in a directory; raise `HradError`, which says what to do, if that fails."""
     try:
         card = msgspec.json.decode((directory / CARD).read_bytes(), type=HradCard)
     except OSError as error:
@@ -125,7 +125,7 @@ def read_hrad_card(directory: Path) -> HradCard:
 
 
 def read_hrad(directory: Path) -> Hrad:
-    """Read the trained predictor in a directory. `HradError` names what is wrong and what to do."""
+    """Return the trained predictor in a directory; raise `HradError`, which says what to do, if it cannot be read."""
     card = read_hrad_card(directory)
     try:
         return Hrad(_read_tensors(directory / WEIGHTS), card)
@@ -134,7 +134,7 @@ def read_hrad(directory: Path) -> Hrad:
 
 
 def write_hrad(directory: Path, tensors: Mapping[str, _Array], card: Mapping[str, Any]) -> None:
-    """Write a trained predictor, with `format` and `version` added to the card; raise `HradError` if it is invalid."""
+    """Write a predictor to a directory, with `format` and `version` added to its card; raise `HradError` if invalid."""
     document = {"format": FORMAT, "version": VERSION, **card}
     try:
         _check_shapes(tensors, msgspec.convert(document, HradCard))
@@ -147,7 +147,7 @@ def write_hrad(directory: Path, tensors: Mapping[str, _Array], card: Mapping[str
 
 
 def _check_shapes(tensors: Mapping[str, _Array], card: HradCard) -> None:
-    """Raise `HradError` unless the tensors fit the card's network. Hidden layers may have any length."""
+    """Raise `HradError` if the tensors do not fit the card; hidden layers may have any length."""
     h0, h1 = (tensors[name].shape[-1] if name in tensors and tensors[name].ndim else 0 for name in ("b0", "b1"))
     shapes = {
         "mean": (card.d_in,),

@@ -1,4 +1,4 @@
-"""Train H-RAD, score it on unseen prompts, and write it with its scores.
+"""Train H-RAD, score it on unseen prompts, and write the predictor with its scores.
 
 Data are split by prompt, never by position. Training stops when predictions on the held-out prompts stop improving.
 """
@@ -22,16 +22,17 @@ Inputs = Literal["features", "confidence", "both"]
 INPUTS: tuple[Inputs, ...] = ("features", "confidence", "both")
 FitProgress = Callable[[int, int, float], None]
 _BINS = 10
-SHOWN: Inputs = "features"  # the network that is written; the others show what each kind of input contributes
+SHOWN: Inputs = "features"  # the input of the network that is written; other networks show what each input contributes
 EvaluationProgress = Callable[[str, int, int], None]  # stage, epochs done, epochs at most
 _CLASSES = ("none", "some", "all")
 
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """The network and its training. `balance` 1 weighs all classes equally, 0 by their frequency.
+    """Options of the network and its training. `balance` 1 weighs all classes equally, 0 by their frequency.
 
-    Only the `rank` directions in which features vary most are learned from: thousands of inputs overfit.
+    Training uses only the `rank` directions in which features vary most, as thousands of inputs overfit. It stops after
+    `patience` epochs without improvement. `rate` is the learning rate, `decay` the weight decay.
     """
 
     window: int
@@ -49,14 +50,17 @@ class FitOptions:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A trained network: its arrays, named as in `hrad/network.py`, and the kind of its input."""
+    """A trained network: the kind of its input, its arrays, named as in `hrad/network.py`, and its training epochs."""
 
     inputs: Inputs
     tensors: dict[str, Array]
     epochs: int
 
     def foresee(self, examples: Examples, rows: int = 4096) -> tuple[Array, Array]:
-        """Return the probabilities of the classes [n, 3], and of at least 1, 2, ... accepted tokens [n, window]."""
+        """Return predicted probabilities: of the classes [n, 3], and of at least 1, 2, ... accepted tokens [n, window].
+
+        `rows` examples are computed at a time, to limit memory.
+        """
         parts = [
             self._forward(select_inputs(examples.take(slice(start, start + rows)), self.inputs))
             for start in range(0, len(examples), rows)
@@ -70,7 +74,11 @@ class Network:
 
 
 def select_inputs(examples: Examples, inputs: Inputs) -> Array:
-    """Return the input as float32 [n, d_in]: the draft's next distribution, the target's features, or both."""
+    """Return the networks' input as float32, [n, d_in].
+
+    By `inputs` it is the target's features, three numbers that describe the draft's next distribution (`confidence`),
+    or both.
+    """
     confidence, second, entropy = examples.distributions.T
     odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
     distributions = np.stack([odds, np.log(second + 1e-4), entropy], axis=-1).astype(np.float32)
@@ -81,7 +89,10 @@ def select_inputs(examples: Examples, inputs: Inputs) -> Array:
 
 
 def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, on_progress: FitProgress) -> Network:
-    """Train on one split and stop by the other; call `on_progress` with epoch, maximum epochs and held-out loss."""
+    """Return the network trained on `train` with the lowest loss on `held_out`.
+
+    `on_progress` is called after each epoch with its number, the most epochs and the held-out loss.
+    """
     import torch
     from torch import nn
 
@@ -132,7 +143,7 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
 
 @dataclass(frozen=True, slots=True)
 class _Whitening:
-    """Whiten inputs: subtract their mean, divide by their spread, project to few directions."""
+    """A transformation of inputs: subtract their mean, divide by their spread, project them to few directions."""
 
     inputs: Inputs
     mean: Array  # [d_in]
@@ -148,7 +159,10 @@ class _Whitening:
 
 
 def _fit_whitening(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
-    """Compute the whitening from `most` sampled examples. Inputs from the draft's distribution are not projected."""
+    """Return the whitening computed from at most `most` sampled examples, with `rank` directions for the features.
+
+    Inputs from the draft's distribution are not projected.
+    """
     import torch
 
     chosen = np.random.default_rng(0).permutation(len(examples))[:most]
@@ -169,7 +183,10 @@ def _class_weights(classes: Array, balance: float) -> Array:
 
 
 def _hazards(examples: Examples, window: int) -> tuple[Any, Any]:
-    """Return for each position of the window whether its token was accepted, and whether it was reached at all."""
+    """Return two tensors [n, window]: whether each token of the window was accepted, and whether it was tested at all.
+
+    A token is tested if all tokens before it were accepted and the answer has a token at this place.
+    """
     import torch
 
     runs = torch.from_numpy(examples.runs)[:, None]
@@ -192,7 +209,7 @@ def _arrays(body: Any, to_class: Any, to_survival: Any) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """How well predicted class probabilities match the true classes."""
+    """How well predicted class probabilities match the true classes, over a number of `positions`."""
 
     positions: int
     accuracy: float
@@ -208,7 +225,7 @@ class Score:
 
 
 def score(chances: Array, classes: Array) -> Score:
-    """Score predicted probabilities [n, 3] against true classes [n]."""
+    """Return the score of predicted class probabilities `chances` [n, 3] against the true classes [n]."""
     foreseen = chances.argmax(-1)
     confusion = np.zeros((3, 3), dtype=int)
     np.add.at(confusion, (classes, foreseen), 1)
@@ -225,13 +242,16 @@ def score(chances: Array, classes: Array) -> Score:
 
 
 def majority(train: Array, classes: Array) -> Score:
-    """Score a baseline that predicts the class frequencies of the training set for every example."""
+    """Return the score of a baseline that predicts for every example the class frequencies of the training set.
+
+    `train` and `classes` are the true classes of the training examples and of the examples to score.
+    """
     shares = np.bincount(train, minlength=3) / len(train)
     return score(np.tile(shares, (len(classes), 1)), classes)
 
 
 def _macro_f1(confusion: Array) -> float:
-    """Return the mean F1 over the classes that occur."""
+    """Return the mean F1 score over the classes that occur; rows of `confusion` are true classes."""
     right, said, is_so = np.diag(confusion), confusion.sum(0), confusion.sum(1)
     found = [2 * r / (s + i) for r, s, i in zip(right, said, is_so, strict=True) if i]
     return float(np.mean(found))
@@ -249,7 +269,10 @@ def _bins(sure: Array, is_right: Array) -> tuple[tuple[float, float, int], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The networks by kind of input, and their scores on prompts that they were not trained on."""
+    """The networks by kind of input, and their scores on prompts that they were not trained on.
+
+    `across[a][b]` is the accuracy on task b of a network that was trained on task a.
+    """
 
     splits: Mapping[str, Examples]
     options: FitOptions
@@ -273,7 +296,7 @@ class Evaluation:
         }
 
     def write(self, directory: Path) -> None:
-        """Write the predictor, its card, its scores and their figure to a directory."""
+        """Write the predictor, its card, its scores and a figure of the scores to a directory."""
         directory.mkdir(parents=True, exist_ok=True)
         card = self.splits["train"].card
         own = {
@@ -292,7 +315,10 @@ class Evaluation:
 
 
 def evaluate(data: Examples, options: FitOptions, is_across: bool, on_progress: EvaluationProgress) -> Evaluation:
-    """Train one network per kind of input; if `is_across`, also one per task, tested on all tasks."""
+    """Train one network per kind of input and return all with their scores; raise `ExamplesError` if a split is empty.
+
+    If `is_across`, also train one network per task and test it on all tasks.
+    """
     splits = {name: data.split(name) for name in SPLITS}
     for name, part in splits.items():
         if not len(part):
@@ -311,7 +337,7 @@ def evaluate(data: Examples, options: FitOptions, is_across: bool, on_progress: 
 
 
 def scores_by_task(network: Network, test: Examples, window: int) -> dict[str, dict[str, Any]]:
-    """Return the main scores of a network on each task."""
+    """Return the main scores of a network on the examples of each task, by task and name of the score."""
     found = {}
     for task in test.card.tasks:
         part = test.of_task(task)
@@ -332,7 +358,7 @@ def _fit(
 def _across(
     splits: Mapping[str, Examples], options: FitOptions, on_progress: EvaluationProgress
 ) -> dict[str, dict[str, float]]:
-    """Train one network per task; return its accuracy on every task."""
+    """Train one network per task, and return their accuracies by the task of training and the task of testing."""
     found = {}
     for task in splits["train"].card.tasks:
         parts = [splits[name].of_task(task) for name in ("train", "held-out")]
@@ -344,7 +370,7 @@ def _across(
 
 
 def draw_scores(scores: Mapping[str, Score], shown: str, path: Path) -> None:
-    """Draw the calibration of all predictors, and the confusion matrix of one of them."""
+    """Draw to a file the calibration of all predictors by name, and the confusion matrix of the predictor `shown`."""
     pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2))
     left.plot([0.3, 1], [0.3, 1], color="0.7", linewidth=1)

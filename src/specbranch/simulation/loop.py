@@ -1,8 +1,9 @@
 """The simulator's event loop: any planners, target and draft, in virtual time.
 
-Two lanes overlap as two devices do. A draft step that is running when a verdict arrives runs to its end, and its
-distributions enter the tree only then. The target starts a step when every session has a submission or the deadline has
-passed. Lanes supply the durations, so the same loop runs scripted engines and measured ones.
+A lane is a model on a device of its own; draft and target compute at the same time. A draft step that is running when a
+verdict arrives runs to its end, and its distributions enter the tree only then. The target starts a step when every
+session has a submission or the deadline has passed. Lanes supply the durations, so the same loop runs scripted engines
+and measured ones.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from specbranch.core.session import Session
 
 
 class TargetLane(Protocol):
-    """The target model on its device."""
+    """The target model on its device, as the loop calls it."""
 
     def step_s(self, sessions: Sequence[Session]) -> float:
-        """Return how long one verification of these sessions' submissions takes."""
+        """Return the time in which one step verifies the submissions of these sessions."""
         ...
 
     def verify(self, session: Session) -> Verdict:
-        """Return the verdict on a session's submission; called when the step ends."""
+        """Return the verdict on a session's submission; the loop calls this when the step ends."""
         ...
 
 
 class DraftLane(Protocol):
-    """The draft model on its device."""
+    """The draft model on its device, as the loop calls it; a step has at most `row_limit` rows."""
 
     row_limit: int
 
     def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
-        """Run a draft step; return the distribution after each node, and how long the step takes."""
+        """Run these nodes in one draft step; return the distribution after each of them, and the time of the step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """One batched forward pass of the draft."""
+    """A finished step of the draft: when it began and ended, and the nodes that it ran."""
 
     start_s: float
     end_s: float
@@ -53,7 +54,10 @@ class DraftStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStep:
-    """One verification step; each tuple has one entry per session."""
+    """A finished step of the target; each tuple has one entry per session.
+
+    `wait_s` is the time for which the target waited for drafts before the step, `submitted` are numbers of tokens.
+    """
 
     start_s: float
     end_s: float
@@ -83,7 +87,10 @@ class _Verifying:
 
 
 class Loop:
-    """Run sessions to their end. Calls `observe` with every step when it ends."""
+    """Runs sessions to their end in virtual time, and calls `observe` with each step when it ends.
+
+    The target waits for drafts up to `deadline_s` before a step. `costs` learns from all steps.
+    """
 
     def __init__(
         self,
@@ -106,7 +113,7 @@ class Loop:
         self.now_s = 0.0
 
     def run(self) -> float:
-        """Run until every session is finished; return the time it took."""
+        """Run until every session is finished; return the virtual time at the end."""
         while active := [session for session in self._sessions if not session.is_finished]:
             self._start_target(active)
             self._start_draft(active)
@@ -140,7 +147,7 @@ class Loop:
             for session in active
             if (nodes := session.rows())
         ]
-        # Nothing is ever in prefill here, so any chunk will do.
+        # No session is ever in prefill here, so the size of the chunk does not matter.
         granted = select_rows(requests, self._draft.row_limit, prefill_chunk=1).requests
         rows = [(request.session, node) for request in granted for node in request.granted]
         if rows:
@@ -148,7 +155,7 @@ class Loop:
             self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, distributions)
 
     def _advance(self) -> None:
-        """Advance to the next event. On a tie the draft's distributions are added before the verdict."""
+        """Advance the time to the next end of a step or deadline, and finish that step; of two at once, the draft's."""
         draft_s = self._drafting.end_s if self._drafting else math.inf
         target_s = self._verifying.end_s if self._verifying else self._idle_since_s + self._deadline_s
         self.now_s = min(draft_s, target_s)

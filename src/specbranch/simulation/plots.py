@@ -1,4 +1,4 @@
-"""Plot a simulation: the first rounds as two lanes, and speed against the speed ratio c. Needs matplotlib."""
+"""Plot a simulation: the first rounds of draft and target over time, and speed against c. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ MethodOf = Callable[[str, ModelPair], Method]
 def plot_simulation(
     path: Path, title: str, pair: ModelPair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int
 ) -> None:
-    """Draw both plots to one file, whose suffix sets the format."""
+    """Simulate the planners on a trace, and draw their first rounds and their speeds to one file.
+
+    The suffix of `path` sets the format. `method_of` returns the method for a planner's name and a pair.
+    """
     pyplot = load_pyplot()
     shown = [name for name in planners if name != "none"]
     heights = [1.0] * len(shown) + [3.2]
@@ -71,7 +74,7 @@ def _draw_lanes(axis: Any, name: str, steps: list[Step], horizon_s: float) -> No
 
 
 def _draw_draft_step(axis: Any, step: DraftStep) -> None:
-    """Draw one box per row, in the colour of used rows if a token sampled after it was committed."""
+    """Draw one box for each row of a step; its colour says whether a token drawn after the row's node was committed."""
     width = step.end_s - step.start_s
     height = 0.9 / len(step.nodes)
     for index, node in enumerate(step.nodes):

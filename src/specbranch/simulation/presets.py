@@ -45,7 +45,7 @@ class ModelPair:
 
 
 def pearl_emitted(acceptance: float, gamma: int) -> float:
-    """Return the tokens per round of PEARL, from its two-state Markov chain.
+    """Return how many tokens PEARL emits per round, computed from its two-state Markov chain.
 
     Pre-verify yields one token and switches to post-verify if that token was drafted. Post-verify yields the accepted
     tokens plus a correction, at most gamma tokens, and stays only if all gamma were right.
@@ -57,12 +57,12 @@ def pearl_emitted(acceptance: float, gamma: int) -> float:
 
 
 def pearl_speed(acceptance: float, gamma: int, c: float) -> float:
-    """Return PEARL's speed over plain decoding, if both models run in lock step."""
+    """Return the speed of PEARL divided by that of plain decoding, if both models run in lock step."""
     return pearl_emitted(acceptance, gamma) * c / max(gamma, c)
 
 
 def solve_acceptance(speed: Callable[[float], float], published: float) -> float:
-    """Return the acceptance at which a speed formula that rises with it gives a published speed."""
+    """Return the acceptance at which `speed`, which rises with it, gives `published`; `ValueError` if none does."""
     low, high = 0.0, 1.0 - 1e-9
     if not speed(low) <= published <= speed(high):
         raise ValueError(f"no acceptance gives a speed of {published}")
@@ -92,7 +92,10 @@ PAIRS = {
 
 
 def make_trace(pair: ModelPair, num_answers: int, answer_len: int, rng: random.Random, top_k: int = 32) -> Trace:
-    """Make a synthetic trace of a calibrated draft with the pair's acceptance."""
+    """Return a synthetic trace with the acceptance of the pair, of `num_answers` answers with `answer_len` tokens each.
+
+    The draft is calibrated: where its confidence is u, the target agrees with its top-1 token with probability u.
+    """
     answers = tuple(_answer(pair.acceptance, answer_len, top_k, rng) for _ in range(num_answers))
     return Trace(Header(target=pair.name, draft=pair.name, task="made"), answers)
 
@@ -109,7 +112,11 @@ def _answer(acceptance: float, length: int, top_k: int, rng: random.Random) -> A
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How confident a draft is, how much that varies, and how it ranks the tokens after its first."""
+    """Statistics of a draft's distributions: the mean confidence, and how little it varies (`concentration`).
+
+    `second_share` is the second token's share of the probability that the first one leaves; `neighbour_correlation` is
+    that of the confidences at neighbouring positions.
+    """
 
     mean: float
     concentration: float
@@ -118,7 +125,7 @@ class Shape:
 
 
 def fit_shape(trace: Trace) -> Shape:
-    """Estimate the shape of a recorded draft from moments."""
+    """Return the shape of a recorded draft, estimated from the mean, variance and covariance of its confidences."""
     runs = [[float(distribution.confidence) for distribution in answer.distributions] for answer in trace.answers]
     values = [value for run in runs for value in run]
     mean = sum(values) / len(values)
@@ -136,7 +143,7 @@ def _confidence(acceptance: float, rng: random.Random) -> float:
 
 
 def _distribution(confidence: float, ids: Sequence[int]) -> Distribution:
-    """Return a distribution with this confidence and a geometric rest that never exceeds the first token."""
+    """Return a distribution over `ids` with this confidence; the others fall geometrically and never exceed it."""
     rest = 1 - confidence
     share = min(SECOND_SHARE, confidence / rest)
     probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(len(ids) - 1)]

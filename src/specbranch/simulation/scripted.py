@@ -1,15 +1,15 @@
 """Models with given distributions: a scripted engine and target, the replay of traces, and reference verification.
 
-`ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by either rule.
+`ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by rule A or rule B.
 
 The first token of a sequence is the index of its answer, followed by the prompt, if it was recorded: see `prompt_of`. A
 sequence that leaves the recorded answer can never return to it. There, and where no distribution was recorded, the
 draft replays a recorded distribution from another position, picked by the sequence's hash, so that planners see
-realistic distributions even on branches that must lose.
+realistic distributions even on branches that cannot be accepted.
 
-Rule A (match) samples the target's own token at every position and keeps the submitted ones that equal it. It is exact
-for any submission and needs no draft distribution. Rule B (rejection sampling) tests sampled tokens by p/q and keeps
-more of them; it is exact only for tokens that were drawn from q and chosen without looking at their values.
+Rule A (exact match) samples the target's own token at every position and keeps the submitted ones that equal it. It is
+exact for any submission and needs no draft distribution. Rule B (rejection sampling) tests sampled tokens by p/q and
+keeps more of them; it is exact only for tokens that were drawn from q and chosen without looking at their values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Script(Protocol):
 
 
 class TextScript:
-    """A script defined by one function from the whole sequence to a distribution."""
+    """A script defined by one function from the whole sequence to the distribution of the next token."""
 
     def __init__(self, vocab_len: int, distribution: Callable[[tuple[int, ...]], Distribution]) -> None:
         self.vocab_len = vocab_len
@@ -76,7 +76,7 @@ class TextScript:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The last token of one sequence; sequences share their prefixes, so a fork copies nothing."""
+    """The state after one token of a sequence, with a link to the token `before`; so a fork copies nothing."""
 
     state: State
     length: int
@@ -84,7 +84,7 @@ class _Cell:
 
 
 class ScriptedEngine:
-    """A draft engine whose model is a script."""
+    """A draft engine whose model is a script, for the simulator and for tests."""
 
     def __init__(self, script: Script, row_limit: int = 64) -> None:
         self.info = EngineInfo(
@@ -157,7 +157,7 @@ class ScriptedEngine:
 
 
 class SimulatedDraft:
-    """A draft engine as a lane of the simulator's loop, with given step times."""
+    """The draft side of the simulator's loop: runs the nodes of sessions on a draft engine, with given step times."""
 
     def __init__(self, engine: DraftEngine, cost: StepCost) -> None:
         self._engine = engine
@@ -179,7 +179,7 @@ class SimulatedDraft:
         return [found[node] for _, node in rows], self._cost.at(len(rows))
 
     def close(self) -> None:
-        """Close all handles."""
+        """Close all handles that sessions hold in the engine."""
         for tree_cache in self._tree_caches.values():
             tree_cache.close()
         self._tree_caches.clear()
@@ -190,9 +190,11 @@ class SimulatedDraft:
 
 
 class ScriptedTarget:
-    """A target lane whose model is a script. It verifies by rule A (`match`) or B (`reject`, or `serve` as engines do).
+    """The target side of the simulator's loop, with given step times; its tokens come from a script.
 
-    `entry_s` is the fixed cost of a step with drafts, in addition to that of its tokens.
+    It verifies by exact match (rule A, `match`) or by rejection sampling (rule B): `reject` tests all candidates of the
+    draft, `serve` one token per position, as real engines do. `entry_s` is the time that a step with drafts takes in
+    addition to that of its tokens.
     """
 
     def __init__(
@@ -233,7 +235,10 @@ class ScriptedTarget:
 
 
 def candidates(session: Session, vocab_len: int) -> list[Candidates]:
-    """Return the draft's candidates for rule B at each submitted position and at the branch point."""
+    """Return for rejection sampling (rule B) the candidates at each submitted position and right after the last one.
+
+    These are all tokens that the draft drew there, with the distribution that they were drawn from.
+    """
     positions = [session.tree.root, *(session.tree.submitted or ())]
     return [
         Candidates((node.distribution or NO_DISTRIBUTION).dense(vocab_len), tuple(c.token for c in node.children))
@@ -242,7 +247,10 @@ def candidates(session: Session, vocab_len: int) -> list[Candidates]:
 
 
 def served_candidates(session: Session, vocab_len: int) -> list[Candidates]:
-    """Return candidates as a served engine gets them: one token per position, sampled or certain; none at the end."""
+    """Return the candidates that a real engine gets: the submitted token at each position, and none after the last one.
+
+    A token that was not sampled counts as drawn with probability 1.
+    """
     offered = []
     for node in session.tree.submitted or ():
         q = node.sampled_from or Distribution((node.token,), (1,), 0.0)
@@ -251,12 +259,15 @@ def served_candidates(session: Session, vocab_len: int) -> list[Candidates]:
 
 
 def prompt_of(trace: Trace, index: int) -> tuple[int, ...]:
-    """Return the tokens that a session for an answer of a trace begins with."""
+    """Return the prompt of a session that replays answer `index` of a trace: the index, then the recorded prompt."""
     return (index, *trace.answers[index].prompt)
 
 
 class _ReplayScript:
-    """The states are `_START`, a position in a recorded answer, or the hash of a sequence that has left it."""
+    """Base of the scripts that replay a trace.
+
+    A state is `_START`, a position in a recorded answer, or the hash of a sequence that has left the answer.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._answers = trace.answers
@@ -289,7 +300,7 @@ class _ReplayScript:
 
 
 class ReplayDraft(_ReplayScript):
-    """The draft of a trace: its recorded distributions."""
+    """The draft of a trace as a script: its recorded distributions, and elsewhere one from another position."""
 
     def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)
@@ -301,7 +312,7 @@ class ReplayDraft(_ReplayScript):
 
 
 class ReplayTarget(_ReplayScript):
-    """The target of a trace: always certain of its recorded token."""
+    """The target of a trace as a script: the recorded token with probability 1; token 0 outside the recorded answer."""
 
     def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)
@@ -329,7 +340,10 @@ class Candidates:
 
 
 def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
-    """Verify by rule A. `sample(i)` draws the target's token after i submitted ones, once per committed token."""
+    """Return the verdict of exact match (rule A).
+
+    `sample(i)` draws the target's token after i submitted ones; it is called once for each committed token.
+    """
     for index, token in enumerate(submitted):
         drawn = sample(index)
         if drawn != token:
@@ -338,8 +352,9 @@ def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
 
 
 def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance: RandomSource) -> Verdict:
-    """Verify by rule B. Each offer starts with a submitted token, except the last, which holds the roots after them.
+    """Return the verdict of rejection sampling (rule B).
 
+    Each offer begins with a submitted token, except the last one, which holds guesses of the token after all of them.
     `distributions[i]` is the target's distribution after i submitted tokens.
     """
     last = len(offers) - 1
@@ -351,7 +366,10 @@ def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance:
 
 
 def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
-    """Test the offered tokens in order, each against what the earlier ones left of p; the result follows p exactly."""
+    """Return the token that the target emits at one position; it is distributed exactly as p.
+
+    The offered tokens are tested in order, each against what earlier ones left of p; if all fail, p's rest is sampled.
+    """
     q = offer.distribution
     for token in offer.tokens:
         keep = accept_prob(p, q, token)
@@ -362,13 +380,13 @@ def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
 
 
 def accept_prob(p: Dense, q: Dense, token: int) -> Prob:
-    """Return the probability of keeping a token that was drawn from q: min(1, p/q)."""
+    """Return the probability of accepting a token that was drawn from q if the target has p: min(1, p/q)."""
     ratio: Prob = p[token] / q[token]
     return min(ratio, 1)
 
 
 def recovery_distribution(p: Dense, q: Dense) -> Dense:
-    """Return the distribution after a rejection: the excess of p over q, normalized."""
+    """Return the distribution to sample from after a rejection: the excess of p over q, normalized."""
     excess = np.maximum(p - q, 0)
     total = excess.sum()
     # If p = q, nothing is ever rejected; only rounding can lead here.

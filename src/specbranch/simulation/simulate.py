@@ -39,11 +39,12 @@ PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Two devices. Times are in draft steps of one row, so the target's step time is the speed ratio c.
+    """The step times of two simulated devices, in draft steps of one row: so the target's is the speed ratio c.
 
-    `token_cost` is the cost of each token of a target step after the first, `entry_cost` the fixed cost of a step with
-    drafts. `sharing` is the number of such targets that one draft device serves in step with each other; below 1, a
-    target has several draft devices, which divide its rows.
+    `row_cost` is the time of each row of a draft step after the first, `token_cost` that of each token of a target step
+    after the first, `entry_cost` the fixed time that a target step with drafts takes in addition. `batch` answers are
+    decoded at once. `sharing` is the number of targets that one draft device serves in step with each other; below 1,
+    a target has several draft devices, which divide its rows.
     """
 
     c: float
@@ -55,23 +56,23 @@ class Layout:
 
     @property
     def draft(self) -> StepCost:
-        """Step time of the draft by the rows of one target, with those of the other targets added."""
+        """Step time of the draft over the rows of one target, if each other target adds as many rows."""
         return StepCost(1.0 + self.row_cost * max(0.0, self.sharing - 1), self.row_cost * self.sharing)
 
     @property
     def target(self) -> StepCost:
-        """Step time of the target by the tokens of its batch."""
+        """Step time of the target over the tokens of its batch."""
         return StepCost(self.c, self.token_cost)
 
     @property
     def devices(self) -> float:
-        """Devices per target: its own, and its share of the draft's."""
+        """Number of devices per target: its own one, and its share of the draft devices."""
         return 1.0 + 1.0 / self.sharing
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A planner with its settings and predictor."""
+    """The names of a planner and of a predictor, one of `PREDICTORS`, with settings that differ from the defaults."""
 
     planner: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The outcome of one method on one trace."""
+    """The outcome of one method on one trace: time in draft steps, speed over plain decoding, and counters."""
 
     method: Method
     elapsed_s: float
@@ -88,9 +89,9 @@ class SimulationResult:
     stats: Stats
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures under the names that every command uses; drafted tokens are per emitted token.
+        """Return the results under the names that every command uses; numbers of drafted tokens are per emitted token.
 
-        `losing` is their part on branches that were not the draft's first choice, which papers leave out.
+        `losing` counts rolled-back tokens on branches that were not the draft's first choice, which papers leave out.
         """
         stats = self.stats
         return {
@@ -108,7 +109,7 @@ class SimulationResult:
 def method_for(
     planner: str, pair: ModelPair, predictor: str = "confidence", as_in_paper: bool = True, has_text: bool = False
 ) -> Method:
-    """Configure a planner for a pair as its paper does: with the pair's gamma and, for SSD, the pair's acceptance.
+    """Return a planner's configuration for a pair as in its paper: with the pair's gamma and, for SSD, acceptance.
 
     Without `as_in_paper`, specbranch is configured as the service runs it: no wait after a miss, and only rows that
     pay. `has_text` says that the trace has real sequences with prompts, so that n-gram guesses make sense.
@@ -139,11 +140,11 @@ def simulate(
     costs: PairModel | None = None,
     deadline_s: float = math.inf,
 ) -> SimulationResult:
-    """Decode every answer of a trace in virtual time, `batch` at once; return stats and the speed over plain decoding.
+    """Decode every answer of a trace in virtual time, `batch` at once; return speed over plain decoding and counters.
 
     `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step over that of a
     draft step of one row, `row_cost` the cost of each further row; a `Layout` sets more. `costs` collects what sessions
-    learn about costs. The target waits for drafts up to `deadline_s`.
+    learn. `observe` is called with each finished step. The target waits for drafts up to `deadline_s`, in draft steps.
     """
     load_planners()
     method = Method(planner) if isinstance(planner, str) else planner
@@ -180,7 +181,10 @@ def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
 
 
 def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> SimulationResult:
-    """Return the result at the fastest window for this method: the fair way to compare planners on one layout."""
+    """Return the result with the `gamma` up to `longest` that makes this method fastest, to compare planners fairly.
+
+    A method without a setting `gamma` is simulated once.
+    """
     if "gamma" not in method.settings:
         return simulate(trace, method, layout, seed)
     tries = (replace(method, settings={**method.settings, "gamma": gamma}) for gamma in range(1, longest + 1))

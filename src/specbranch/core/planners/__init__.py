@@ -33,7 +33,7 @@ _PLANNERS: dict[str, type[Planner[Any]]] = {
     "budget": BudgetPlanner,
 }
 
-PLANNERS = tuple(_PLANNERS)  # our own
+PLANNERS = tuple(_PLANNERS)  # those of this package
 DEFAULT_PLANNER = "budget"
 _LONGEST = 8  # submission of a planner that has no length of its own
 
@@ -44,7 +44,7 @@ def planner_names() -> tuple[str, ...]:
 
 
 def register_planner(name: str) -> Callable[[P], P]:
-    """Register a planner class by this name: `@register_planner("mine")`.
+    """Return a decorator that registers a planner class by this name: `@register_planner("mine")`.
 
     A draft service runs in a process of its own. It finds the class by an entry point of the group
     `specbranch.planners` with the same name; without one the name is known in this process alone.
@@ -63,17 +63,17 @@ def register_planner(name: str) -> Callable[[P], P]:
 
 
 def setting_names(name: str) -> tuple[str, ...]:
-    """Return the names of a planner's settings."""
+    """Return the names of the settings of the planner with this name."""
     return tuple(field.name for field in fields(_found(name).settings_type))
 
 
 def draft_length_limit(name: str) -> int:
-    """Return how many draft tokens a planner submits at once at most, by its default settings."""
+    """Return how many draft tokens the planner with this name submits at once at most, by its default settings."""
     return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
 
 
 def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -> Planner[Any]:
-    """Make a new planner for one sequence. Unknown names and bad values raise; the message says what is valid."""
+    """Return a new planner for one sequence; raise `SettingError` for an unknown name or an invalid value."""
     planner, known = _found(name), setting_names(name)
     for key in settings:
         if key not in known:

@@ -30,7 +30,7 @@ from specbranch.core.round import Round, Verdict
 
 
 class NonePlanner(Planner[Settings]):
-    """The target alone: the reference that every speed is measured against."""
+    """Plain decoding by the target alone: the reference that every speed is measured against."""
 
     @property
     def may_block_target(self) -> bool:
@@ -45,13 +45,13 @@ class NonePlanner(Planner[Settings]):
 
 @dataclass(frozen=True, slots=True)
 class SpsSettings(Settings):
-    """`gamma`: tokens per submission."""
+    """Settings of `SpsPlanner`. `gamma`: draft tokens per submission."""
 
     gamma: Window = 5
 
 
 class SpsPlanner(Planner[SpsSettings]):
-    """Fixed length, strictly in turns."""
+    """Plain speculative decoding (SpS): submits drafts of a fixed length. Draft and target take turns."""
 
     settings_type = SpsSettings
 
@@ -68,7 +68,12 @@ class SpsPlanner(Planner[SpsSettings]):
 
 @dataclass(frozen=True, slots=True)
 class AdaedlSettings(Settings):
-    """The longest submission, the entropy factor, and how the threshold follows acceptance."""
+    """Settings of `AdaedlPlanner`. `gamma`: the longest submission. `eta`: the factor of the entropy in the bound.
+
+    `threshold`: the first value of the acceptance bound below which a draft ends. After each submission it is averaged
+    with a value that is higher by `threshold_step` if the average acceptance is below `acceptance_goal`, else lower.
+    `acceptance_memory` and `threshold_memory` are the weights of the old values in these two averages.
+    """
 
     gamma: Window = 10
     eta: Share = 0.2
@@ -80,7 +85,7 @@ class AdaedlSettings(Settings):
 
 
 class AdaedlPlanner(Planner[AdaedlSettings]):
-    """Length by entropy, strictly in turns."""
+    """The AdaEDL baseline: ends a draft where its entropy predicts low acceptance. Draft and target take turns."""
 
     settings_type = AdaedlSettings
 
@@ -91,7 +96,7 @@ class AdaedlPlanner(Planner[AdaedlSettings]):
 
     @property
     def threshold(self) -> float:
-        """The lower bound of acceptance under which drafting stops now."""
+        """The current threshold: drafting ends after a token whose predicted acceptance bound is below it."""
         return self._threshold
 
     def submit(self, round: Round) -> Sequence[Node] | None:
@@ -115,7 +120,10 @@ class AdaedlPlanner(Planner[AdaedlSettings]):
         self._threshold = _blend(self._threshold, aim, settings.threshold_memory)
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """Return the chain up to the first doubtful token, and the node to run if the draft has not come there yet."""
+        """Return the chain drafted so far, and the node to run next; None in its place if the chain is complete.
+
+        A complete chain ends with the first token whose acceptance bound is below the threshold, or has `gamma` tokens.
+        """
         chain: list[Node] = []
         node = round.tree.root
         while len(chain) < self.settings.gamma:
@@ -138,13 +146,13 @@ def _blend(old: float, new: float, memory: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PearlSettings(Settings):
-    """`gamma`: tokens per window, the root included."""
+    """Settings of `PearlPlanner`. `gamma`: tokens per window, the root included."""
 
     gamma: Window = 5
 
 
 class PearlPlanner(Planner[PearlSettings]):
-    """Submit what is there; prepare for full acceptance and the most likely token after it."""
+    """The PEARL baseline: submits what is drafted at once, and meanwhile drafts on as if all of it were accepted."""
 
     settings_type = PearlSettings
 

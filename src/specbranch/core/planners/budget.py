@@ -1,10 +1,10 @@
-"""Budget: spend draft rows where the probability is, whatever the verdict that they prepare for.
+"""Budget: run the draft rows that are most likely to be used, whichever verdict they prepare for.
 
 Every drafted or drawable token has a probability to come true: the product, along its path from the last committed
 token, of how often the draft is right there (`core/calibration.py`). A row on it is worth that probability, whether it
 follows the whole submission, a refusal half-way, or a deep branch. So one ranking says which verdicts to prepare for
-and how deep; the measured cost of rows says how many rows to run. Concentrated on one position this is SpecBranch, with
-a fixed prior SSD, with expensive rows PEARL.
+and how deep; the measured cost of rows says how many rows to run. If all branches start at one position this acts like
+SpecBranch, with fixed probabilities like SSD, and with expensive rows like PEARL.
 
 What followed the same few tokens before, in this sequence or in another answer, is guessed to follow again. Where the
 draft has nothing yet, a guess is submitted. Guesses below a node that is about to run are run in the same step, so that
@@ -32,13 +32,13 @@ _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a lit
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings(Settings):
-    """The longest draft, the most rows of one draft step, and where n-gram drafts come from.
+    """Settings of `BudgetPlanner`. `gamma`: the longest submission. `max_rows`: the most rows of one draft step.
 
-    `uses_text`: the sequence's own repetitions; `uses_memory`: past answers of the same target. `run_guesses`: run
-    n-gram drafts through the model too, after a node in its draft step. `cost_aware`: submit no token that is less
-    likely to be accepted than its verification costs. `min_accept_prob`: nor one that is less likely than this, also
-    where verification is free; it wastes less of the target's work and costs some speed. `wait_for_draft`: let the
-    target wait for a draft of full length, which only makes sense in tests.
+    `uses_text`: make n-gram drafts from the sequence's own repetitions. `uses_memory`: make them from past answers of
+    the same target. `run_guesses`: run n-gram drafts through the draft too, in the step of the node before them.
+    `cost_aware`: submit no token whose acceptance probability does not pay for its verification. `min_accept_prob`:
+    submit no token with a lower acceptance probability, even where verification is free; this saves work of the target
+    and costs some speed. `wait_for_draft`: let the target wait for a draft of full length, which is only for tests.
     """
 
     gamma: Window = 15  # with the target's own token a power of two, as kernels like it
@@ -52,7 +52,7 @@ class BudgetSettings(Settings):
 
 
 class BudgetPlanner(Planner[BudgetSettings]):
-    """The likeliest verdicts first, as many as pay for their time."""
+    """The default planner: drafts for the likeliest verdicts first, and for as many as pay for their time."""
 
     settings_type = BudgetSettings
 
@@ -74,11 +74,11 @@ class BudgetPlanner(Planner[BudgetSettings]):
         return self.submit_after(round, tree.root)
 
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
-        """Return the chain below `start` that the target should verify once the sequence has come there.
+        """Return the chain below `start` that the target should verify once a verdict has ended at `start`.
 
-        It ends before the first token that is less likely than its verification costs, and goes on with guesses where
-        the draft has nothing yet. It is empty if all of it gains less than the cost of submitting anything. Return None
-        if the target will wait there for a longer draft.
+        It ends before the first token that does not pay for its verification; n-gram guesses follow if the draft has
+        not come further. It is empty if it gains less than submitting any draft costs. Return None if the target will
+        wait there for a longer draft.
         """
         tree, settings, prices = round.tree, self.settings, round.costs.target
         if settings.wait_for_draft and start is not tree.root:
@@ -112,10 +112,11 @@ class BudgetPlanner(Planner[BudgetSettings]):
         return best_rows(round, tree.root, depth, settings.max_rows, _MIN_PROB, guess if deepens else None)
 
     def _gain(self, start: Node, chain: Sequence[Node], price: float, min_prob: float) -> float:
-        """Return the tokens that a submission is expected to gain beyond the price of each of its tokens.
+        """Return how many tokens of `chain` will be accepted on average, minus the `price` of each token.
 
-        After the first sampled token, count all others as if they were like it. What is known of them depends on which
-        token it is, and whether it is tested must not (rule B). Tokens below `min_prob` do not count then.
+        After the first sampled token, assume that all tokens up to `gamma` are accepted as likely as this one, and
+        ignore those below `min_prob`. The real ones depend on which token was sampled, and whether it is tested must
+        not (rule B, rejection sampling).
         """
         gain = 0.0
         for index, node in enumerate(chain):
@@ -137,16 +138,16 @@ def best_rows(
     min_prob: float,
     guess: Callable[[Node, float], object] | None = None,
 ) -> list[Node]:
-    """Return the nodes at or below `start` whose run gives the most probability for the time of a draft step.
+    """Return the nodes at or below `start` to run in the next draft step: those with the most probability per time.
 
-    At most `max_rows`, none deeper than `depth` tokens or with a probability below `min_prob`; one while costs are
-    unknown. `guess` is as for `frontier`.
+    At most `max_rows` nodes, none deeper than `depth` tokens or with a probability below `min_prob`; one node while the
+    cost of rows is unknown. `guess` is as for `frontier`.
     """
     tree, cost = round.tree, round.costs.draft.cost
     if cost is None:
         return [node for node, _ in frontier(tree, start, depth, 1, min_prob)]
-    # A further row pays only if its probability is to the best one's as its time is to the first row's. The best one
-    # itself must stay, however probabilities are rounded.
+    # A further row pays only if its share of the best row's probability is at least its share of the first row's time.
+    # The best row itself must stay, however probabilities are rounded.
     tips = frontier(tree, start, depth, max_rows, min_prob, min(cost.share_of_more, 0.999), guess)
     return [node for node, _ in tips[: cost.best_rows([prob for _, prob in tips])]]
 
@@ -160,12 +161,12 @@ def frontier(
     min_share: float = 0.0,
     guess: Callable[[Node, float], object] | None = None,
 ) -> list[tuple[Node, float]]:
-    """Return the likeliest nodes at or below `start` that were not run yet, each with its probability from there.
+    """Return the likeliest nodes at or below `start` that were not run yet, with their probabilities from `start`.
 
-    A node comes before the guesses below it: they can run in the same step. At most `count` nodes, none deeper than
-    `depth` tokens, with a probability below `min_prob`, or below `min_share` of the likeliest one's. No child is drawn
-    that cannot be likely enough. `guess` may add guesses below a node that is found, none less likely than its second
-    argument.
+    At most `count` nodes, none deeper than `depth` tokens or with a probability below `min_prob` or below `min_share`
+    times that of the likeliest node. Children that cannot be likely enough are not drawn. For each returned node
+    without children `guess(node, min_prob)` is called and may add guesses of at least this probability below it; a node
+    comes before the guesses below it, and they can run in the same step.
     """
     found: list[tuple[Node, float]] = []
     heap = [(0.0, 0, start, 0)]  # minus log probability, order of discovery, node, its rank among its parent's children

@@ -12,7 +12,7 @@ from specbranch.core.round import Round, Signal
 
 
 class ConstantPredictor:
-    """Predicts the same signal always. `Signal.SOME` leaves every decision to the draft's confidence."""
+    """Always predicts the same signal; `Signal.SOME` leaves every decision to the draft's confidence."""
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
@@ -39,7 +39,10 @@ class RandomPredictor:
 
 
 class OraclePredictor:
-    """Predicts what will happen: `accepted_from(position)` returns how many draft tokens from there on are accepted."""
+    """Always predicts correctly, for windows of `window` draft tokens.
+
+    `accepted_from(position)` returns how many draft tokens from that position on will be accepted.
+    """
 
     def __init__(self, accepted_from: Callable[[int], int], window: int) -> None:
         self._accepted_from = accepted_from
@@ -53,9 +56,10 @@ class OraclePredictor:
 
 
 class ReplayPredictor:
-    """Repeats recorded signals: `signals[i]` follows the answer's token i, after `num_before` tokens of prompt.
+    """Repeats recorded signals: `signals[i]` is the prediction after token i of the answer.
 
-    Before the answer's first token nothing was predicted: the draft's confidence decides.
+    `num_before` tokens come before the answer. After the last of these no signal was recorded, so `predict` returns
+    `Signal.SOME`: the draft's confidence decides.
     """
 
     def __init__(self, signals: Sequence[Signal], num_before: int) -> None:
@@ -68,7 +72,7 @@ class ReplayPredictor:
 
 
 class HintPredictor:
-    """Repeats the signal that came with the verdict. Where none came, the draft's confidence decides."""
+    """Repeats the signal that came with the verdict; `Signal.SOME`, the draft's confidence decides, if none came."""
 
     def predict(self, round: Round) -> Signal:
         return Signal.SOME if round.hint is None else round.hint.signal

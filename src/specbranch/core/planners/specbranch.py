@@ -1,13 +1,13 @@
-"""SpecBranch as in the paper: cut the submission where it turns doubtful, and branch there.
+"""SpecBranch as in the paper: end the submission where the draft is doubtful, and branch there.
 
 After a miss (DRAFT stage) H-RAD's signal says how much to draft while the target waits: nothing, up to the first
 distribution with little confidence, or a whole window. While the target verifies (BRANCH stage) the draft grows k =
 max(1, floor(k_max * (1 - confidence))) branches at the branch point, right after the submission. After a hit
-the surviving branch is cut by a new signal (posterior drafting) and the target starts at once.
+a new signal decides how much of the surviving branch to submit (posterior drafting), and the target starts at once.
 
-Three things are better than in the paper. What a cut leaves out stays in the tree, where it is the first branch. After
-a miss the target need not wait: it verifies what is there, if only its own last token, while the draft catches up; on
-recorded traces waiting did not pay. And where rows are expensive, only the rows that pay for their time are run.
+Three things are better than in the paper. Drafted tokens that are not submitted stay in the tree as the first branch.
+After a miss the target need not wait: it goes on with the tokens drafted so far, or none, while the draft catches up;
+on recorded traces waiting did not pay. And where rows are expensive, only the rows that pay for their time are run.
 `wait_for_draft` without `cost_aware` is the paper's form.
 """
 
@@ -27,10 +27,10 @@ _MIN_PROB = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SpecbranchSettings(Settings):
-    """The longest draft, the confidence under which a distribution is doubtful, and the most branches at one time.
+    """Settings of `SpecbranchPlanner`. `gamma`: the longest submission. `max_branches`: the most branches at a time.
 
-    `wait_for_draft`: after a miss the target waits for a draft. `cost_aware`: grow only the branches that give the most
-    acceptance probability for the draft's time.
+    `confidence`: a distribution with less is doubtful. `wait_for_draft`: after a miss the target waits for a draft.
+    `cost_aware`: grow only the branches that give the most acceptance probability for the draft's time.
     """
 
     gamma: Window = 8
@@ -41,7 +41,7 @@ class SpecbranchSettings(Settings):
 
 
 class SpecbranchPlanner(Planner[SpecbranchSettings]):
-    """Few branches, where they are needed."""
+    """The SpecBranch method: ends a submission where the draft is doubtful, and grows several branches only there."""
 
     settings_type = SpecbranchSettings
     asks_predictor = True
@@ -66,7 +66,10 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         return [tip for tip in tips if tip]
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """Return the chain to submit as far as it is drafted, and the node to run if it ends before the cut."""
+        """Return the drafted part of the chain to submit, and the node to run next; None if the chain is complete.
+
+        The signal of the round says where the chain ends: at once, at the first doubtful distribution, or at `gamma`.
+        """
         if round.signal is None:
             round.signal = self.predictor.predict(round)
         chain: list[Node] = []
@@ -74,7 +77,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         while len(chain) < self.settings.gamma and round.signal != Signal.NONE:
             if node.distribution is None:
                 return chain, node
-            # The distribution decides, not the token drawn from it: rule B would be biased otherwise.
+            # The distribution decides, not the token drawn from it: rejection sampling (rule B) would be biased.
             if round.signal == Signal.SOME and node.distribution.confidence < self.settings.confidence:
                 break
             children = round.tree.children(node, 1)
@@ -85,10 +88,10 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         return chain, None
 
     def _branch_len(self, round: Round, num_branches: int) -> int:
-        """Return how many tokens a branch gets, the root included: as many as the target's step leaves time for.
+        """Return how many tokens to draft for each branch, its root included: as many as fit into a step of the target.
 
-        The ratio is measured, so 5 may come as 4.999, and a further row makes 4 of it 3.9. Rounded down, either would
-        leave the draft idle for a whole step; to the nearest number, no more than half a step is lost or is late.
+        That is the measured ratio of step times, which may be 4.999 instead of 5. Rounded down, it would leave the
+        draft idle for a whole step; rounded to the nearest number, at most half a step is lost or is late.
         """
         ratio = round.costs.draft_steps_per_target_step(num_branches)
         longest = self.settings.gamma

@@ -1,7 +1,7 @@
-"""SSD (Saguaro): prepare for every stop point of the submission, with fewer guesses where a stop is less likely.
+"""SSD (Saguaro): prepare for every number of accepted tokens, with fewer guesses for a number that is less likely.
 
-With acceptance a per token and a miss rate F^-r after F guesses, the best split of B guesses over the stop points is
-F_k proportional to P(stop at k)^(1/(1+r)): geometric in k, with the all-accepted slot lifted by 1/(1-a).
+With acceptance a per token and a miss rate F^-r after F guesses, the best split of all guesses is F_k proportional to
+P(k tokens are accepted)^(1/(1+r)). P is (1-a) a^k, but a^k if k is the length of the submission.
 On a miss the draft starts at once while the target waits (`jit`), or the round goes without a draft (`fast`).
 """
 
@@ -22,10 +22,12 @@ MAX_NODES = 1536  # drafted tokens of all guesses of a round; planning takes tim
 
 @dataclass(frozen=True, slots=True)
 class SsdSettings(Settings):
-    """Tokens per submission, guesses per round, the prior that shapes them, and what to do on a miss.
+    """Settings of `SsdPlanner`. `gamma`: tokens per submission. `num_guesses`: guesses of the next root in a round.
 
-    `decay` is the exponent r of the miss rate. Its default follows from the flagship pair on chat, where 0.606 of the
-    tokens that the draft ranks below the first are its second or third: 1 - 0.606 = 2^-1.34.
+    `acceptance`: assumed acceptance probability of a token. `fallback`: after a miss the target waits for a draft
+    (`jit`) or goes on without (`fast`). `decay`: the exponent r of the miss rate F^-r after F guesses. Its default is
+    from the flagship pair on chat: of the tokens that are not the draft's first choice, 0.606 are its second or third,
+    and 1 - 0.606 = 2^-1.34.
     """
 
     gamma: Window = 7
@@ -46,7 +48,10 @@ class SsdSettings(Settings):
 
 @lru_cache(maxsize=256)
 def fan_out(num_guesses: int, submitted_len: int, acceptance: float, decay: float) -> tuple[int, ...]:
-    """Split `num_guesses` over the stop points 0..submitted_len."""
+    """Return how many of `num_guesses` to make for each number of accepted tokens from 0 to `submitted_len`.
+
+    `acceptance` is the acceptance probability of a token; after F guesses the miss rate is F^-`decay`.
+    """
     stops = [(1 - acceptance) * acceptance**k for k in range(submitted_len)] + [acceptance**submitted_len]
     weights = [chance ** (1 / (1 + decay)) for chance in stops]
     shares = [num_guesses * weight / sum(weights) for weight in weights]
@@ -58,7 +63,7 @@ def fan_out(num_guesses: int, submitted_len: int, acceptance: float, decay: floa
 
 
 class SsdPlanner(Planner[SsdSettings]):
-    """Fixed length, roots at every stop point."""
+    """The SSD method: submits drafts of a fixed length, and prepares branches for every number of accepted tokens."""
 
     settings_type = SsdSettings
 
@@ -78,12 +83,12 @@ class SsdPlanner(Planner[SsdSettings]):
         return [tree.end, *rows] if tree.end.distribution is None else rows
 
     def _roots(self, round: Round) -> list[Node]:
-        """Return the guessed tokens at every stop point, those after the whole submission first."""
+        """Return the guesses of the next root for every number of accepted tokens, those for full acceptance first."""
         tree, settings = round.tree, self.settings
         stops = [tree.root, *(tree.submitted or ())]
         counts = fan_out(settings.num_guesses, len(stops) - 1, settings.acceptance, settings.decay)
         roots = list(tree.children(stops[-1], counts[-1]))
         for node, count in zip(stops[:-1], counts[:-1], strict=True):
-            # The first child is the submitted token itself: a stop here means that it was refused.
+            # The first child is the submitted token itself; these guesses are for the case that it is refused.
             roots += tree.children(node, count + 1)[1:]
         return roots
