@@ -1,1 +1,1 @@
-"""Where target engines meet the draft service. One package per engine; nothing here may hold an engine up."""
+"""The plugins through which target engines use the draft service. None of them may delay its engine."""

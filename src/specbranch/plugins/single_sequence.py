@@ -1,7 +1,7 @@
 """Drafts for an engine that decodes one text at a time. Whatever the draft service does, the engine goes on.
 
-Such an engine says neither when a text begins nor when it ends, nor what was accepted: the text itself shows all of it.
-Texts that several threads decode at the same time get few drafts.
+Such an engine does not say when a text begins or ends, nor which draft tokens were accepted; all of this is derived
+from the text that each call passes. Texts that several threads decode at the same time get few drafts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class SingleSequenceDrafts:
-    """The drafts for a target with this vocabulary. No call raises or takes longer than the deadline.
+    """Gets drafts for a target that decodes one text at a time. No call raises or takes longer than the deadline.
 
-    `max_draft_tokens` is the most that the target verifies at once.
+    `max_draft_tokens` is the maximum that the target verifies at once; `target` describes its vocabulary.
     """
 
     def __init__(self, settings: DraftSettings, max_draft_tokens: int, target: VocabFingerprint) -> None:
@@ -34,7 +34,7 @@ class SingleSequenceDrafts:
         self._text: TokenArray = np.empty(0, dtype=np.int32)
         self._num_texts = 0
         self._num_drafted = 0  # in the last call
-        self._was_asked = False  # the client, in the last call
+        self._was_asked = False  # whether the client was asked in the last call
         self._called_s = 0.0
         self.num_accepted = 0  # draft tokens of all texts
 
@@ -49,10 +49,10 @@ class SingleSequenceDrafts:
             self._lock.release()
 
     def after(self, text: TokenArray, room: int | None = None, has_recurring_noise: bool = False) -> list[int]:
-        """Return the tokens to verify next, now that the target has committed this text; none if none come in time.
+        """Return draft tokens to verify after `text`, all that the target has committed; none if none come in time.
 
-        `room` is the most that the target can take. `has_recurring_noise`: it samples with random numbers that may
-        recur, so this text must not help to draft another.
+        `room` bounds their number. `has_recurring_noise`: the target samples with random numbers that may come again,
+        for example from a seed, so `text` must not help to draft another text.
         """
         if not self._lock.acquire(blocking=False):
             return []
@@ -63,7 +63,7 @@ class SingleSequenceDrafts:
             self._lock.release()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the draft service."""
         self._client.close()
 
     def _after(self, text: TokenArray, max_len: int, has_recurring_noise: bool) -> list[int]:

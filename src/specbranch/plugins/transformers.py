@@ -36,7 +36,8 @@ with optional_import("torch"):
 log = logging.getLogger(__name__)
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_SEEN_IN_TIME = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)  # others could stop within the tokens of a step
+# Other criteria could stop a text in the middle of the tokens that one step adds.
+_SEEN_IN_TIME = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 _WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
@@ -45,9 +46,10 @@ class ModeError(SpecBranchError, ValueError):
 
 
 class DraftedDecoding:
-    """A decoding loop for `generate`. Models and sequences can share one, one sequence at a time.
+    """A decoding loop for `generate` that verifies drafts from the draft service, at most `longest` tokens at once.
 
-    If drafts could change the output, or the loop does not support them, it decodes without drafts and logs a warning.
+    Several models can share one, one sequence at a time. If drafts could change the output, or Transformers' assisted
+    decoding does not support the request, it decodes without drafts and logs a warning.
     """
 
     def __init__(self, settings: DraftSettings, longest: int = 8) -> None:
@@ -58,7 +60,7 @@ class DraftedDecoding:
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that the models accepted so far."""
+        """The number of draft tokens that all models together have accepted so far."""
         return sum(drafts.num_accepted for drafts in self._drafts.values())
 
     def __call__(
@@ -71,7 +73,11 @@ class DraftedDecoding:
         text_streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Decode one sequence. Arguments are as in `generate`, which passes its own `streamer` only to its own loop."""
+        """Decode one sequence and return what the own loop of `generate` returns, which is called with these arguments.
+
+        As `generate` does not pass on its `streamer`, give it `text_streamer` instead. Raise `ModeError` for a mode
+        other than greedy decoding and sampling.
+        """
         mode = generation_config.get_generation_mode()
         if mode not in _MODES:
             raise ModeError(f"drafts are for greedy decoding and sampling; leave out what asks for {mode.value}")
@@ -118,7 +124,10 @@ class ServiceCandidates(CandidateGenerator):
         self._has_begun = False
 
     def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Return the sequence with candidates appended; none on the first call, before the prefill."""
+        """Return the sequence with candidates appended, and None for their logits, which are unknown.
+
+        The first call, before the prefill, appends no candidates.
+        """
         text = input_ids[0].cpu().numpy()
         if not self._has_begun:
             self._has_begun = True
@@ -130,7 +139,7 @@ class ServiceCandidates(CandidateGenerator):
         return torch.cat((input_ids, input_ids.new_tensor([draft[:end]])), dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Do nothing: the next request to the service carries what was accepted."""
+        """Do nothing: the next request tells the service which candidates were accepted."""
 
 
 class _WithCandidates:
@@ -153,7 +162,7 @@ class _WithCandidates:
 def _obstacle(
     model: Any, input_ids: torch.Tensor, cache: Any, logits_processor: Any, stopping_criteria: Any
 ) -> str | None:
-    """Name what prevents drafting for a sequence; return None if nothing does."""
+    """Return what prevents drafting for a sequence, in words for a warning; None if nothing does."""
     if len(input_ids) != 1:
         return "several texts at once"
     if model.config.is_encoder_decoder or model._is_stateful:

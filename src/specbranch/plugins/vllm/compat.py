@@ -1,9 +1,9 @@
 """All that depends on vLLM's version and internals: configuration, runners, environment, patches.
 
-V2 refuses `custom_class`, the method that brings our proposer into V1. Of the methods that V2 takes, `ngram_gpu` needs
-no draft model and goes with asynchronous scheduling. So a configuration that names our proposer and asks for V2 is
-given this method where vLLM would then choose V2, and V2's runner is given our speculator in place of the one for
-n-grams. Everywhere else, and by default, the configuration stays as it is, and vLLM runs V1.
+V1 and V2 are vLLM's two model runners. V2 refuses `custom_class`, the method that brings our proposer into V1. Of the
+methods that V2 supports, `ngram_gpu` needs no draft model and works with asynchronous scheduling. So if the settings
+ask for V2 and vLLM can use it, the configuration gets this method, and V2 gets our speculator in place of the one for
+n-grams. In all other cases, and by default, the configuration stays as it is, and vLLM runs V1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def vocab_len(vllm_config: Any) -> int:
 
 
 def layout(vllm_config: Any) -> ParallelLayout:
-    """Read how the target is spread over devices."""
+    """Return how the target is spread over devices, as vLLM's configuration says."""
     parallel = vllm_config.parallel_config
     executor = parallel.distributed_executor_backend
     return ParallelLayout(
@@ -59,9 +59,9 @@ def layout(vllm_config: Any) -> ParallelLayout:
 
 
 def has_graphs_for_equal_rows(vllm_config: Any) -> bool:
-    """Return whether only steps in which all rows have equally many tokens run from whole CUDA graphs.
+    """Return whether vLLM uses whole CUDA graphs, and only for steps in which all rows have equally many tokens.
 
-    vLLM decides it for good when it has loaded the model and knows its attention backend.
+    The answer is final only after vLLM has loaded the model and chosen an attention backend.
     """
     mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
     if mode is None or not mode.separate_routine() or not mode.has_full_cudagraphs():
@@ -78,17 +78,17 @@ def tokenizer(vllm_config: Any) -> str:
 
 
 def own_config(vllm_config: Any) -> Any:
-    """Return our section of `--additional-config`, which vLLM passes on unread."""
+    """Return the section of `--additional-config` with our settings, {} if there is none; vLLM does not read it."""
     return (vllm_config.additional_config or {}).get(SECTION, {})
 
 
 def engine_index(vllm_config: Any) -> int:
-    """Return the number of this data-parallel engine; vLLM's own metrics use the same."""
+    """Return the number of this data-parallel engine, the same as in vLLM's own metrics."""
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def model_name(vllm_config: Any) -> str:
-    """Return the name that the target is served by; vLLM's own metrics use the same."""
+    """Return the name under which the target is served, the same as in vLLM's own metrics."""
     name = vllm_config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name)
 
@@ -97,8 +97,9 @@ def model_name(vllm_config: Any) -> str:
 class StepInfo:
     """What is new in a step that vLLM has scheduled.
 
-    These are the prompts that it begins to prefill and the draft may prefill too, the number of pads among its draft
-    tokens, the maximum of draft tokens of new requests that named one, and the requests that have ended.
+    `prompts`: those that the step begins to prefill and that get drafts. `num_pads`: how many of the step's draft
+    tokens are pads. `limits`: the maximum of draft tokens of each new request that names one, by the request's id.
+    `ended`: the ids of the requests that have ended.
     """
 
     prompts: Sequence[Sequence[int]] = ()
@@ -112,8 +113,9 @@ class BatchRow:
     """One row of a batch after a step, the same from either runner.
 
     `tokens` is the whole sequence, `num_new` how many of them the step has sampled: 0 in prefill, and then `tokens` may
-    be empty. `skip_cause` is why the row gets no draft: `lora`, `multimodal` or `seed`. `is_sampled`: it is not greedy,
-    or nobody knows. `sampling`: vLLM verifies its draft tokens by the distributions that they were sampled from.
+    be empty. `name` is vLLM's id of the request, None if unknown. `skip_cause` is why the row gets no draft (`lora`,
+    `multimodal` or `seed`), None if it may get one. `is_sampled` is False only if the row is known to be greedy.
+    `sampling`, if set, says how the row samples: its draft tokens may be sampled, and rejection sampling verifies them.
     """
 
     tokens: Array
@@ -125,10 +127,11 @@ class BatchRow:
 
 
 def v1_rows(runner: Any, sampled: Sequence[Sequence[int]], lengths: Array, table: Array) -> list[BatchRow]:
-    """Build the rows of V1's batch after a step that sampled these tokens; `lengths` and `table` are vLLM's.
+    """Return the rows of V1's batch after a step that sampled the tokens `sampled`, one list for each row.
 
-    Rows with a LoRA adapter or with images get no drafts: the draft model knows neither. Nor do those sampled with a
-    seed (`is_seeded`). Where the runner is None or not as expected, nothing is known of the requests.
+    `table` holds the tokens of all rows, `lengths` how many of them each row has. Rows with a LoRA adapter or with
+    images get a `skip_cause`, because the draft model knows neither, and so do rows sampled with a seed (`is_seeded`).
+    If the runner is None or not as expected, the rest of the rows have no cause and count as sampled.
     """
     num_rows = len(sampled)
     names = getattr(getattr(runner, "input_batch", None), "req_ids", ())[:num_rows]
@@ -158,7 +161,11 @@ def v2_rows(
     texts: Sequence[tuple[Array, int]],
     samplings: Mapping[int, RequestSampling],
 ) -> list[BatchRow]:
-    """Build the rows of V2's batch, of which `texts` are the tokens and how many of them are new; as `v1_rows`."""
+    """Return the rows of V2's batch after a step, with a `skip_cause` for the same reasons as in `v1_rows`.
+
+    `names` are the ids of the requests, `slots` their places in the runner's states, and `texts` the tokens of each
+    with the number of new ones. `samplings` says by row index how rows sample whose draft tokens may be sampled.
+    """
     known: list[tuple[str | None, bool]] = [(None, True)] * len(names)
     if runner is not None:
         features = runner.encoder_cache.mm_features if runner.encoder_cache is not None else {}
@@ -181,25 +188,25 @@ def _skip_cause(features: Any, has_seed: bool, lora: Any) -> str | None:
 
 
 def is_output_rank() -> bool:
-    """Return whether vLLM takes this worker's drafts: those of the last pipeline stage's first tensor-parallel rank."""
+    """Return whether vLLM uses this worker's drafts: it is the last pipeline stage's first tensor-parallel rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return bool(get_tp_group().is_first_rank and get_pp_group().is_last_rank)
 
 
 def broadcast(tensor: Any) -> Any:
-    """Copy the first tensor-parallel rank's values of this tensor to all ranks; return them."""
+    """Send this tensor from the first tensor-parallel rank to all others; return the first rank's values."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().broadcast(tensor, src=0)
 
 
 def wrap_runners() -> None:
-    """Patch vLLM's runners to call `on_step_scheduled` of their drafter before each step, with what the step brings.
+    """Patch vLLM's runners so that before each step they call `on_step_scheduled` of their drafter with a `StepInfo`.
 
-    vLLM's hook passes rows without their requests, and only after the prefill. This wraps the one method of vLLM that
-    runs a step; its arguments pass through. V2's scheduler also asks the runner for the drafts; a second wrapper cuts
-    them to their lengths. A vLLM without these methods stays as it is.
+    vLLM's own hook passes rows without their requests, and only after the prefill. The patch wraps the method that
+    runs a step; its arguments pass through, and a drafter's `feature_hook` records the step. A second wrapper applies
+    `trim_drafts` where V2's scheduler asks for the drafts. A vLLM without these methods stays as it is.
     """
     # The caller runs in vLLM, which has imported its runner, so this imports nothing heavy.
     old, new = (getattr(sys.modules.get(module), _OWNER, None) for module in (_V1, _V2))
@@ -215,7 +222,7 @@ def wrap_runners() -> None:
 
 
 def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wrap a method of a class, once, if the class has it."""
+    """Replace a method of a class by `wrapper(method)`, unless the class lacks it or it is wrapped already."""
     original = getattr(owner, method, None)
     if original is not None and not hasattr(original, "introduces"):
         wrapped = wrapper(original)
@@ -224,7 +231,7 @@ def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def drafter_of(runner: Any) -> Any:
-    """Return the drafter of a runner, ours or vLLM's; V1 and V2 have different names for it."""
+    """Return the drafter of a runner, ours or vLLM's, None if it has none; V1 and V2 have different names for it."""
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
@@ -259,7 +266,7 @@ def _wrap_take_drafts(original: Any) -> Any:
 
 
 def _step_info(scheduler_output: Any) -> StepInfo:
-    """Collect what a step brings, without vLLM's own requests and without prompts that are not drafted for."""
+    """Return what is new in a scheduled step, without warm-up requests of vLLM and prompts that get no drafts."""
     try:
         requests = [request for request in scheduler_output.scheduled_new_reqs if not is_warmup([request.req_id])]
         limits = {request.req_id: limit_of(request.sampling_params) for request in requests}
@@ -278,25 +285,26 @@ def _step_info(scheduler_output: Any) -> StepInfo:
 
 
 def is_warmup(names: Sequence[str]) -> bool:
-    """Return whether these are requests by which V2's runner compiles its kernels at start."""
+    """Return whether all these ids belong to the requests with which V2's runner compiles its kernels at start."""
     return all(name.startswith(_WARMUPS) for name in names)
 
 
 def is_seeded(parameters: Any) -> bool:
-    """Return whether a request samples with a seed of its own, so that its random numbers recur when it is repeated.
+    """Return whether a request samples with a seed of its own; False at temperature 0, where nothing is random.
 
-    Its output would then be proposed to a request that verifies it with the very numbers that made it. Nor would the
-    seed give the same output again: with drafts it depends on what was drafted in time. At temperature 0 there is no
-    randomness.
+    Such a request gets no drafts. When it is repeated, its random numbers recur: its first output would be proposed to
+    a request that verifies it with the same numbers that produced it. And the seed would not give the same output
+    again, because with drafts the output depends on which of them came in time.
     """
     return bool(getattr(parameters, "temperature", 0)) and getattr(parameters, "seed", None) is not None
 
 
 def allows_pads(runner: Any) -> bool:
-    """Return whether pads leave the output of every row as it is.
+    """Return whether pads leave the output of every row in the runner's batch unchanged; False if that is unknown.
 
-    A thinking budget reads the draft tokens of its row, and for each of them vLLM draws from the generator of a seed.
-    On the CPU, vLLM's sampler takes a pad for a token above temperature 0, and reads beyond its memory.
+    They would change rows with a thinking budget, which reads the draft tokens of its row, and rows with a seed, from
+    which vLLM draws a random number for each draft token. On the CPU, vLLM's sampler takes a pad for a token id if the
+    temperature is above 0, and reads outside of its memory.
     """
     try:
         if runner.device.type == "cpu" and not runner.input_batch.all_greedy:
@@ -329,14 +337,14 @@ def warn_if_untested() -> None:
 
 
 def patch_cpu_sampler() -> list[str]:
-    """Work around three bugs in vLLM's rejection sampler on the CPU, where it has them; return what was replaced.
+    """Work around three bugs of vLLM's rejection sampler on the CPU, if it has them; return the names replaced.
 
-    0.30 calls Triton's kernels, which a CPU does not have, in place of its own. `expand_batch_to_tokens` writes to a
-    copy (vllm-project/vllm#55005). Its caller reads uninitialised memory as temperature, top-k and top-p of each draft
-    token. Above temperature 0, any speculative decoding then has a wrong output distribution. `apply_top_k_top_p`
-    raises in a step without draft tokens, which ends the engine.
+    vLLM 0.30 calls Triton's kernels, which a CPU does not have, in place of its own. `expand_batch_to_tokens` writes to
+    a copy (vllm-project/vllm#55005), so its caller reads uninitialised memory as temperature, top-k and top-p of each
+    draft token; above temperature 0, any speculative decoding then has a wrong output distribution.
+    `apply_top_k_top_p` raises in a step without draft tokens, which ends the engine.
 
-    Call it once the model runner exists: before 0.31 it is the runner that puts the CPU's kernels in place.
+    Call this after the model runner was created: before vLLM 0.31 the runner puts the CPU's kernels in place.
     """
     from vllm.platforms import current_platform
 
@@ -361,7 +369,7 @@ def patch_cpu_sampler() -> list[str]:
 
 
 def _use_own_kernels(module: Any) -> list[str]:
-    """Replace stale Triton kernels of the sampler by the CPU's of the same module; return the names replaced."""
+    """Make the sampler `module` call its own CPU kernels where it still calls Triton's; return the names replaced."""
     replaced = []
     for name in ("rejection_greedy_sample", "rejection_random_sample", "expand", "sample_recovered_tokens"):
         dispatcher, kernel = getattr(module, f"_{name}", None), getattr(module, f"{name}_kernel", None)
@@ -384,7 +392,10 @@ def _expands_rightly(expand: Any) -> bool:
 def _expand_batch_to_tokens(
     x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Any:
-    """Repeat each row's value for each of its tokens; the arguments are vLLM's."""
+    """Return each row's value once for each of its tokens, with `replace_to` in place of `replace_from`.
+
+    The arguments are vLLM's: `x` has one value for each row, `cu_num_tokens` the sums of token numbers up to each row.
+    """
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)
 
@@ -404,7 +415,7 @@ def _unless_empty(apply: Any) -> Any:
 
 
 def check_runner(vllm_config: Any) -> None:
-    """Raise if V1 has made our proposer though the settings name V2: an old vLLM, or one without our plugin."""
+    """Raise `RunnerError` if V1 creates our proposer although the settings ask for V2, as in an old vLLM."""
     if vllm_config.speculative_config.method == METHOD:
         raise RunnerError(
             "`runner` is 'v2', but this vLLM runs our proposer on Model Runner V1. It takes vLLM 0.32, and the plugin "
@@ -413,7 +424,7 @@ def check_runner(vllm_config: Any) -> None:
 
 
 def check_context_parallelism(vllm_config: Any) -> None:
-    """Raise if groups of ranks would ask for drafts separately: what they embed would differ."""
+    """Raise `LayoutError` for prefill context parallelism: each rank would ask for drafts of its own, which differ."""
     size = vllm_config.parallel_config.prefill_context_parallel_size
     if size > 1:
         raise LayoutError(
@@ -423,12 +434,12 @@ def check_context_parallelism(vllm_config: Any) -> None:
 
 
 def has_adaptive_verification(vllm_config: Any) -> bool:
-    """Return whether vLLM chooses how many places of each row it verifies, by our confidence in them."""
+    """Return whether vLLM chooses how many draft tokens of each row it verifies, by the confidence that we state."""
     return bool(vllm_config.speculative_config.enable_adaptive_verification)
 
 
 def is_any_sampled(runner: Any, input_batch: Any) -> bool:
-    """Return whether a row of a batch is not greedy."""
+    """Return whether any row of V2's batch is sampled, that is not greedy; False if this cannot be read."""
     try:
         return bool((runner.sampler.sampling_states.temperature.np[input_batch.idx_mapping_np] > 0).any())
     except AttributeError as error:
@@ -437,10 +448,11 @@ def is_any_sampled(runner: Any, input_batch: Any) -> bool:
 
 
 def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, RequestSampling]:
-    """Return how the rows sample whose draft tokens may be sampled; on all ranks the same.
+    """Return by row index how those rows sample whose draft tokens may be sampled; the same on all ranks.
 
-    A grammar or a thinking budget cuts a draft by its tokens, and verification must not depend on them; of grammars
-    only the batch as a whole is known. Return nothing where the runner's logits are not as wide as the vocabulary.
+    Rows with a thinking budget are left out, and a whole batch in which any row has a grammar: both shorten a draft
+    depending on its tokens, and then rejection sampling is not exact. Return {} if the runner's logits are not as wide
+    as the vocabulary, or if its sampler is not as expected.
     """
     try:
         if input_batch.has_structured_output_reqs or _logits_len(runner, vocab_len) != vocab_len:
@@ -461,7 +473,7 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Reques
 
 
 def _logits_len(runner: Any, vocab_len: int) -> int:
-    """Return how many tokens the logits of a runner's model have; `vocab_len` if it does not say."""
+    """Return how many tokens the logits of a runner's model cover; `vocab_len` if the model does not say it."""
     processor = getattr(getattr(runner, "model", None), "logits_processor", None)
     return int(getattr(processor, "org_vocab_size", vocab_len))
 

@@ -25,7 +25,10 @@ class FeatureError(SpecBranchError, ValueError):
 
 
 def check_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
-    """Raise, before a model is loaded, if this vLLM cannot provide hidden states of this many layers and this size."""
+    """Raise `FeatureError` if vLLM cannot provide the hidden states of the last `num_layers` layers, in this size.
+
+    It reads the configuration only, so that it can be called before a model is loaded.
+    """
     model = vllm_config.model_config
     if model.get_hidden_size() != hidden_len:
         raise FeatureError(
@@ -49,10 +52,11 @@ def check_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
 
 
 def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[int]], Any]:
-    """Return a function from tokens to the target's input embeddings # [n, hidden_len].
+    """Return a function that maps tokens to the target's input embeddings # [n, hidden_len].
 
-    With tensor parallelism the table is sharded, and a lookup needs all ranks. So it is read once. All ranks must call
-    this at the same time then; the one that keeps the table (`is_kept`) holds a copy in host memory.
+    With tensor parallelism the embedding table is sharded, and a lookup needs all ranks. So all ranks must call this at
+    the same time and read the whole table once; only the rank with `is_kept` holds it, in host memory, and can use the
+    returned function.
     """
     import torch
 
@@ -75,7 +79,7 @@ def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[
 
 
 def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: bool) -> Any:
-    """Read the embeddings of all tokens into host memory."""
+    """Look up the embeddings of all tokens, and return them in host memory; None unless `is_kept`."""
     import torch
 
     parts = []
@@ -88,14 +92,14 @@ def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: boo
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """The features of one step, of every sampled position, row after row."""
+    """What was recorded in one engine step: the hidden states at every sampled position, row after row."""
 
     runner: Any
     scheduler_output: Any
     taken: list[Any]  # of each hooked layer # [sampled, hidden_len]
     last: Any = None  # after the final norm # [sampled, hidden_len]
     num_drafts: list[int] = field(default_factory=list)  # of each row
-    positions: Any = None  # of the sampled tokens among those of the step
+    positions: Any = None  # at which the step samples, among all of its tokens
     fault: Exception | None = None
 
 
@@ -128,7 +132,7 @@ class FeatureHook:
         self._step = _Step(runner=runner, scheduler_output=scheduler_output, taken=[None] * self._num_hooked)
 
     def end(self, runner: Any) -> None:
-        """Record what the forward pass has left, before the runner samples."""
+        """Record the last hidden states and each row's number of draft tokens, after the forward pass."""
         step = self._step
         if step is None:
             return
@@ -144,7 +148,10 @@ class FeatureHook:
             step.fault = error
 
     def read(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the features of these rows after a step that sampled these tokens # [rows, d_in]."""
+        """Return the features that the last step left of the rows with the indices `rows` # [rows, d_in].
+
+        `sampled` holds the tokens that the step sampled for each row of the batch. Raise if the step was not recorded.
+        """
         import torch
 
         step, self._step = self._step, None
@@ -181,10 +188,11 @@ class FeatureHook:
 
 
 def _last_layers(model: Any, num_layers: int) -> list[Any]:
-    """Find the decoder layers whose outputs are Transformers' `hidden_states[-K:-1]`, K = num_layers, oldest first.
+    """Return the decoder layers whose outputs are Transformers' `hidden_states[-K:-1]`, K = num_layers, in their order.
 
     Entry i of the N + 1 `hidden_states` is the input of layer i, so these are the outputs of layers N-K to N-2.
-    Only models that give their hidden states to vLLM's own methods are accepted: there the sum is known to be right.
+    Raise `FeatureError` for a model whose hidden states vLLM's own methods cannot read: only for the others it is known
+    that hidden state and residual give the right sum.
     """
     named = ("aux_hidden_state_layers", "layers", "start_layer")
     backbones = [part for part in model.modules() if all(hasattr(part, name) for name in named)]
@@ -199,7 +207,7 @@ def _last_layers(model: Any, num_layers: int) -> list[Any]:
 
 
 def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
-    """Return the positions that a step samples: each row's last one, and those before its drafts."""
+    """Return at which of its tokens a step samples: the last one of each row, and those before a draft token."""
     import torch
 
     drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -212,7 +220,7 @@ def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
 
 
 def _rows(output: Any, positions: Any) -> Any:
-    """Return the hidden states at these positions, residual added, in float32."""
+    """Return the hidden states at these positions of a layer's output, with the residual added, in float32."""
     if not isinstance(output, tuple):
         return output[positions].float()
     hidden, residual = output
@@ -221,7 +229,7 @@ def _rows(output: Any, positions: Any) -> Any:
 
 @dataclass(slots=True)
 class HradCounts:
-    """Predictions that were made, steps that failed, and the time that predictions took."""
+    """Counters of a trained predictor: predictions made, steps in which it failed, and the time that it took."""
 
     hints: int = 0
     hint_faults: int = 0  # steps
@@ -229,7 +237,7 @@ class HradCounts:
 
 
 class HradRunner:
-    """A trained predictor on a target's features. It never raises: a step that fails has no hints."""
+    """Runs a trained predictor on a target's features. It never raises: a step in which it fails gets no hints."""
 
     def __init__(self, hrad: Hrad, feature_hook: FeatureHook, clock: Callable[[], float] = time.perf_counter) -> None:
         self.feature_hook = feature_hook
@@ -238,7 +246,11 @@ class HradRunner:
         self.counts = HradCounts()
 
     def predict(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, AcceptanceHint]:
-        """Predict the next window of these rows of the last step, which sampled these tokens."""
+        """Predict how much of its next draft each of `rows` will accept; return the predictions by row index.
+
+        `rows` are indices of rows of the last step, `sampled` the tokens that it sampled for each row of the batch.
+        Return {} if the prediction fails.
+        """
         if not rows:
             return {}
         start_s = self._clock()
@@ -260,8 +272,8 @@ class HradRunner:
 class TrainedPredictor:
     """The trained predictor that the settings name, if any: read from its directory, and attached to the loaded target.
 
-    Every worker makes one. Only the one whose drafts vLLM takes predicts; the others contribute their shard of the
-    embeddings.
+    Every worker creates one. Only the worker whose drafts vLLM uses predicts; the other workers contribute their shards
+    of the embedding table.
     """
 
     def __init__(self, vllm_config: Any, is_output_rank: bool) -> None:
@@ -278,11 +290,11 @@ class TrainedPredictor:
         return self.runner.feature_hook if self.runner else None
 
     def counts(self) -> dict[str, float]:
-        """Return the counters by name; none without a predictor."""
+        """Return the predictor's counters by name; {} without a predictor."""
         return asdict(self.runner.counts) if self.runner else {}
 
     def configure(self, directory: Path | None) -> None:
-        """Use the predictor in this directory from now on, or none; raise if it does not fit, and keep the old one."""
+        """Use the predictor in `directory` from now on, if any. If it does not fit, raise and keep the old one."""
         hrad, runner = None, None
         if directory is not None:
             hrad = read_hrad(directory)
@@ -294,13 +306,16 @@ class TrainedPredictor:
         self.hrad, self.runner = hrad, runner
 
     def load_model(self, model: Any) -> None:
-        """Attach the predictor to the target, which is loaded now; raise if it does not fit."""
+        """Attach the predictor to the target `model`, which vLLM has loaded; raise if it does not fit."""
         self._model = model
         if self.hrad is not None:
             self.runner = self._attach(self.hrad)
 
     def predict(self, rows: Sequence[BatchRow], asked: Sequence[int]) -> dict[int, AcceptanceHint]:
-        """Predict the next window of those rows of the last step that are `asked` for."""
+        """Predict how much of its next draft each row in `asked` will accept; return the predictions by row index.
+
+        `rows` are all rows of the last step, `asked` indices of some of them. Return {} without a predictor.
+        """
         if self.runner is None:
             return {}
         return self.runner.predict([row.tokens[len(row.tokens) - row.num_new :].tolist() for row in rows], asked)
@@ -314,9 +329,9 @@ class TrainedPredictor:
 
 
 def _product(one: _Array, other: _Array) -> _Array:
-    """Multiply matrices on the target's own threads, which are idle now.
+    """Return the product of two matrices, computed on the target's own threads, which are idle at this time.
 
-    NumPy would start threads on the cores of the draft, and both would slow each other down.
+    NumPy would start its threads on the cores of the draft, and both would slow each other down.
     """
     import torch
 

@@ -24,9 +24,10 @@ def runs_on_cpu() -> bool:
 
 
 def run_in_this_process(threads: Mapping[str, str]) -> None:
-    """Set the environment for an engine inside this process. Call it before vLLM is imported.
+    """Set environment variables so that vLLM's engine runs inside this process. Call it before vLLM is imported.
 
-    `threads` are variables that limit its threads. One worker runs the model here; several have their own processes.
+    `threads` are variables that limit the engine's threads. With one worker the model runs in this process too;
+    several workers have their own processes.
     """
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **threads}
     for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
@@ -34,9 +35,9 @@ def run_in_this_process(threads: Mapping[str, str]) -> None:
 
 
 def be_batch_invariant() -> bool:
-    """Make the next engine compute each position the same in any batch; return False if this device cannot.
+    """Make the next engine compute each position the same in any batch; return whether the device can do that.
 
-    Users whose model lacks such kernels forbid it with VLLM_BATCH_INVARIANT=0.
+    Return False too if the user forbids it by VLLM_BATCH_INVARIANT=0, because the model lacks such kernels.
     """
     from vllm.platforms import current_platform
 
@@ -73,7 +74,7 @@ def is_first_of_several_api_servers() -> bool:
 
 
 def version() -> str:
-    """Return the version of the installed vLLM, with its build; "" if there is none."""
+    """Return the version of the installed vLLM with the suffix of its build, such as +cpu; "" without vLLM."""
     for name in distributions():
         return importlib.metadata.distribution(name).version + _DISTRIBUTIONS[name]
     return ""

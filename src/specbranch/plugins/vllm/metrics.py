@@ -68,13 +68,16 @@ _GAUGES: dict[str, tuple[str, Callable[[StatsReply], float]]] = {
 
 
 _REACHES = list(ServiceStatus)  # best first
-# Engines, their services, and the best status among these.
+# Engines that share a namespace, the clients of their services, and the best status of these services.
 _Group = tuple[list[PublishedStats], list[StatsClient], ServiceStatus]
 _PERIOD_S = 1.0
 
 
 class Collector:
-    """Collect the counters of a run's proposers and their draft services. Never raises and never waits long."""
+    """Collects the counters of a vLLM run's proposers and of their draft services, for Prometheus.
+
+    It never raises and never waits longer than `timeout_s`. `run` is the name of the run (`stats_file.begin_run`).
+    """
 
     def __init__(self, run: str, timeout_s: float = _TIMEOUT_S) -> None:
         self._run = run
@@ -87,7 +90,7 @@ class Collector:
         return []
 
     def collect(self) -> list[Any]:
-        """Return all metrics as of now."""
+        """Return all metrics with their present values; [] if no proposer runs, or if they cannot be collected."""
         with self._lock:
             try:
                 stats_files = list(read_stats_files(self._run))
@@ -111,7 +114,10 @@ class Collector:
         yield from _of_services([(group, _total(stats_clients)) for group, stats_clients, _ in groups])
 
     def _ask(self, stats_files: Sequence[PublishedStats]) -> list[_Group]:
-        """Poll all services by one deadline; return the engines by namespace, with the status of their services."""
+        """Poll all services within `timeout_s` together; return the engines in groups with the same services.
+
+        Close the connections to services that no engine uses any more.
+        """
         end_s = time.monotonic() + self._timeout_s
         asked: list[_Group] = []
         wanted: list[tuple[str, bytes, str]] = []
@@ -132,7 +138,7 @@ class Collector:
         return self._stats_clients[key]
 
     def _close_all_but(self, wanted: Sequence[tuple[str, bytes, str]]) -> None:
-        """Close connections that no proposer uses any more; other settings lead to another namespace."""
+        """Close all connections but those with the keys `wanted`."""
         for key in [key for key in self._stats_clients if key not in wanted]:
             self._stats_clients.pop(key).close()
 
@@ -151,7 +157,7 @@ class Collector:
 
 
 def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
-    """Return the state of drafting, from the proposer's counters and our own poll of the service."""
+    """Return the state of drafting, one of `STATES`, from a proposer's stats and the polled status of its service."""
     if reach is ServiceStatus.ABSENT:
         return "unreachable"
     if shown.vocab_mismatch:
@@ -166,7 +172,7 @@ def _services_of(shown: PublishedStats) -> tuple[tuple[str, ...], bytes, str]:
 
 
 def _total(stats_clients: Sequence[StatsClient]) -> StatsReply | None:
-    """Sum the known stats of all services of a target; times are those of the slowest."""
+    """Return the sum of these services' stats, with the times of the slowest; None if no stats are known."""
     known = [stats_client.stats for stats_client in stats_clients if stats_client.stats is not None]
     if len(known) < 2:
         return known[0] if known else None
@@ -177,7 +183,10 @@ def _total(stats_clients: Sequence[StatsClient]) -> StatsReply | None:
 
 
 def _labels(group: Sequence[PublishedStats]) -> list[str]:
-    """Return one label for all engines that share a namespace, because the service counts them together."""
+    """Return the values of `_LABELS` for engines that share a namespace: the model's name, and all engine numbers.
+
+    The service counts such engines together.
+    """
     return [group[0].model, ",".join(str(shown.engine) for shown in sorted(group, key=lambda shown: shown.engine))]
 
 
@@ -230,7 +239,7 @@ def _of_proposers(stats_files: Sequence[PublishedStats]) -> Iterator[Any]:
 
 
 def _buckets(lens: Sequence[int]) -> tuple[list[tuple[str, float]], float]:
-    """Return cumulative counts by length, and the sum of all lengths."""
+    """Return cumulative counts by draft length, and the sum of all lengths; `lens[n]` rows have a draft of n tokens."""
     totals = list(itertools.accumulate(lens))
     bounds: list[tuple[str, float]] = [(f"{length}.0", float(total)) for length, total in enumerate(totals)]
     return [*bounds, ("+Inf", float(totals[-1]))], float(sum(length * rows for length, rows in enumerate(lens)))
@@ -268,7 +277,7 @@ def _of_services(known: Sequence[tuple[list[PublishedStats], StatsReply | None]]
 
 
 class MultiprocessExporter:
-    """Copy a collector's samples to metrics of the Prometheus client, for endpoints of several processes."""
+    """Copies a collector's metrics to metrics of the Prometheus client, which endpoints of several processes serve."""
 
     def __init__(self, collector: Collector) -> None:
         from prometheus_client import CollectorRegistry
@@ -279,11 +288,11 @@ class MultiprocessExporter:
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def start(self) -> None:
-        """Start a thread that copies until the process ends."""
+        """Start a thread that calls `refresh` every second, until the process ends or a call fails."""
         threading.Thread(target=self._run, name="specbranch-metrics", daemon=True).start()
 
     def refresh(self) -> None:
-        """Copy what has changed since the last call."""
+        """Read the collector's metrics and update their copies: set gauges, and add to counters their latest growth."""
         for family in self._collector.collect():
             if family.type == "histogram":
                 self._refresh_histogram(family)
@@ -296,7 +305,10 @@ class MultiprocessExporter:
                     metric.inc(self._added(sample))
 
     def _refresh_histogram(self, family: Any) -> None:
-        """Observe each length once per row added; a bucket holds all rows up to its length."""
+        """Add a histogram's new rows to its copy: observe each draft length once for each new row.
+
+        The collected buckets are cumulative: each counts all rows up to its length.
+        """
         below: dict[tuple[str, ...], float] = {}
         for sample in family.samples:
             if not sample.name.endswith("_bucket") or sample.labels["le"] == "+Inf":
@@ -326,7 +338,7 @@ class MultiprocessExporter:
         return self._metrics[family.name]
 
     def _added(self, sample: Any) -> float:
-        """Return by how much a counter has grown; one that shrank was reset."""
+        """Return by how much a counter has grown since the last call; one that shrank was reset and began at zero."""
         key = (sample.name, tuple(sample.labels.values()))
         before = self._seen.get(key, 0.0)
         self._seen[key] = sample.value

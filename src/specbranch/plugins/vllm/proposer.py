@@ -1,7 +1,7 @@
-"""Drafts for a batch of vLLM's, whichever runner it is of: gate, draft client, trained predictor, and counters.
+"""Get drafts for the rows of vLLM's batches, for either runner: gate, draft client, trained predictor, and counters.
 
-It knows rows (`compat.BatchRow`) and nothing of a runner. vLLM's batches change their order and never say that a
-request has ended. The service finds sessions by their tokens, so none of this matters here.
+This module knows rows (`compat.BatchRow`) and nothing of a runner. vLLM's batches change their order and do not say
+that a request has ended. That does not matter here, because the service finds sessions by their tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _MAX_GATES = 64
 
 
 class BatchDrafter:
-    """Drafts for the rows of each step. Every worker makes one; only the one whose drafts vLLM takes has a client."""
+    """Gets drafts for the rows of each step.
+
+    Every worker creates one; only the worker whose drafts vLLM uses has a client.
+    """
 
     def __init__(self, vllm_config: Any, settings: ProposerSettings) -> None:
         compat.layout(vllm_config).check_supported()  # before any weights are loaded
@@ -42,7 +45,7 @@ class BatchDrafter:
         self._gate = SettingsGate()
         self._timer = StepTimer(time.monotonic)
         self._had_drafts = False  # in the last step
-        self._was_asked = False  # the client, in the last step
+        self._was_asked = False  # whether the client was asked in the last step
         self._limits: dict[str, int] = {}  # the most draft tokens of running requests that named a number
         self._vocab_sample = _vocab_sample(vllm_config) if self.is_output_rank else b""
         self.predictor = TrainedPredictor(vllm_config, self.is_output_rank)
@@ -56,30 +59,30 @@ class BatchDrafter:
 
     @property
     def is_on(self) -> bool:
-        """Whether this worker drafts at all: vLLM takes its drafts, and there is a planner to ask for some."""
+        """Whether this worker asks for drafts: vLLM uses its drafts, and the planner is not `none`."""
         return self._client is not None
 
     @property
     def uses_rejection(self) -> bool:
-        """Whether draft tokens of sampled rows may be sampled; on all ranks the same."""
+        """Whether draft tokens of sampled rows may be sampled, for rejection sampling; the same on all ranks."""
         return self.settings.rule != "match" and self.settings.planner != "none"
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use other settings from now on. Wrong ones raise, and the old ones stay; the same ones change nothing.
+        """Use these settings from now on; raise and keep the old ones if they are wrong. Equal settings change nothing.
 
-        The workers of all ranks must get them at the same time.
+        The workers of all ranks must be given new settings at the same time.
         """
         if settings != self.settings:
             self._use(settings)
 
     def counts(self) -> dict[str, float]:
-        """Return the counters of the client and of the predictor since the settings last changed."""
+        """Return the counters of client and predictor by name, since the settings last changed; {} without a client."""
         return self._client.counts.as_dict() | self.predictor.counts() if self._client else {}
 
     def on_step_scheduled(self, news: StepInfo) -> None:
-        """Learn what a step brings before it runs, and announce its prompts to the draft service. Never raise.
+        """Take the requests' limits from a step that is about to run, and announce its prompts. Never raise.
 
-        The draft prefills the prompts at the same time as the target, and so has drafts after the first token.
+        The draft model then prefills the prompts at the same time as the target, and has drafts after the first token.
         """
         for name in news.ended if self._limits else ():
             self._limits.pop(name, None)
@@ -90,7 +93,7 @@ class BatchDrafter:
     def propose(self, rows: Sequence[BatchRow]) -> list[Draft]:
         """Return a draft for every row after a step, none longer than vLLM can take.
 
-        Rows in chunked prefill, without room, and those that are not drafted for get an empty one.
+        Rows in chunked prefill, rows without room for a draft, and rows for which no draft is asked get an empty one.
         """
         was_asked, self._was_asked = self._was_asked, False
         drafts = [Draft([]) for _ in rows]
@@ -102,7 +105,7 @@ class BatchDrafter:
         if gate is None or self._gate.is_worthwhile(gate, num_new, step_s, self._had_drafts):
             updates = self._updates(rows)
             self._was_asked = bool(updates)
-            # One step ran since the last question, and it decoded just these rows.
+            # One step ran since the client was last asked, and it decoded these rows only.
             is_pure_decode_step = was_asked and len(updates) == len(rows)
             asked = list(updates.values())
             found = self._client.propose(asked, step_s if is_pure_decode_step else None) if asked else []
@@ -130,7 +133,7 @@ class BatchDrafter:
         self._client = draft_client(options) if self.is_output_rank and options.planner != "none" else None
 
     def _updates(self, rows: Sequence[BatchRow]) -> dict[int, SequenceUpdate]:
-        """Return what to ask the client for, by row. Count the rows that are not drafted for."""
+        """Return the updates for the client, by row index; count the decoded rows that get no draft, by cause."""
         asked: list[int] = []
         for index, row in enumerate(rows):
             cause = "request" if self._limits and self._limits.get(row.name or "") == 0 else row.skip_cause
@@ -158,25 +161,25 @@ class BatchDrafter:
         }
 
     def _publish(self) -> None:
-        """Pass the counters to the process of vLLM's metrics endpoint."""
+        """Write the counters to the stats file, which the process of vLLM's metrics endpoint reads."""
         self._stats.publish(self.settings, self._client, self._gate.present, self.counts())
 
 
 class SettingsGate:
-    """The gate of the present settings, and those of earlier ones. Settings that come back need not learn again."""
+    """Keeps a gate with its own measurements for every settings used so far, and uses that of the present ones."""
 
     def __init__(self) -> None:
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
-        self._logged: dict[int, bool] = {}  # the decisions that were logged
+        self._logged: dict[int, bool] = {}  # by load: the decision that was logged last
         self.present: Gate | None = None  # None: all steps may have drafts
 
     @property
     def was_open(self) -> bool:
-        """Whether the last step that asked might have drafts."""
+        """Whether the gate's last answer allowed drafts; True without a gate."""
         return self.present is None or self.present.was_open
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use the gate of these settings from now on."""
+        """Use the gate of these settings from now on, or none if the settings switch it off."""
         self._logged = {}
         self.present = None
         if settings.is_gated:
@@ -186,14 +189,18 @@ class SettingsGate:
             self.present.interrupt()
 
     def is_worthwhile(self, gate: Gate, num_new: Sequence[int], step_s: float | None, had_drafts: bool) -> bool:
-        """Report the last step to the gate, and return whether the next one should have drafts."""
+        """Report the last step to the gate, and return whether the next one should have drafts.
+
+        `num_new` are the new tokens of each row, `step_s` is the time of the step, None if it cannot be compared.
+        `had_drafts`: the step verified drafts.
+        """
         if step_s is not None:
             gate.observe(len(num_new), sum(num_new), step_s, had_drafts)
             self.log_decisions(gate.decisions)
         return gate.is_open(len(num_new))
 
     def log_decisions(self, decisions: Mapping[int, Decision]) -> None:
-        """Log the decisions that are new; at most once in hundreds of steps."""
+        """Log each decision that differs from the one logged last for the same load."""
         for max_rows, decision in decisions.items():
             if self._logged.get(max_rows) is decision.is_open:
                 continue
@@ -218,7 +225,7 @@ def _log_seeds() -> None:
 
 
 def _vocab_sample(vllm_config: Any) -> bytes:
-    """Return a sample of the target's tokens; nothing if they cannot be read, and then sizes are compared."""
+    """Return a fingerprint of the target's vocabulary; if it cannot be read b"", and then only sizes are compared."""
     try:
         return read_fingerprint(compat.tokenizer(vllm_config))
     except AttributeError:

@@ -38,7 +38,7 @@ def register() -> None:
 
 @functools.cache
 def _show_metrics() -> None:
-    """Register the collector of our metrics, once per process, whichever it is: one that nobody asks costs nothing."""
+    """Add our metrics to those of this process, once. Every process of vLLM does so: unread metrics cost nothing."""
     from prometheus_client import REGISTRY
 
     from specbranch.plugins.vllm import installed
@@ -58,7 +58,10 @@ def _show_metrics() -> None:
 
 
 def install() -> None:
-    """Patch vLLM so that V2 uses our speculator, if this vLLM can; call it before vLLM makes its configuration."""
+    """Patch vLLM so that Model Runner V2 uses our speculator; do nothing if vLLM is not imported or too old for it.
+
+    Call it before vLLM creates its configuration.
+    """
     if "vllm.config" not in sys.modules:  # not called by vLLM
         return
     if importlib.util.find_spec(f"{_SPECULATORS}.ngram") is None:  # before 0.32
@@ -70,7 +73,7 @@ def install() -> None:
         VllmConfig.__post_init__ = _wrap_post_init(VllmConfig.__post_init__)
         ours = _with_ours(spec_decode.init_speculator)
         spec_decode.init_speculator = ours
-        if _RUNNER in sys.modules:  # then it has the function under its own name
+        if _RUNNER in sys.modules:  # then it has imported the function already
             sys.modules[_RUNNER].init_speculator = ours  # type: ignore[attr-defined]
 
 
@@ -85,7 +88,10 @@ def _wrap_post_init(original: Callable[..., None]) -> Any:
 
 
 def choose_runner(vllm_config: Any) -> None:
-    """Choose the runner and the method of a configuration that names our proposer; leave other ones alone."""
+    """Choose runner and method of a configuration that names our proposer, and log it; leave other ones unchanged.
+
+    Raise `RunnerError` if the settings ask for V2 and it cannot be used.
+    """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD or speculative.model != PROPOSER:
         return
@@ -110,7 +116,7 @@ def choose_runner(vllm_config: Any) -> None:
 
 @functools.cache
 def _log_once(message: str) -> None:
-    """Log a message once: vLLM makes copies of its configuration."""
+    """Log a message unless it was logged before: vLLM copies its configuration, and each copy logs the same."""
     log.info(message)
 
 
@@ -126,7 +132,7 @@ def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _speculator() -> Any:
-    """Make our speculator a subclass of vLLM's base class."""
+    """Return our speculator as a subclass of vLLM's base class."""
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
     from specbranch.plugins.vllm.runner_v2 import Speculator

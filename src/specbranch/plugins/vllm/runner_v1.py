@@ -1,7 +1,7 @@
-"""vLLM's `custom_class` hook of Model Runner V1: rows of its batch in, drafts out, filled up with pads where that pays.
+"""The proposer for vLLM's Model Runner V1 and its `custom_class` hook: drafts, filled up with pads where that pays.
 
-vLLM calls `propose` after every step, in the worker, and verifies what it returns in the next step. The hook passes
-rows without their requests, so the wrapped runner introduces itself before each step.
+vLLM calls `propose` after every step, in the worker, and verifies the returned drafts in the next step. The hook passes
+rows without their requests, so the patched runner passes itself to the proposer before each step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from specbranch.plugins.vllm.hidden_states import FeatureHook
 from specbranch.plugins.vllm.proposer import BatchDrafter
 from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 
-_MAX_PADDED = 128  # tokens of a step, up to which more of them cost a GPU next to nothing
+_MAX_PADDED = 128  # tokens of a step; up to this number, more tokens cost a GPU next to nothing
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class SpecBranchProposer:
-    """Created by vLLM in every worker; only the one whose drafts vLLM takes talks to the service."""
+    """Our proposer for Model Runner V1.
+
+    vLLM creates one in every worker; only the worker whose drafts vLLM uses talks to the draft service.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         settings = read_settings(compat.own_config(vllm_config))
@@ -33,7 +36,7 @@ class SpecBranchProposer:
         self._max_model_len = compat.max_model_len(vllm_config)
         self._runner: Any = None
         self.core = BatchDrafter(vllm_config, settings)
-        self.num_pads = 0  # that vLLM has verified, or rather rejected
+        self.num_pads = 0  # pads that vLLM has counted as draft tokens, and rejected
         if self.core.is_output_rank:
             compat.wrap_runners()
 
@@ -43,25 +46,25 @@ class SpecBranchProposer:
         return self.core.predictor.feature_hook
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use other settings from now on. Wrong ones raise, and the old ones stay."""
+        """Use these settings from now on; raise and keep the old ones if they are wrong."""
         self.core.configure(settings)
 
     def counts(self) -> dict[str, float]:
-        """Return the counters since the settings last changed."""
+        """Return the counters of client and predictor by name, since the settings last changed."""
         return self.core.counts()
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Work around faults of the sampler now that the target is loaded, and attach a trained predictor to it.
+        """Patch faults of vLLM's CPU sampler, and attach a trained predictor to the target, which is loaded now.
 
-        A predictor that does not fit stops vLLM here.
+        Raise if the predictor does not fit, which stops vLLM.
         """
         compat.patch_cpu_sampler()
         self.core.predictor.load_model(model)
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Remember the runner, which is about to run a step with this news. Never raise.
+        """Keep the runner for `propose`, and announce the prompts of the step that it is about to run. Never raise.
 
-        vLLM counts pads as draft tokens, so they are counted here to be left out.
+        Also count the pads of the step, because vLLM counts them as draft tokens.
         """
         self._runner = model_runner
         self.num_pads += news.num_pads
@@ -74,9 +77,9 @@ class SpecBranchProposer:
         token_ids_cpu: _Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return a draft for every row of the batch; vLLM's V1 runner, which calls this, verifies all by matching.
+        """Return a draft for every row of the batch; vLLM, which calls this, verifies all of them by exact match.
 
-        Where vLLM gains by it, all rows are filled up with pads, also when nothing is drafted.
+        Where vLLM gains by rows of equal length, fill up all rows with pads, also if nothing is drafted.
         """
         rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         drafts = [draft.tokens for draft in self.core.propose(rows)]
@@ -90,7 +93,11 @@ class SpecBranchProposer:
         return compat.has_graphs_for_equal_rows(self._vllm_config)
 
     def _can_pad(self, rows: Sequence[BatchRow]) -> bool:
-        """Return whether to fill up all rows: they must then be equal, and few enough for tokens to be cheap."""
+        """Return whether to fill up all rows with pads.
+
+        The settings must allow it, no row may be in prefill or near its maximum length, and the step must be so small
+        that more tokens cost next to nothing.
+        """
         pad = self.core.settings.pad
         if self._runner is None or pad == "off" or (pad == "auto" and not self._has_graphs):
             return False

@@ -1,11 +1,11 @@
-"""vLLM's speculator for Model Runner V2: texts from the device, drafts to all ranks.
+"""The speculator for vLLM's Model Runner V2: it reads texts from the device and gives drafts to all ranks.
 
-V2 keeps texts on its device and takes drafts as a tensor, with the same number of places in every row. A place without
-a draft holds the last sampled token, as with vLLM's own n-gram speculator; it is verified like any other. Where vLLM
-asks for lengths (without asynchronous scheduling, or with adaptive verification) such places are left out.
+V2 keeps texts on its device and takes drafts as a tensor, with the same number of places for draft tokens in every row.
+A place without a draft holds the last sampled token, as with vLLM's own n-gram speculator, and is verified like any
+other. Where vLLM asks for lengths (without asynchronous scheduling, or with adaptive verification) it is left out.
 
-For sampled rows the ranks also get the distributions that draft tokens were sampled from. Without them all tokens are
-verified as certain, which is as exact.
+For sampled rows the ranks also get the distributions that draft tokens were sampled from. Without them each token is
+verified as if its probability were 1, which is exact too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CONFIDENCE = 0.9  # in a drafted token; the service does not send its own
 
 
 class Speculator:
-    """Created by V2's runner in every worker. Only the first rank asks for drafts; the others get what it got."""
+    """Our speculator for V2, whose runner creates one in every worker. The first rank gets drafts for all ranks."""
 
     supports_mm_inputs = False
 
@@ -83,7 +83,7 @@ class Speculator:
         """Do nothing: there is no graph to capture."""
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use other settings from now on; raise for a trained predictor, which V1 alone can feed."""
+        """Use these settings from now on. Raise `FeatureError` for a trained predictor, which works on V1 only."""
         import torch
 
         if settings.trained_predictor is not None:
@@ -97,16 +97,16 @@ class Speculator:
         self._core.configure(settings)
 
     def counts(self) -> dict[str, float]:
-        """Return the counters since the settings last changed."""
+        """Return the counters of the client by name, since the settings last changed."""
         return self._core.counts()
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Remember the runner, which is about to run a step with this news. Never raise."""
+        """Keep the runner for `propose`, and announce the prompts of the step that it is about to run. Never raise."""
         self._runner = model_runner
         self._core.on_step_scheduled(news)
 
     def trim_drafts(self, draft_token_ids: Any) -> Any:
-        """Shorten the drafts that the scheduler asks for to the places that are filled."""
+        """Cut the drafts that the scheduler requests to the places that hold drafted tokens, and return them."""
         draft_token_ids.draft_token_ids = [
             draft[: self._lens.get(name, 0)]
             for name, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
@@ -128,9 +128,9 @@ class Speculator:
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return drafts for every row # [rows, places], equal on all ranks. Never raise on one of them only.
+        """Return a draft for every row # [rows, places], the same on all ranks. Never raise on one rank alone.
 
-        `num_speculative_tokens` is how many places vLLM will verify at this load.
+        The arguments are vLLM's: `num_speculative_tokens` is how many places it will verify at this load, None for all.
         """
         import torch
 
@@ -164,7 +164,10 @@ class Speculator:
         return drafts
 
     def _read_samplings(self, input_batch: Any) -> tuple[bool, dict[int, RequestSampling]]:
-        """Return whether any row is sampled, and how those are that may get sampled tokens: equal on all ranks."""
+        """Return whether any row is sampled, and by row index how those rows sample that may get sampled draft tokens.
+
+        The result is the same on all ranks, and (False, {}) if no draft token may be sampled.
+        """
         if self._logits is None or self._runner is None or not self._core.uses_rejection:
             return False, {}
         if not compat.is_any_sampled(self._runner, input_batch):
@@ -174,7 +177,10 @@ class Speculator:
     def _packed_drafts(
         self, input_batch: Any, num_sampled: Any, max_len: int, samplings: Mapping[int, RequestSampling]
     ) -> Array:
-        """Draft for every row; return no drafts if anything fails, because the other ranks wait for an answer."""
+        """Get a draft of at most `max_len` tokens for every row, and return them packed for the other ranks.
+
+        If anything fails, return empty drafts and do not raise, because the other ranks wait for the result.
+        """
         drafts = [Draft([]) for _ in input_batch.req_ids]
         packed: Array | None = None
         if self._core.is_on:
@@ -191,7 +197,10 @@ class Speculator:
         return self._pack(drafts, samplings) if packed is None else packed
 
     def _pack(self, drafts: Sequence[Draft], samplings: Mapping[int, RequestSampling]) -> Array:
-        """Pack drafts, with their distributions if any row is verified by these # [rows, places, 1 or 1 + WIDTH]."""
+        """Return drafts as one array for all ranks # [rows, places, 1 or 1 + WIDTH].
+
+        It holds the distributions of the draft tokens too if `samplings` names any row.
+        """
         places = np.full((len(drafts), self.num_speculative_steps), _NOTHING, dtype=np.int64)
         for row, draft in enumerate(drafts):
             places[row, : len(draft.tokens)] = draft.tokens
@@ -213,10 +222,10 @@ class Speculator:
         return self._core.propose(compat.v2_rows(self._runner, names, slots, texts, samplings))
 
     def _news(self, slots: Any, num_sampled: Any) -> Any:
-        """Collect on the device what a step has added to each row # [rows, 2 + window].
+        """Collect on the device what a step has added to each row # [rows, 4 + places].
 
-        That is the number of new tokens, the length of the text, and a window of its last tokens, at least one of which
-        was there before the step.
+        That is the number of new tokens, the length of the text, and its last tokens, of which at least one was there
+        before the step.
         """
         import torch
 

@@ -1,9 +1,9 @@
-"""What Model Runner V2 keeps on its device: texts, draft logits and copies. Its CUDA half has not run on a GPU.
+"""Texts and draft logits of Model Runner V2, and copies between host and device.
 
-V2 divides these logits by the request's temperature, and verifies the draft tokens of sampled rows by them. A place
+V2 divides draft logits by the request's temperature, and verifies the draft tokens of sampled rows by them. A place
 whose token was not sampled has all weight on that token. V2 reads the rows of a slot until its next drafts are written.
 
-The form for CUDA has not been run: it was written by reading, on a machine without a GPU.
+The code for CUDA has not been run: it was written by reading, on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from specbranch.plugins.vllm.compat import Array
 
 MAX_BYTES = 256 << 20  # of logits that are kept for a runner
 WIDTH = 2 * MAX_IDS  # numbers for a place: ids, and the bits of their logits
-_OWN = -1  # in place of ids: the token that the place has, whichever it is
+_OWN = -1  # in place of an id: the draft token of the place itself
 
 
 class HostTokens:
-    """The tokens of every request, by its slot in the runner's states.
+    """Keeps the tokens of every request in host memory, by the request's slot in the runner's states.
 
-    `whole` reads a text from the device: from this slot, of this length. It is called for a request that is new, and
-    wherever a step was missed.
+    `whole(slot, length)` reads a whole text from the device. It is called for a new request, and where a step was
+    missed.
     """
 
     def __init__(self, num_slots: int, max_len: int, whole: Callable[[int, int], Array]) -> None:
@@ -35,7 +35,10 @@ class HostTokens:
         self._whole = whole
 
     def extend(self, slot: int, name: str, length: int, before: int, new: Array) -> Array:
-        """Add `new` to a request's text, which follows the token `before`; return all of it, now of this length."""
+        """Add the tokens `new` to the text of request `name`, and return the whole text, which now has this length.
+
+        `before` is the token before `new`. Where the text held so far does not fit, read all of it from the device.
+        """
         text = self._table[slot, :length]
         border = length - len(new)
         is_known = self._names[slot] == name and self._lens[slot] == border > 0 and text[border - 1] == before
@@ -48,9 +51,9 @@ class HostTokens:
 
 
 class DraftLogits:
-    """Rows over the vocabulary for every place of every slot. It takes its memory before vLLM measures what is left.
+    """The draft logits on the device: for every place of every slot, one row over the vocabulary.
 
-    Nothing waits for the device here.
+    The memory is allocated at once, before vLLM measures how much is left. No call waits for the device.
     """
 
     def __init__(self, num_slots: int, num_places: int, vocab_len: int, device: Any) -> None:
@@ -62,7 +65,7 @@ class DraftLogits:
         self._places = torch.arange(num_places, device=device)[None, :, None]
 
     def write(self, slots: Any, drafts: Any, packed: Any) -> None:
-        """Write the drafts of these slots # [rows, places] with their distributions, as `pack` makes them."""
+        """Replace the logits of these slots by those of `drafts` # [rows, places]; `packed` comes from `pack`."""
         import torch
 
         ids = packed[..., :MAX_IDS]
@@ -75,7 +78,10 @@ class DraftLogits:
         self._written[slots] = ids
 
     def write_certain(self, slots: Any, drafts: Any) -> None:
-        """Write the drafts of these slots # [rows, places], none of them sampled; a negative token is none."""
+        """Replace the logits of these slots by all weight on each token of `drafts` # [rows, places].
+
+        A negative token marks an empty place.
+        """
         import torch
 
         packed = torch.zeros((*drafts.shape, WIDTH), dtype=torch.int64, device=drafts.device)
@@ -84,16 +90,16 @@ class DraftLogits:
 
 
 def has_room(num_slots: int, num_places: int, vocab_len: int) -> bool:
-    """Return whether the rows of all places fit into the memory that we may take."""
+    """Return whether the draft logits of all places fit into `MAX_BYTES`."""
     return 4 * num_slots * num_places * vocab_len <= MAX_BYTES
 
 
 def pack(
     answer: Array, samplings: Mapping[int, RequestSampling], sampled_from: Mapping[int, Sequence[Distribution | None]]
 ) -> Array:
-    """Pack drafts # [rows, places] with their distributions # [rows, places, 1 + WIDTH], for all ranks.
+    """Return the drafts `answer` # [rows, places] and their distributions as one array # [rows, places, 1 + WIDTH].
 
-    `samplings` and `sampled_from` are those of rows by their index.
+    `samplings` says how rows sample, and `sampled_from` what a row's draft tokens were sampled from, by row index.
     """
     packed = np.zeros((*answer.shape, 1 + WIDTH), dtype=np.int64)
     packed[..., 0] = answer
@@ -119,19 +125,19 @@ def pack(
 
 
 class DeviceCopier(Protocol):
-    """A way to the device and back. One caller at a time."""
+    """Copies arrays to the device and back. One thread at a time may call it."""
 
     def fetch(self, values: Any) -> Array:
-        """Wait until the device has these int32 values, and copy them to the host."""
+        """Wait until the device has computed these int32 values, and return a copy of them in host memory."""
         ...
 
     def send(self, values: Array) -> Any:
-        """Copy these int64 values to a tensor on the device, to which the next call may write."""
+        """Copy these int64 values to the device, and return them as a tensor that the next call may overwrite."""
         ...
 
 
 class HostCopier:
-    """Copies that block. On the CPU all tensors are in host memory, so there is nothing to wait for."""
+    """A copier whose copies block. On the CPU all tensors are in host memory, so there is nothing to wait for."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -146,11 +152,11 @@ class HostCopier:
 
 
 class CudaCopier:
-    """Pinned memory, a stream of its own and one event.
+    """A copier for CUDA, with pinned memory, a stream of its own and one event.
 
     The worker's thread sleeps on the event, so it holds neither the interpreter nor a core while the device samples.
-    No buffer is written too early: both ways begin after all that the runner's stream has to do, which includes the use
-    of the last drafts.
+    No buffer is written too early: copies in both directions begin after all work on the runner's stream, which
+    includes the use of the last drafts.
     """
 
     def __init__(self, device: Any, max_fetched: int, max_sent: int) -> None:
@@ -191,5 +197,5 @@ class CudaCopier:
 
 
 def copier_for(device: Any, max_fetched: int, max_sent: int) -> DeviceCopier:
-    """Make the copier for a device; the bounds are in values per call."""
+    """Return the copier for a device; one call copies at most `max_fetched` or `max_sent` values."""
     return CudaCopier(device, max_fetched, max_sent) if device.type == "cuda" else HostCopier(device)

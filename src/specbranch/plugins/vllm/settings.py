@@ -39,9 +39,9 @@ class RunnerError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings(DraftSettings):
-    """The settings of any target, and those for vLLM alone.
+    """The draft settings of any target, and those for vLLM alone.
 
-    `pad`: fill all rows up to the same length, so that vLLM can use its CUDA graphs; `auto` where there are such
+    `pad`: fill up all rows to the same length, so that vLLM can use its CUDA graphs; `auto` does so where vLLM has such
     graphs. `runner` is vLLM's model runner: `v2` has not been run on a GPU, and `auto` leaves the choice to vLLM.
     `rule`: with `match`, the draft proposes its likeliest tokens, and the target keeps those that it samples itself;
     with `auto`, the draft tokens of sampled requests are sampled too, and verified by their probabilities, which is
@@ -64,7 +64,7 @@ class ProposerSettings(DraftSettings):
 
 
 def read_settings(section: Any) -> ProposerSettings:
-    """Read the settings of our section of `additional_config`; raise for an unknown name, and suggest a known one."""
+    """Return the settings in our section of `additional_config`; raise `SettingError` for an unknown or wrong one."""
     if not isinstance(section, Mapping):
         raise SettingError(f"additional_config['specbranch'] is {section!r}; give a table of settings")
     known = [one.name for one in fields(ProposerSettings)]
@@ -80,7 +80,7 @@ def read_settings(section: Any) -> ProposerSettings:
 
 
 def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:
-    """Join a command's settings with those of the user's `additional_config`; raise if both set the same one."""
+    """Return a command's settings (`ours`) with those of the user's `additional_config`; raise if both set the same."""
     theirs = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else additional_config
     if not isinstance(theirs, Mapping):
         raise FlagError(f"--additional-config has {theirs!r} for '{SECTION}'; give a table of settings")
@@ -106,12 +106,12 @@ def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int =
 
 
 def settings_table(settings: ProposerSettings) -> dict[str, Any]:
-    """Return the settings as plain data, without those that are not set."""
+    """Return the settings as a plain dict by name, without those that are None."""
     return {name: value for name, value in asdict(settings).items() if value is not None}
 
 
 def limit_of(sampling_params: Any) -> int | None:
-    """Return the maximum of draft tokens that a request asks for; None if it names none, or none that can be read."""
+    """Return the maximum of draft tokens that a request sets for itself; None if it sets no valid number."""
     value = (getattr(sampling_params, "extra_args", None) or {}).get(KEY)
     if value is None or value is True:
         return None
@@ -131,12 +131,12 @@ def _warn_of_value() -> None:
 
 
 class LayoutError(SpecBranchError, ValueError):
-    """Drafts would crash vLLM or change its output with this layout; the message says what to do instead."""
+    """Drafts are impossible with a parallel layout of vLLM, or would change its output; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of vLLM's parallel groups, and the name of its executor; None means vLLM's own choice.
+    """How vLLM spreads a target: the sizes of its parallel groups, and its executor (None if vLLM chooses it).
 
     `data` counts data-parallel engines on this machine. A group of tensor and pipeline ranks may span nodes.
     """
@@ -165,7 +165,7 @@ class ParallelLayout:
 
     @property
     def in_one_process(self) -> bool:
-        """Whether vLLM runs the model inside its engine's process, if its engine is not a process of its own."""
+        """Whether vLLM runs the model in the process of its engine and starts no worker processes."""
         return self.num_devices == 1 and self.executor in (None, _ONE_PROCESS)
 
     def check_supported(self) -> None:

@@ -1,7 +1,7 @@
 """Pass the proposer's counters from vLLM's worker to the process of the metrics endpoint, through a small file.
 
-The processes of one vLLM find each other by the name of the run, an environment variable that they inherit. Only the
-owner can read the file. Each write replaces it, with a checksum: a reader that finds a wrong one reads again.
+The processes of one vLLM find the file by the name of the run, an environment variable that they inherit. Only the
+owner can read the file. Each write replaces its content and checksum: a reader that finds a wrong checksum reads again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _decoder = msgspec.msgpack.Decoder(PublishedStats)
 
 
 class StatsFile:
-    """The writer's side of the file. `publish` never raises, and skips stats that are too long."""
+    """A stats file that one engine's proposer writes."""
 
     def __init__(self, path: Path, model: str, engine: int) -> None:
         self.model = model
@@ -68,7 +68,7 @@ class StatsFile:
             os.close(file)
 
     def publish(self, shown: PublishedStats) -> None:
-        """Replace the published stats."""
+        """Write these stats in place of the last ones, unless they are too long for the file."""
         body = _encoder.encode(shown)
         if len(body) <= _SIZE - _HEAD.size:
             frame = _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -86,7 +86,7 @@ class StatsPublisher:
     def publish(
         self, settings: DraftSettings, client: DraftSource | None, gate: Gate | None, counts: dict[str, float]
     ) -> None:
-        """Write these counters and our own to the stats file, if there is one."""
+        """Write `counts`, the rows counted here, and the state of client and gate to the stats file, if any."""
         if self.file is None:
             return
         self.file.publish(
@@ -115,12 +115,15 @@ def begin_run() -> str:
 
 
 def is_first_process() -> bool:
-    """Return whether this process was started by a user and not by vLLM."""
+    """Return whether this is the first process of a vLLM run: vLLM starts all others by `multiprocessing`."""
     return multiprocessing.parent_process() is None
 
 
 def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
-    """Open a stats file for this model and engine; return None if no endpoint could read it."""
+    """Open a stats file for the model and the engine number that `names` returns.
+
+    Return None if this process belongs to no run, or, after a warning, if the file cannot be written.
+    """
     run = os.environ.get(RUN)
     if run is None:
         return None
@@ -136,7 +139,7 @@ def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
 
 
 def read_stats_files(run: str) -> Iterator[PublishedStats]:
-    """Yield the counters of all engines of a run, in the order of their numbers."""
+    """Yield the published stats of all engines of a run, in the order of their files' names."""
     for path in sorted(_stats_files(run)):
         shown = _read(path)
         if shown is not None:
@@ -144,7 +147,7 @@ def read_stats_files(run: str) -> Iterator[PublishedStats]:
 
 
 def remove_stats_files(run: str) -> None:
-    """Delete the stats files of a run, such as those of engines that were killed."""
+    """Delete all stats files of a run, also those that killed engines have left."""
     for path in _stats_files(run):
         path.unlink(missing_ok=True)
 

@@ -1,14 +1,14 @@
 """The client of one draft service: one message with all verdicts of an engine step, and one reply with all drafts.
 
-No call raises into the engine, none takes longer than its deadline, and no token leaves that the target does not have.
+No call raises into the engine, none takes longer than its deadline, and no draft has a token that the target lacks.
 While no replies come in time, the client still sends what was committed, but waits for nothing; the first reply that
 comes turns waiting back on. When there is no service at all, a call costs microseconds.
 
 Most drafts are here before their verdict: the service pushes what to submit after the likeliest verdicts. Then the
 client sends the verdict and waits for nothing.
 
-The client sends `Hello` together with the first message, and a service replies in order: no draft is used before its
-vocabulary was compared with the target's, and nothing waits for that.
+The client sends `Hello` together with the first message, and a service replies in order: no draft is used before the
+draft model's vocabulary was compared with the target's, and nothing waits for that comparison.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ASK_S = 1.0  # the pause between two questions to a service that cannot be used
 
 
 class ServiceConnection:
-    """The protocol with one service, and the state of the service: whether it replies, and whether it can be used."""
+    """Exchanges messages with one service, and keeps the service's state: whether it replies, and can be used."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ServiceConnection:
         (address,) = normalize_addresses(options.address)
         self.channel = MessageChannel(transport or ZmqTransport(address, options.keys), clock)
         self.vocabulary = VocabularyCheck(VocabFingerprint(options.vocab_len, options.vocab_fingerprint))
-        self.lagging_s: float | None = None  # since when replies do not come in time
-        self.refused_s: float | None = None  # when the service last refused something
+        self.lagging_s: float | None = None  # since when replies do not come in time; None while they do
+        self.refused_s: float | None = None  # when the service last refused a message
         self.is_connected = True  # as far as is known
         self.is_draining = False  # it takes no new sequences
         self._namespace = namespace
@@ -87,7 +87,7 @@ class ServiceConnection:
         self._asked_s = 0.0
 
     def hello(self, end_s: float) -> Welcome | None:
-        """Ask the service what it is; return None if no reply comes by `end_s`."""
+        """Ask the service for its version, model and vocabulary; return None if it does not tell them by `end_s`."""
         self._round += 1
         while self._clock() < end_s:
             if self.send_hello():
@@ -97,25 +97,32 @@ class ServiceConnection:
         return None
 
     def ping(self) -> None:
-        """Ask a service that gets no new sequences what it is now; the reply is handled whenever it comes."""
+        """Send `Hello` to a service that gets no new sequences, to learn whether it can be used again.
+
+        The reply is handled whenever it comes. A service that was disconnected counts as lagging until then.
+        """
         if self.is_connected:
             self.ask_again()
         elif self.send_hello():
             self.lagging_s = -math.inf  # until it replies
 
     def ask_again(self) -> None:
-        """Ask a service that cannot be used what it is now, unless it was asked just before."""
+        """Send `Hello` to a service that cannot be used, unless that was done within the last second."""
         now_s = self._clock()
         if now_s - self._asked_s >= _ASK_S:
             self._asked_s = now_s
             self.send_hello()
 
     def send_hello(self) -> bool:
-        """Ask the service what it is without waiting; return False if nobody takes the question."""
+        """Send `Hello` and do not wait for the reply; return False if the service cannot be reached."""
         return self.send(Hello(VERSION, self._round))
 
     def send_step(self, rows: list[StepRow], end_s: float, step_us: int, beside: OtherRows | None = None) -> bool:
-        """Begin a round with these rows without waiting; return False and count it if nobody takes them."""
+        """Begin a round: send these rows without waiting; return False, and count it, if the service cannot be reached.
+
+        The client waits for the reply until `end_s`. `step_us` is the time of the engine's step, 0 if unknown, and
+        `beside` sums up the rows of the step that other services draft for.
+        """
         if not self.vocabulary.is_known:
             self.send_hello()  # in the round before: its reply is not the one to wait for
         self._round += 1
@@ -126,7 +133,7 @@ class ServiceConnection:
         return is_sent
 
     def send(self, message: Request) -> bool:
-        """Send a message without waiting; if nobody takes it, return False and forget what is known of the service."""
+        """Send a message without waiting; if nobody receives it, return False and forget the state of the service."""
         self.is_connected = self.channel.send(message)
         if not self.is_connected:
             self.vocabulary.reset()
@@ -135,7 +142,10 @@ class ServiceConnection:
         return self.is_connected
 
     def drain_replies(self, end_s: float) -> None:
-        """Handle what has come since the last call. A late reply shows that the service lives, so waiting resumes."""
+        """Handle all replies that have come since the last call, until time `end_s` at the latest.
+
+        A late reply shows that the service is alive, so later requests wait for replies again.
+        """
         pushes = []
         for reply in self.channel.receive(end_s):
             if isinstance(reply, PrefetchPush):
@@ -149,7 +159,11 @@ class ServiceConnection:
             self._sessions.store(pushes)
 
     def poll_reply(self, end_s: float, waits: bool) -> Reply | None:
-        """Return the reply of this round, or one that ends the wait; None if none is here, or comes by `end_s`."""
+        """Handle the replies that have come, and return the one that ends this round; None if it is not among them.
+
+        With `waits`, wait for it until `end_s`. A round ends with its reply, with an error, or with a `Welcome` that
+        names another vocabulary.
+        """
         while replies := self.channel.receive(end_s, waits):
             found = None
             for reply in replies:
@@ -163,21 +177,21 @@ class ServiceConnection:
         return None
 
     def await_reply(self, end_s: float) -> Reply | None:
-        """Wait for the reply of this round, or one that ends the wait. If none comes in time, mark a timeout."""
+        """Wait until `end_s` for the reply that ends this round and return it; None after a timeout."""
         reply = self.poll_reply(end_s, waits=True)
         if reply is None:
             self.mark_timeout()
         return reply
 
     def may_wait(self) -> bool:
-        """Return whether to wait for a reply; if the service has not replied in time lately, do not, and count it."""
+        """Return whether to wait for a reply: not while the service is lagging, and this is counted."""
         if self.lagging_s is None:
             return True
         self._counts.not_waited += 1
         return False
 
     def mark_timeout(self) -> None:
-        """Count a timeout; the client waits for no reply until one comes."""
+        """Count a timeout and mark the service as lagging: the client does not wait again until a reply has come."""
         self._counts.timeouts += 1
         self.lagging_s = self._clock()
 
@@ -188,7 +202,7 @@ class ServiceConnection:
         return isinstance(reply, ErrorReply) or reply.round == self._round or is_unusable
 
     def _handle(self, reply: Reply | None) -> None:
-        """Update what is known of the service by a reply, whenever it comes."""
+        """Update what is known of the service by a reply, in time or late; None stands for a malformed message."""
         self._counts.refused += reply is None or isinstance(reply, ErrorReply)
         if isinstance(reply, ErrorReply):
             self.refused_s = self._clock()
@@ -202,7 +216,11 @@ class ServiceConnection:
 
 
 class PreparedRow(NamedTuple):
-    """One row of a step: its place in the call, its update as given and as sent, its session, and its pushed draft."""
+    """One row of a step that is ready to be sent.
+
+    `place` is its index in the call of `propose`, `wire` is `update` as it is sent, and `draft` is the draft that was
+    pushed for this verdict, None if none was.
+    """
 
     place: int
     update: SequenceUpdate
@@ -212,9 +230,9 @@ class PreparedRow(NamedTuple):
 
 
 class DraftClient(DraftSource):
-    """The drafts of one service.
+    """Gets drafts from one service.
 
-    A pool of several services calls the parts of an exchange itself: `drain_replies`, `prepare_step`, `send_step`,
+    A pool of several services calls the parts of `propose` itself: `drain_replies`, `prepare_step`, `send_step`,
     `poll_reply` for rows without a pushed draft, `finish_step`, `resend_unknown`. These may raise.
     """
 
@@ -228,8 +246,8 @@ class DraftClient(DraftSource):
     ) -> None:
         """Connect to the one service of `options`.
 
-        `synced` and `counts` may be shared with other clients of the same target. `transport` and `clock` replace a
-        socket of its own and the time of the machine.
+        `synced` and `counts` may be shared with other clients of the same target. `transport` and `clock` replace the
+        client's own socket and the machine's clock.
         """
         super().__init__(options, synced, counts, clock)
         self._sessions = SessionTable()
@@ -245,7 +263,7 @@ class DraftClient(DraftSource):
         return self.connection.vocabulary.is_mismatch
 
     def hello(self, timeout_s: float) -> Welcome | None:
-        """Ask the service what it is; return None if it does not reply in time. Never raise."""
+        """Ask the service for its version, model and vocabulary; None if it does not reply in time. Never raise."""
         try:
             return self.connection.hello(self._clock() + timeout_s) if self._owner.is_current() else None
         except Exception:
@@ -259,7 +277,10 @@ class DraftClient(DraftSource):
     def prepare_step(
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], deltas: Sequence[SequenceDelta]
     ) -> list[PreparedRow]:
-        """Move the sessions of these of the rows to their new ids; return what to send, and the pushed drafts."""
+        """Prepare the rows with these indices to be sent, and return them with the drafts pushed for their verdicts.
+
+        `deltas` says how the sequence of each has grown; the sessions move to the new ids.
+        """
         advanced = self._sessions.advance(deltas)
         return [
             self._prepare_row(index, rows[index], delta, one)
@@ -269,7 +290,10 @@ class DraftClient(DraftSource):
     def finish_step(
         self, rows: Sequence[PreparedRow], reply: Reply | None
     ) -> tuple[dict[int, Draft], dict[bytes, PreparedRow]]:
-        """Return the drafts of these rows by their place, and by their id the rows that the service does not know."""
+        """Return the drafts of these rows by place, and the rows that the service does not know by sequence id.
+
+        `reply` is the service's reply, None if none came. Rows that were opened just before are not among the unknown.
+        """
         vocabulary = self.connection.vocabulary
         self.counts.other_vocab += vocabulary.is_mismatch
         drafts = {row.place: row.draft or Draft([]) for row in rows}
@@ -288,17 +312,17 @@ class DraftClient(DraftSource):
         return drafts, unknown
 
     def resend_unknown(self, unknown: Mapping[bytes, PreparedRow], end_s: float) -> None:
-        """Send sequences that the service does not know, as many as there is time for."""
+        """Open the sequences of these rows, which the service does not know, as far as time allows until `end_s`."""
         rows = list(unknown.values())
         num_sent = self.open([row.update.tokens for row in rows], end_s)
         for row in rows[:num_sent]:
             row.session.opened_s = self._clock()
 
     def open(self, sequences: Collection[Tokens], end_s: float) -> int:
-        """Send whole sequences that the service does not know until `end_s`, at least one; return how many were sent.
+        """Open sequences at the service: send all their tokens until `end_s`, at least one; return how many were sent.
 
-        Each is a message of its own. A service that does not know them may be another one than before, so it is asked
-        what it is; the reply is handled whenever it comes.
+        Each sequence is a message of its own. A `Hello` follows, because a service that does not know the sequences may
+        be another one than before. A draining service gets none.
         """
         if self.connection.is_draining:
             self.connection.ask_again()
@@ -350,7 +374,7 @@ class DraftClient(DraftSource):
     def _prepare_row(
         self, index: int, row: SequenceUpdate, delta: SequenceDelta, advanced: AdvancedSession
     ) -> PreparedRow:
-        """Build what goes over the wire for a row, with the draft that was pushed for its verdict if there is one."""
+        """Return a row ready to be sent, with the draft that was pushed for its verdict if there is one."""
         session, num_proposed, pushed = advanced
         asked, sampling, draft = row.sampling, None, None
         if asked is not None and row.name is not None:
@@ -373,5 +397,5 @@ class DraftClient(DraftSource):
         return PreparedRow(index, row, wire, session, draft)
 
     def _was_opened(self, session: SessionState) -> bool:
-        """Return whether the whole sequence was sent just before, so that it need not be sent again."""
+        """Return whether the whole sequence was sent less than a second ago, so that it need not be sent again."""
         return session.opened_s is not None and self._clock() - session.opened_s < _REOPEN_S

@@ -1,4 +1,4 @@
-"""What a client does to drafts before the target sees them: check the vocabulary, cut them, resample sampled tokens."""
+"""Prepare drafts for the target: check the draft model's vocabulary, cut drafts, and sample sampled tokens again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class VocabularyCheck:
-    """Compares the vocabulary of the service's draft with the target's; without a known one, takes any draft."""
+    """Compares the vocabulary of the service's draft model with the target's; if that is unknown, any other fits.
+
+    `is_known`: they were compared, or need not be. `is_mismatch`: they differ, so no draft may be used.
+    """
 
     def __init__(self, target: VocabFingerprint) -> None:
         self._target = target
@@ -31,7 +34,7 @@ class VocabularyCheck:
         self.is_mismatch = False
 
     def update(self, welcome: Welcome) -> None:
-        """Compare with the draft that this message describes, and log once if it does not fit."""
+        """Compare the target's vocabulary with that of the draft model in this message, and log once if they differ."""
         if not self._has_target:
             return
         draft = VocabFingerprint(welcome.vocab_len, welcome.vocab_fingerprint)
@@ -53,11 +56,11 @@ class VocabularyCheck:
             )
 
     def reset(self) -> None:
-        """Forget the draft after the connection was lost: another service may answer next."""
+        """Forget the result after the connection was lost: a service with another draft model may answer next."""
         self.is_known, self.is_mismatch = not self._has_target, False
 
     def _log_larger_size(self, welcome: Welcome) -> None:
-        """Log once if the draft may propose tokens that the target does not have."""
+        """Log once if the draft model has more tokens than the target, and may propose some that the target lacks."""
         vocab_len = self._target.size
         if vocab_len is not None and welcome.vocab_len > vocab_len and not self._is_size_logged:
             self._is_size_logged = True
@@ -80,9 +83,10 @@ class DraftFilter:
     def apply(
         self, row: SequenceUpdate, proposed: Sequence[int], packed: bytes, sampling: WireSampling | None
     ) -> Draft:
-        """Cut a proposal to what the row and the target take; resample its sampled tokens if the row allows any.
+        """Return a proposal as a draft that fits row and target: cut, and with its sampled tokens sampled again.
 
-        `packed` holds the distributions that the service has sampled from, or nothing.
+        `packed` holds the distributions that the service has sampled from, b"" if none. `sampling` is how the row
+        samples, None if its draft tokens may not be sampled; `packed` is then ignored.
         """
         tokens: Sequence[int] = proposed[: row.max_draft_tokens]
         sampled_from: DrawnFrom = ()
@@ -103,7 +107,7 @@ class DraftFilter:
         return Draft(list(tokens), sampled_from[: len(tokens)])
 
     def _known_tokens(self, tokens: Sequence[int], vocab_len: int) -> Sequence[int]:
-        """Cut a draft before the first token that the target does not have; count it, and log the first one."""
+        """Return a draft's tokens before the first one that the target lacks; count such drafts, and log the first."""
         position = next(position for position, token in enumerate(tokens) if token >= vocab_len)
         if not self._counts.unknown_token:
             log.warning(
@@ -118,10 +122,11 @@ class DraftFilter:
 def resample_draft(
     text: Sequence[int], length: int, draft: Sequence[int], sampled_from: DrawnFrom, seed: int, vocab_len: int | None
 ) -> tuple[list[int], list[Distribution | None]]:
-    """Sample a draft's tokens again from the distributions that came with it; return it with those distributions.
+    """Sample a draft's tokens again from the distributions in `sampled_from`; return the tokens and distributions used.
 
-    `text` is the end of the sequence, `length` the length of all of it. Tokens that were not sampled stay. The draft
-    ends after the first token that comes out otherwise than at the service, because the rest continues another text.
+    `text` is the end of the sequence, `length` the length of all of it; the random numbers depend on `seed` and both.
+    Tokens that were not sampled stay, with None as distribution. The draft ends after the first token that differs
+    from the service's, because the tokens after it were drafted for another text.
     """
     text = list(text[-TEXT_LEN:])
     tokens: list[int] = []
@@ -138,7 +143,7 @@ def resample_draft(
 
 
 def _restrict(q: Distribution, vocab_len: int | None) -> Distribution | None:
-    """Restrict a distribution to the tokens that the target has; None if it has none of them."""
+    """Return a distribution without the tokens that the target lacks; None if no token is left."""
     if vocab_len is None or all(token < vocab_len for token in q.ids):
         return q
     kept = [index for index, token in enumerate(q.ids) if token < vocab_len]

@@ -2,12 +2,12 @@
 
 For every load (rows in the engine's step, in powers of two) the gate measures tokens per second without drafts, then
 with them, and keeps the better way. It tries the other way again now and then, ever more rarely while that keeps
-losing, and more rarely the more a trial costs, so a pair that does not pay costs next to nothing. A draft service that
-is away costs nothing, and is tried as often as at first. Where drafts pay again after a long time, the other loads try
-them soon.
+losing, and more rarely the more a trial costs, so a pair that does not pay costs next to nothing. While no draft
+service can be reached, a trial costs nothing, and drafts are tried as often as at first. Where drafts pay again after a
+long time, the other loads try them soon.
 
-Both ways are those of one engine: one that can speculate may be slower than one that cannot, also without drafts, and
-the gate does not see that.
+Both ways are measured on one engine: an engine with speculative decoding switched on may be slower than one without,
+even in steps without drafts, and the gate does not see that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Load:
-    """What is known of one load."""
+    """The measurements and the present decision for one load: steps of at most `max_rows` rows, and more than half."""
 
     max_rows: int
     closed_steps: int
@@ -60,7 +60,7 @@ class _Load:
     open_steps: int = 0  # steps that the gate is open for; 0 while it is closed
     plain: _Rate = field(default_factory=_Rate)
     drafted: _Rate = field(default_factory=_Rate)
-    awaiting: _Rate = field(default_factory=_Rate)  # steps that were to have drafts, until the first came
+    awaiting: _Rate = field(default_factory=_Rate)  # steps of a trial before its first drafts came
     steps: int = 0  # since the last decision
 
 
@@ -68,7 +68,7 @@ class _Load:
 class Decision:
     """The result of a measurement for steps of at most `max_rows`: tokens per second with drafts and without."""
 
-    max_rows: int  # half of them, or fewer, are another load
+    max_rows: int  # steps of half as many rows, or fewer, are another load
     is_open: bool
     drafted: float
     plain: float
@@ -76,17 +76,20 @@ class Decision:
 
     @property
     def rows(self) -> str:
-        """The load in words."""
+        """The numbers of rows of this load as text, such as "5-8"."""
         fewest = self.max_rows // 2 + 1
         return f"{fewest}-{self.max_rows}" if fewest < self.max_rows else f"{self.max_rows}"
 
 
 class Gate:
-    """Ask `is_open` before each engine step and report by `observe` what the step gave. No clock in here."""
+    """Decides before each engine step whether drafts pay off (`is_open`), from steps reported to `observe`.
+
+    It reads no clock: the caller passes the time of each step.
+    """
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
-        self.decisions: dict[int, Decision] = {}  # the last of each load, by its most rows
+        self.decisions: dict[int, Decision] = {}  # the last one of each load, by its `max_rows`
         self._was_open = False
         self._since_change = 0
         self._has_seen_drafts = False
@@ -97,14 +100,14 @@ class Gate:
         return self._was_open
 
     def interrupt(self) -> None:
-        """Note that steps ran without the gate: the next ones still show them, as after a change, and do not count."""
+        """Leave the next steps out of measurements, as after a change: steps that ran without the gate affect them."""
         self._since_change = 0
         self._has_seen_drafts = False
         for load in self._loads.values():
             load.awaiting = _Rate()
 
     def is_open(self, num_rows: int) -> bool:
-        """Return whether the next step should have drafts."""
+        """Return whether the next step, with this many rows, should have drafts."""
         is_open = self._load(num_rows).is_open
         if is_open != self._was_open:
             self._was_open = is_open
@@ -112,7 +115,11 @@ class Gate:
         return is_open
 
     def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:
-        """Add a pure decode step that ran as `is_open` last returned, and decide if enough is measured."""
+        """Add a step that only decoded, and decide again for its load if enough is measured.
+
+        The step must have run as `is_open` last returned. `num_tokens` is what all rows together gained; `has_drafts`:
+        the step verified drafts.
+        """
         load = self._load(num_rows)
         self._since_change += 1
         # The first steps after a change still show the other way: sequences in prefill, drafts on their way.
@@ -127,7 +134,7 @@ class Gate:
         self._decide(load)
 
     def _stop_waiting_for_drafts(self, load: _Load, num_tokens: int, step_s: float) -> bool:
-        """Return whether to count steps though no draft has come: that took too long, or the wait costs too much."""
+        """Return whether a trial counts steps although no draft has come: the wait is too long, or costs too much."""
         waited = load.awaiting
         if waited.steps >= _TRIAL_STEPS // 2 and waited.value < _HOPELESS * load.plain.value:
             load.drafted, load.steps, load.awaiting = waited, waited.steps, _Rate()  # that was trial enough
@@ -142,7 +149,7 @@ class Gate:
                 if load.steps >= _TRIAL_STEPS or is_hopeless:
                     self._conclude(load)
             elif load.steps >= _PLAIN_STEPS:
-                # Drafts gone stale say nothing of now; those that just ran do.
+                # Old measurements of drafts say nothing about the present; those that just ended do.
                 if load.drafted.steps:
                     self._conclude(load)
                 else:
@@ -174,13 +181,16 @@ class Gate:
         self.decisions[load.max_rows] = Decision(load.max_rows, is_open, drafted, plain, num_steps)
 
     def _steps_to_regain(self, load: _Load) -> int:
-        """Return the plain steps after which a trial's loss is a small part; bounded, as it may have been chance."""
+        """Return in how many plain steps the time lost by a trial becomes a small share of all time.
+
+        The number is bounded, because the loss may have been chance.
+        """
         num_steps = _SETTLE_STEPS + min(load.drafted.steps, _TRIAL_STEPS)
         lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)
         return int(min(lost / _MAX_LOST, 4 * _CLOSED_STEPS))
 
     def _retry_soon(self) -> None:
-        """Let the other loads try drafts soon, after drafts pay again at a load where they had not for long."""
+        """Let all loads try drafts soon. Called when drafts pay at a load where they did not pay for a long time."""
         for load in self._loads.values():
             load.closed_steps = min(load.closed_steps, _CLOSED_STEPS)
 
@@ -191,7 +201,7 @@ class Gate:
         load.is_open, load.is_measuring, load.steps = is_open, is_measuring, 0
 
     def _load(self, num_rows: int) -> _Load:
-        """Find the load of this many rows, or add it: of 1, 2, 3-4, 5-8, ... rows."""
+        """Return the load of steps with this many rows, a new one if needed; loads have 1, 2, 3-4, 5-8, ... rows."""
         key = max(num_rows - 1, 0).bit_length()
         if key not in self._loads:
             self._loads[key] = _Load(1 << key, _CLOSED_STEPS // 2)
@@ -199,7 +209,7 @@ class Gate:
 
 
 class StepTimer:
-    """Times the steps that decode the same rows as the one before, which alone can be compared."""
+    """Measures the time of steps that decode the same rows as the step before: only these can be compared."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What a source of drafts is to a target: its settings and options, the rows that it is asked for, and its counters."""
+"""The interface of a source of drafts: its settings and options, the rows that it drafts for, and its counters."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class DraftSettings:
 
     @property
     def trained_predictor(self) -> Path | None:
-        """The directory of a trained predictor, if one was chosen."""
+        """The directory of the trained predictor; None if `predictor` is the name of a built-in one."""
         return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
     def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
-        """Make the client's options; raise if the settings are wrong.
+        """Return the options of a draft client with these settings; raise if the settings are wrong.
 
         `gamma` is the maximum of draft tokens per step, unless the settings name another number. `vocab_len` and
         `vocab_sample` are the target's; a caller that only checks the settings has none.
@@ -90,7 +90,10 @@ class DraftSettings:
 
 
 def _check_window(directory: Path, gamma: int) -> None:
-    """Raise if a predictor was trained for windows of another length: its "all" would not mean all `gamma` tokens."""
+    """Raise if the predictor in `directory` was trained for windows of another length than `gamma`.
+
+    Its prediction "all" would not mean that all `gamma` draft tokens are accepted.
+    """
     window = read_hrad_card(directory).window
     if window != gamma:
         raise SettingError(
@@ -100,7 +103,7 @@ def _check_window(directory: Path, gamma: int) -> None:
 
 
 def client_keys(directory: str | None) -> ClientKeys | None:
-    """Return the client's keys in a directory."""
+    """Return the paths of a client's key files in a directory; None without a directory."""
     if directory is None:
         return None
     return ClientKeys(Path(directory) / "client.key_secret", Path(directory) / "service.key")
@@ -111,12 +114,12 @@ class SequenceUpdate:
     """One sequence after an engine step: all its tokens, how many are new, and how many draft tokens were verified.
 
     An engine that does not know `num_submitted` may leave it out: then it is the length of the client's last draft.
-    `hint` is what the target predicts for the next tokens. `name` is the engine's own name for the sequence, under
-    which it only grows: a call then costs the tokens since the last one, and not the whole sequence. `sampling`: the
-    engine verifies draft tokens by the distributions that they were sampled from (`Draft.sampled_from`), so they may be
-    sampled; only for sequences with a name. Without a seed of its own a sequence gets a random one. `max_draft_tokens`
-    is the maximum that the engine wants. `has_recurring_noise`: the random numbers that sampled the tokens may recur,
-    so the tokens must not help to draft another sequence.
+    `hint` is what the target predicts for the next tokens. `name` is the engine's own name for the sequence: while the
+    sequence under a name only grows, a call handles only the tokens since the last one. `sampling` says how the engine
+    samples: draft tokens may then be sampled too, and the engine verifies them by rejection sampling with
+    `Draft.sampled_from`. It needs a `name`; without a seed the sequence gets a random one. `max_draft_tokens` is the
+    maximum that the engine wants. `has_recurring_noise`: the random numbers that sampled the tokens may come again, so
+    the tokens must not help to draft another sequence.
     """
 
     tokens: Tokens
@@ -131,15 +134,15 @@ class SequenceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Where the service is, how long to wait for it, and which planner it uses for us.
+    """Where the service is, how long to wait for it, and which planner it uses for this target.
 
-    `address` may be several, of services with the same draft and the same keys (`pool.draft_client`). Clients with the
+    `address` may be a list, of services with the same draft and the same keys (`pool.draft_client`). Clients with the
     same `namespace` share drafts for equal sequences; without one the client makes a random one. `step_share` bounds
     the wait for a reply to this part of the target's step time, as known from `propose`, and never above `deadline_s`;
     it is None for planners that let the target wait on purpose. `vocab_len` is how many tokens the target has. An
-    engine fails at a token beyond, so drafts are cut before it; without a number the caller has to do that.
-    `vocab_fingerprint` is of the target's tokens (`vocabulary.read_fingerprint`). A draft with another vocabulary is
-    not used; where a side has no fingerprint, sizes are compared.
+    engine fails at a larger token id, so drafts are cut before it; without a number the caller has to do that.
+    `vocab_fingerprint` is that of the target's tokens (`vocabulary.read_fingerprint`). A draft model with another
+    vocabulary is not used; where a side has no fingerprint, sizes are compared.
     """
 
     address: str | Sequence[str]
@@ -156,7 +159,7 @@ class ClientOptions:
 
 @dataclass(slots=True)
 class ClientCounts:
-    """What the client did, and what it gave up."""
+    """Counters of a client: the calls that it served, and the messages and drafts that failed, by cause."""
 
     calls: int = 0
     answered: int = 0
@@ -184,7 +187,7 @@ _COUNTS = attrgetter(*ClientCounts.__slots__)
 
 
 class DraftSource(ABC):
-    """Gets drafts for one target. One thread at a time may use it; a forked process gets nothing from it."""
+    """Gets drafts for one target. One thread at a time may use it; in a forked process it returns no drafts."""
 
     def __init__(
         self,
@@ -204,7 +207,7 @@ class DraftSource(ABC):
 
     @property
     def namespace(self) -> bytes:
-        """Keeps our sequences apart from those of others."""
+        """The namespace that keeps this target's sequences apart from those of others."""
         return self._namespace
 
     @property
@@ -223,11 +226,14 @@ class DraftSource(ABC):
 
     @abstractmethod
     def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:
-        """Return a draft for every row by `end_s`; None if there are none."""
+        """Send the rows and return a draft for each one by `end_s`; None if there are no drafts at all.
+
+        `step_us` is the time of the target's last step in microseconds, 0 if unknown.
+        """
 
     @abstractmethod
     def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
-        """Send sequences that the target begins to prefill."""
+        """Send the service prompts that the target begins to prefill, as many as possible until `end_s`."""
 
     def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
         """Send the verdicts of a step and return a draft for every row, empty where none came in time. Never raise.
@@ -264,7 +270,10 @@ class DraftSource(ABC):
             log.exception("the draft client failed; prompts will be sent with their first tokens")
 
     def _reply_timeout_s(self, step_s: float) -> float:
-        """Add a step to the target's step time if one was measured; return how long the target may wait for a reply."""
+        """Return how long the target may wait for a reply, after adding `step_s` to the average of its step times.
+
+        A `step_s` of 0 means that no step was measured.
+        """
         if step_s > 0.0:
             self._step_s = step_s if self._step_s is None else self._step_s + _SMOOTHING * (step_s - self._step_s)
         share, max_wait_s = self._options.step_share, self._options.deadline_s
@@ -273,7 +282,10 @@ class DraftSource(ABC):
         return min(max(share * self._step_s, _MIN_WAIT_S), max_wait_s)
 
     def _fits(self, row: SequenceUpdate) -> bool:
-        """Return whether a message can carry a row: something new after something old, within the bounds."""
+        """Return whether a row can be sent: it has new tokens after earlier ones, and keeps the limits of a message.
+
+        Count a row beyond the limits, and log the first one.
+        """
         length = len(row.tokens)
         if length > MAX_SEQUENCE or row.num_new > MAX_NEW:
             if not self.counts.oversized:

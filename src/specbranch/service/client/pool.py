@@ -5,8 +5,8 @@ that cannot be reached, does not answer, refuses, or has another vocabulary gets
 sequences move to other services, which open them anew. A service that is draining keeps its own sequences.
 
 Rendezvous hashing of its first tokens routes a new sequence, so that equal prompts of several targets meet at one
-service and share its cache, and so do the turns of a chat. When a service comes or goes, no other's prompts move.
-A sequence stays where it is, whatever it becomes. Where many prompts begin alike, some go to the next service in
+service and share its cache, and so do the turns of a chat. When a service comes or goes, prompts of other services do
+not move. A sequence stays at its service while it grows. Where many prompts begin alike, some go to the next service in
 their order: no service gets much more than its share of a target's sequences.
 """
 
@@ -39,12 +39,12 @@ _MIN_LOAD = 4  # sequences that a service may get in any case
 
 
 def draft_client(options: ClientOptions) -> DraftSource:
-    """Make the client for one address, or a pool for several."""
+    """Return a client if the options name one address, or a pool if they name several."""
     return DraftClient(options) if len(normalize_addresses(options.address)) == 1 else DraftPool(options)
 
 
 class DraftPool(DraftSource):
-    """A connection to each of several draft services with the same draft. Services are numbered as their addresses."""
+    """Gets drafts from several services with the same draft model, numbered in the order of their addresses."""
 
     def __init__(self, options: ClientOptions) -> None:
         super().__init__(options)
@@ -111,7 +111,11 @@ class DraftPool(DraftSource):
             self._services[number].open(own, end_s)
 
     def _usable(self, end_s: float) -> set[int]:
-        """Handle what has come, and return the services that drafts may come from; ping the others now and then."""
+        """Handle all replies that have come, and return the numbers of the services that can be used.
+
+        Services that lately refused a message are among them only if there are no others. Ping services that cannot be
+        used or are draining.
+        """
         now_s = self._clock()
         flaws = []
         for service in self._services:
@@ -129,7 +133,7 @@ class DraftPool(DraftSource):
         return usable or {number for number, flaw in enumerate(flaws) if flaw is None}
 
     def _taking(self, usable: Collection[int]) -> list[int]:
-        """Return the services that take new sequences."""
+        """Return those of the usable services that accept new sequences."""
         return [number for number in usable if not self._services[number].connection.is_draining]
 
     def _log_changes(self, flaws: list[str | None]) -> None:
@@ -143,7 +147,10 @@ class DraftPool(DraftSource):
     def _place(
         self, rows: Sequence[SequenceUpdate], deltas: Mapping[int, SequenceDelta], usable: Collection[int]
     ) -> dict[int, list[int]]:
-        """Return the rows by their service. Route new rows, and those whose service cannot be used."""
+        """Return the indices of the rows by the number of the service that gets them.
+
+        Choose a service for new sequences, and for those whose service cannot be used.
+        """
         homes = {index: self._router.lookup(delta.before) for index, delta in deltas.items()}
         self._router.forget([delta.before for delta in deltas.values()])
         self._router.reset_loads()
@@ -162,7 +169,10 @@ class DraftPool(DraftSource):
         return {number: indices[:MAX_ROWS] for number, indices in placed.items()}
 
     def _collect(self, num_rows: int, sent: Mapping[DraftClient, Sequence[PreparedRow]], end_s: float) -> list[Draft]:
-        """Return a draft for every row, as far as their services reply in time."""
+        """Wait for the replies until `end_s`, and return a draft for every row, empty where none came.
+
+        Open the sequences that a service does not know.
+        """
         waiting = [service for service, rows in sent.items() if any(row.draft is None for row in rows)]
         replies = self._await([service for service in waiting if service.connection.may_wait()], end_s)
         found = [Draft([]) for _ in range(num_rows)]
@@ -191,7 +201,7 @@ class DraftPool(DraftSource):
 
 
 def _flaw(service: DraftClient, now_s: float) -> str | None:
-    """Say why a service cannot be used; None if it can."""
+    """Return why a service cannot be used, in words for the log; None if it can be used."""
     connection = service.connection
     if not connection.is_connected:
         return "cannot be reached"
@@ -208,7 +218,7 @@ def _has_refused(service: DraftClient, now_s: float) -> bool:
 
 
 def rows_beside(rows: Mapping[DraftClient, Sequence[StepRow]]) -> dict[DraftClient, OtherRows | None]:
-    """Sum up, for each service, the rows of the step that other services draft for; None if there are no others."""
+    """Return, for each service, totals of the rows that the other services get; None if there is only one service."""
     if len(rows) < 2:
         return dict.fromkeys(rows)
     sums = {
@@ -220,7 +230,10 @@ def rows_beside(rows: Mapping[DraftClient, Sequence[StepRow]]) -> dict[DraftClie
 
 
 class RendezvousRouter:
-    """The service of each sequence, by the sequence's id. The least recently used are forgotten."""
+    """Chooses a service for each new sequence and remembers it by the sequence's id.
+
+    Beyond a maximum the sequences that were used least recently are forgotten.
+    """
 
     def __init__(self, addresses: Sequence[str], namespace: bytes) -> None:
         self._services = [address.encode() for address in addresses]
@@ -229,11 +242,11 @@ class RendezvousRouter:
         self._loads = [0] * len(addresses)
 
     def lookup(self, sequence_id: bytes) -> int | None:
-        """Return the service that has a sequence; None for a new one."""
+        """Return the number of the service that has a sequence; None for an unknown sequence."""
         return self._routes.get(sequence_id)
 
     def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
-        """Choose the service for a new sequence with this beginning; None if no service is usable."""
+        """Return the number of the service for a new sequence that begins with `tokens`; None if none is usable."""
         if not usable:
             return None
         max_load = max(_MIN_LOAD, math.ceil(_MAX_EXCESS * (sum(self._loads) + 1) / len(usable)))
@@ -248,12 +261,12 @@ class RendezvousRouter:
             self._routes.popitem(last=False)
 
     def forget(self, ids: Collection[bytes]) -> None:
-        """Remove sequences that have other ids now, or that no service has any more."""
+        """Remove these ids, of sequences that have other ids now or that no service has any more."""
         for one in ids:
             self._routes.pop(one, None)
 
     def reset_loads(self) -> None:
-        """Begin a step: only sequences that are assigned again count."""
+        """Set the loads of all services to zero, so that only the sequences of the step that begins count."""
         self._loads = [0] * len(self._services)
 
     def _order(self, tokens: Tokens) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a client knows of sequences: how far it has sent each one, and the service's session of it.
+"""The client's record of its sequences: how much of each one was sent, and the service's session of it.
 
 A sequence of an engine only grows. `SyncedSequences` knows it by the engine's name for it, so that only new tokens are
 hashed and sent, and the service gets them all even where the engine went on without asking for a draft.
@@ -21,12 +21,15 @@ from specbranch.service.wire.messages import MAX_NEW, MAX_ROWS, PrefetchPush, Ve
 from specbranch.service.wire.payloads import Digest, Tokens
 
 _MAX_SYNCED = 4096  # sequences; an engine runs fewer at once, and never says that one has ended
-_MAX_SESSIONS = MAX_ROWS  # all of a step, and then the least recently used
+_MAX_SESSIONS = MAX_ROWS  # enough for all rows of a step; beyond it the least recently used are dropped
 _TAIL = 8  # tokens that must still be the same, in case an engine uses a name twice
 
 
 class SequenceDelta(NamedTuple):
-    """The id of a sequence as last sent, the tokens since, its id with them, and the seed of its draft tokens."""
+    """How a sequence has grown since it was last sent: its id then, the new tokens, and its id now.
+
+    `seed` is for sampling its draft tokens again.
+    """
 
     before: bytes
     new: list[int]
@@ -54,8 +57,9 @@ class SyncedSequences:
     def advance(self, name: str | None, all_tokens: Tokens, num_new: int) -> SequenceDelta:
         """Return how a sequence has grown since it was last sent, and mark all of it as sent.
 
-        Of a sequence that has no known name, or has gained more than a message may have, everything but the `num_new`
-        last tokens counts as sent. The name gets a random seed, and keeps it while the sequence does not get shorter.
+        The `num_new` last tokens count as new if the name is None or new, if the sequence does not continue what was
+        sent under the name, or if it has gained more tokens than a message may have. A name gets a random seed, and
+        keeps it while its sequence does not get shorter; without a name the seed is 0.
         """
         tokens = np.asarray(all_tokens, dtype="<i4")
         length = len(tokens)
@@ -95,7 +99,10 @@ class SessionState:
 
 
 class AdvancedSession(NamedTuple):
-    """A session under its new id, the draft tokens of the step before, and the draft pushed for its verdict."""
+    """A session under its new id, its number of draft tokens in the step before, and the draft for its verdict.
+
+    `pushed` is None if the service has pushed no draft for this verdict.
+    """
 
     session: SessionState
     num_proposed: int
@@ -103,7 +110,7 @@ class AdvancedSession(NamedTuple):
 
 
 class SessionTable:
-    """The sessions of one service by the ids of their sequences. The least recently used make way."""
+    """The sessions of one service by the ids of their sequences. The least recently used are dropped."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[bytes, SessionState] = OrderedDict()
@@ -120,9 +127,9 @@ class SessionTable:
                     self._sessions.popitem(last=False)
 
     def advance(self, deltas: Sequence[SequenceDelta]) -> list[AdvancedSession]:
-        """Begin a step with these sequences: move their sessions to the new ids, and return them.
+        """Begin a step with these sequences: move their sessions to the new ids, and return them in the same order.
 
-        Of equal sequences the first gets the session; the others get new ones.
+        Of equal sequences the first gets the session that exists; each of the others gets a new one.
         """
         last_step, self._step = self._step, self._step + 1
         known = [self._sessions.get(delta.before) for delta in deltas]

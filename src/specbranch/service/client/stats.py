@@ -1,7 +1,7 @@
 """Read the counters of a running service, by its own protocol or from a page of metrics.
 
-Counters have their own connection, separate from that for drafts. The client waits for a service that does not answer
-once; from then on it asks without waiting, until a reply comes.
+Counters have their own connection, separate from that for drafts. The client waits only once for a service that does
+not answer; from then on it asks without waiting, until a reply comes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class ServiceStatus(enum.Enum):
 
 
 class StatsClient:
-    """One connection to a draft service. One thread at a time may use it.
+    """Reads the counters of a draft service over its own connection. One thread at a time may use it.
 
-    It requests the `stats` of one namespace or, without one, the `overview` of the service. `refusal` is the reason if
-    the service refused the last request. `transport` and `clock` are as those of `DraftClient`.
+    It requests the `stats` of one namespace or, without one, the `overview` of the service; both are None before the
+    first reply. `refusal` is why the service refused the last request, None if it did not. `transport` and `clock`
+    replace the client's own socket and the machine's clock.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class StatsClient:
         self.refusal: str | None = None
 
     def poll(self, timeout_s: float) -> ServiceStatus:
-        """Request the counters and wait up to `timeout_s`; leave them unchanged if no reply comes in time."""
+        """Request the counters, wait up to `timeout_s` for them, and return how the service reacted. Never raise.
+
+        The reply is stored in `stats` or `overview`; both stay as they are if no reply comes in time.
+        """
         try:
             return self._poll(timeout_s)
         except Exception:
@@ -101,7 +105,7 @@ class StatsClient:
         return StatsRequest(self._round, self._namespace)
 
     def _store(self, reply: Reply | None) -> int | None:
-        """Store one reply, and return the round that it answers; None if it is no reply."""
+        """Store one reply, and return the round that it answers; None for a malformed message (`reply` is None)."""
         self._open_s = None
         if reply is None:
             return None

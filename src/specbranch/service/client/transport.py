@@ -38,13 +38,13 @@ from specbranch.service.wire.messages import MAX_REPLY, ErrorReply, Reply, Reque
 
 log = logging.getLogger(__name__)
 _MAX_BATCH = 16  # messages that are taken from a transport at once, which is what a socket holds
-_MAX_IN_A_ROW = 256  # messages without a pause; a service that woke up has so many late answers, a flood has more
-_RENEWAL_S = 5.0  # without anybody to send to; longer than a handshake takes
+_MAX_IN_A_ROW = 256  # messages without a pause; a service that was stopped may send as many late, a flood has more
+_RENEWAL_S = 5.0  # without a service to send to, until the connection is made anew; longer than a handshake takes
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class Transport(Protocol):
-    """A way to a service that connects by itself, again and again. Nothing raises unless it says so."""
+    """A connection to a service that is made again by itself when it is lost. A method raises only what it names."""
 
     def send(self, frame: bytes) -> bool:
         """Send a frame without waiting; return False if there is nobody to send it to."""
@@ -63,7 +63,7 @@ class Transport(Protocol):
         ...
 
     def reconnect(self) -> None:
-        """Connect anew; raise `AddressError` if another user could listen there."""
+        """Connect anew; raise `AddressError` if another user could listen at the address."""
         ...
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Transport(Protocol):
 
 
 class ZmqTransport:
-    """One DEALER socket. A fork leaves its parent's alone when it is closed."""
+    """A transport over one ZeroMQ DEALER socket. Closing it in a forked process leaves the parent's socket alone."""
 
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self._address = address
@@ -84,7 +84,7 @@ class ZmqTransport:
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        # What finalizes holds the socket too: a context that is collected before its socket waits for it forever.
+        # The finalizer holds the socket too: a context that is garbage-collected before its socket waits forever.
         self._close = weakref.finalize(self, _close, context, self._socket, os.getpid())
 
     def send(self, frame: bytes) -> bool:
@@ -130,7 +130,7 @@ def _close(context: zmq.Context[Any], socket: zmq.Socket[bytes], pid: int) -> No
 
 
 class OwnerProcess:
-    """The process that made a connection. A fork of it must not touch the socket."""
+    """Remembers which process made a connection: a fork of that process must not touch the socket."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -147,7 +147,10 @@ class OwnerProcess:
 
 
 class MessageChannel:
-    """Messages over one transport. One thread at a time may use it, and only the process that made it."""
+    """Sends and receives messages over one transport.
+
+    One thread at a time may use it, and only in the process that made it.
+    """
 
     def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self._transport = transport
@@ -170,9 +173,9 @@ class MessageChannel:
         self._transport.await_writable(timeout_s)
 
     def receive(self, end_s: float, waits: bool = False) -> list[Reply | None]:
-        """Decode the messages that are here until `end_s`; with `waits`, wait for the first one until then.
+        """Return the replies that have come, as many as can be decoded until `end_s`; None for a malformed message.
 
-        None stands for a message that is no reply.
+        With `waits`, wait until `end_s` for the first one.
         """
         is_more = self._fill()
         if waits and not self._backlog:
@@ -200,20 +203,20 @@ class MessageChannel:
         return replies
 
     def iter_replies(self, end_s: float) -> Iterator[Reply | None]:
-        """Yield replies as they come, until `end_s`; None for a message that is no reply."""
+        """Yield replies as they come, until `end_s`; None for a malformed message."""
         while replies := self.receive(end_s, waits=True):
             yield from replies
             if self._clock() >= end_s:
                 return
 
     def close(self) -> None:
-        """Close the connection and drop what is still queued. A fork leaves its parent's alone."""
+        """Close the connection and drop what is still queued. A forked process leaves its parent's connection alone."""
         self._transport.close()
 
     def _fill(self) -> bool:
         """Take messages from the transport if none is left to decode; return whether there may be more.
 
-        A service that sends so fast that there is always one more is dropped.
+        If the service sends faster than messages are decoded, drop what it has sent and connect anew.
         """
         if self._backlog:
             return True
@@ -237,7 +240,7 @@ class MessageChannel:
 
 
 def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
-    """Make a DEALER socket that connects by itself, again and again, with back-off; see `connect_if_trusted`."""
+    """Return a DEALER socket that connects to the address again and again, with back-off; see `connect_if_trusted`."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, LINGER_MS)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
@@ -256,9 +259,10 @@ def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | No
 
 
 def connect_if_trusted(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Connect, unless the directory of a Unix socket is not there: anybody could make it, so it is checked first.
+    """Connect a socket to an address; do nothing while the directory of a Unix socket does not exist.
 
-    Raise `AddressError` if another user could listen there.
+    Anybody could create that directory, so it is checked before each connection. Raise `AddressError` if another user
+    could listen at the address.
     """
     path = socket_path(address)
     if path is None or is_trusted_socket(path):

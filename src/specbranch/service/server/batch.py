@@ -36,20 +36,20 @@ SessionRow = tuple[DraftSession, EngineRow]
 
 @dataclass(slots=True)
 class TenantActivity:
-    """When a tenant last sent something. One with slow steps may be silent for twice its usual pause."""
+    """When a tenant last sent a message, and its usual pause between two steps, to tell whether it is still there."""
 
     last_s: float = -math.inf
     pause_s: float = 0.0
 
     def record(self, now_s: float) -> None:
-        """Note that the tenant has sent something."""
+        """Note that the tenant has sent a message."""
         pause_s = now_s - self.last_s
         if _MIN_PAUSE_S < pause_s < math.inf:
             self.pause_s = max(pause_s, self.pause_s / 2)
         self.last_s = now_s
 
     def is_present(self, now_s: float) -> bool:
-        """Return False if the tenant has been silent for so long that it has most likely gone."""
+        """Return whether the tenant is most likely still there: it is not silent for much longer than usual."""
         return now_s - self.last_s < min(max(_MIN_SILENCE_S, 2 * self.pause_s), _MAX_SILENCE_S)
 
 
@@ -68,7 +68,7 @@ class RunnableSessions:
         return session in self._kind_of
 
     def all(self) -> list[DraftSession]:
-        """Return all sessions: those that a target waits for first, then the decoded ones."""
+        """Return all sessions: first those that a target waits for, then the decoded ones, then those only opened."""
         return list(chain.from_iterable(queue for kind in self._kinds for queue in kind.values()))
 
     @property
@@ -77,7 +77,7 @@ class RunnableSessions:
         return {tenant for kind in self._kinds for tenant in kind}
 
     def add(self, session: DraftSession) -> None:
-        """Add a session, or move it to the kind that it is of now."""
+        """Add a session by its present kind: awaited, decoded, or only opened; if it is here already, move it."""
         if session.state is State.TARGET_WAITING:
             kind = self._awaited
         else:
@@ -88,7 +88,7 @@ class RunnableSessions:
             self._kind_of[session] = kind
 
     def discard(self, session: DraftSession) -> None:
-        """Remove a session that has nothing to run until it is added again."""
+        """Remove a session, which has nothing to run until it is added again."""
         kind = self._kind_of.pop(session, None)
         if kind is not None:
             del kind[session.tenant][session]
@@ -98,10 +98,11 @@ class RunnableSessions:
     def select(
         self, max_sessions: int, max_others: int, present: Collection[bytes]
     ) -> tuple[list[DraftSession], list[DraftSession]]:
-        """Return the sessions whose turn it is, at most `max_sessions`, and at most `max_others` of the others.
+        """Return the sessions to plan for next, at most `max_sessions`, and at most `max_others` less important ones.
 
-        The others were only opened, or their tenants are not `present`. Awaited sessions go first, and the first
-        session of every tenant before a second one of any. Move the returned sessions to the end of their queues.
+        The less important ones were only opened, or no target waits for them and their tenants are not `present`.
+        Awaited sessions go first, and the first session of every tenant before a second one of any. Move the returned
+        sessions to the end of their queues.
         """
         needed: dict[bytes, list[DraftSession]] = {}
         others: list[list[DraftSession]] = []
@@ -142,7 +143,7 @@ class DraftBatch:
 class BatchPlanner:
     """Chooses sessions and rows for each draft step, and learns how long planning and prefill take.
 
-    The draft thread alone uses it. It fills `counts` in, and reads the time of draft steps from `cost`.
+    Only the draft thread uses it. It updates `counts`, and teaches `cost` the time of draft steps without prefill.
     """
 
     def __init__(
@@ -167,10 +168,10 @@ class BatchPlanner:
         self._planning_s = 0.0  # per session or row of a step, without the engine's part, smoothed
         self._is_shared = False  # by several tenants
         self._others_at_s = 0.0  # when the sessions that no present tenant decodes are planned for again
-        self._may_pause = False  # there are no sessions but those
+        self._may_pause = False  # there are no other sessions to plan for
 
     def record_activity(self, session: DraftSession) -> None:
-        """Note that a client has sent something for this session."""
+        """Add a session to the runnable ones, and note that its tenant has sent a message."""
         self.runnable.add(session)
         activity = self._activity.get(session.tenant)
         if activity is None:
@@ -178,7 +179,7 @@ class BatchPlanner:
         activity.record(self._clock())
 
     def pause_s(self) -> float:
-        """Return how long there is nothing to plan unless a client sends something; infinity if for ever."""
+        """Return in how many seconds there is something to plan if no client sends a message; infinity if never."""
         if not self.runnable:
             return math.inf
         return max(self._others_at_s - self._clock(), 0.0) if self._may_pause else 0.0
@@ -220,12 +221,12 @@ class BatchPlanner:
             self._prefilled.add(session.tenant, len(row.row.tokens) - row.row.num_outputs, now_s)
 
     def observe_planning(self, batch: DraftBatch, planning_s: float) -> None:
-        """Learn how long a step took without the engine's part, per session and row."""
+        """Learn the time of planning per session and row; `planning_s` is a step's time without the engine's part."""
         each_s = planning_s / (batch.num_sessions + sum([len(row.nodes) for _, row in batch.rows]))
         self._planning_s += _SMOOTHING * (each_s - self._planning_s)
 
     def _select_sessions(self) -> tuple[list[DraftSession], list[DraftSession]]:
-        """Return the sessions to plan for: all of one tenant, or of several as many as double the time of a step.
+        """Return the sessions to plan for: all if there is one tenant, else at most as many as double a step's time.
 
         The second list has the sessions that were only opened, or whose tenants have gone. They get few places and
         little time. Sessions in neither list come in a later step.
@@ -251,7 +252,7 @@ class BatchPlanner:
     def _requests(
         self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
     ) -> list[RowRequest[DraftSession]]:
-        """Return what these sessions would like to run; stop among the others when their time is up."""
+        """Return which nodes each session wants to run; stop with `others` when the planning time for them is over."""
         now_s = self._clock()  # read once: all sessions of a tenant have then prefilled equally much
         requests = [self._row_request(session, now_s) for session in sessions]
         if others:
@@ -264,14 +265,14 @@ class BatchPlanner:
         return [request for request in requests if request is not None]
 
     def _row_request(self, session: DraftSession, now_s: float) -> RowRequest[DraftSession] | None:
-        """Return what a session would like to run; None if nothing, or if it waits for its prefix donor."""
+        """Return which nodes a session wants to run; None if it has none, or if it waits for its prefix donor."""
         request = None
         with self._faults.guard(session), session.lock:
             core, num_unprefilled = session.core, session.num_unprefilled
             state = session.state
             nodes = () if state is State.DROPPED else core.rows()
             if not nodes and state is State.PREFILLING and num_unprefilled > 1:
-                nodes = (core.tree.root,)  # its planner drafts only while a target waits, and none will before that
+                nodes = (core.tree.root,)  # the planner drafts only while a target waits, and none waits for a prefill
             is_awaited = session.state is State.TARGET_WAITING
             if not nodes or session.is_idle or (session.is_paused and not is_awaited):
                 self.runnable.discard(session)
@@ -304,7 +305,7 @@ class BatchPlanner:
             return session.tree_cache.rows_for(core.tokens, core.tree, request.granted, prefill_chunk)
 
     def _is_donor_prefilling(self, session: DraftSession) -> bool:
-        """Return True if the prefix donor is still prefilling, so it is worth waiting for."""
+        """Return whether the session's prefix donor is still prefilling and gets turns, so that waiting pays off."""
         found = session.prefix_donor  # read once: the lookup thread may drop the session meanwhile
         if found is None or session.tree_cache.num_handles:
             return False
@@ -316,7 +317,7 @@ class BatchPlanner:
         return donor.num_unprefilled > 1 and (has_turns or not session.has_verdict)
 
     def _adopt_prefix(self, session: DraftSession) -> None:
-        """Start a session with the prefix that its donor's cache holds."""
+        """Start a session with the prefix that its donor's cache holds, if the donor can still give it."""
         found, session.prefix_donor = session.prefix_donor, None
         if found is None or not session.is_draftable:
             return
@@ -332,7 +333,10 @@ class BatchPlanner:
 
 
 def _fork_prefix(donor: DraftSession, session: DraftSession, min_len: int) -> tuple[int, int] | None:
-    """Return a new handle with the common prefix of both sequences, at least `min_len` tokens, and its length."""
+    """Return a new handle with the common prefix of both sequences, at least `min_len` tokens, and its length.
+
+    Return None if no handle of the donor holds this prefix, or if the engine is full.
+    """
     with donor.lock, contextlib.suppress(EngineFull):
         tokens = session.core.tokens
         length = _common_prefix_len(donor.core.tokens, tokens, min_len)
@@ -342,7 +346,10 @@ def _fork_prefix(donor: DraftSession, session: DraftSession, min_len: int) -> tu
 
 
 def _common_prefix_len(one: Sequence[int], other: Sequence[int], min_len: int) -> int:
-    """Return how many tokens both sequences begin with; `min_len` is known, and the last of `other` does not count."""
+    """Return how many tokens both sequences begin with, not counting the last token of `other`.
+
+    At least `min_len` of them are known to be equal.
+    """
     length = min_len
     while length < min(len(one), len(other) - 1) and one[length] == other[length]:
         length += 1

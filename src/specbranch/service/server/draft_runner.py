@@ -1,8 +1,8 @@
-"""The draft thread: plan a batch, run one step, put the distributions into the trees, look for news, again.
+"""The draft thread, which repeats: take in changed sessions, plan a batch, run it, put distributions into the trees.
 
 It alone touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then by how
-likely the draft thinks it that their tokens will be verified. Prefill goes in chunks, and a step prefills no more than
-one chunk, so that sessions which already draft go on meanwhile.
+likely it is, by the draft's distributions, that their tokens will be verified. Prefill goes in chunks, and a step
+prefills no more than one chunk, so that sessions which already draft go on meanwhile.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DraftRunner:
         self.planner = BatchPlanner(engine.info, self.faults, self.cost, self.counts, clock, prefill_chunk)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the draft thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
@@ -78,11 +78,14 @@ class DraftRunner:
         return self._num_failures >= _MAX_FAILURES
 
     def notify(self, session: DraftSession) -> None:
-        """Make the draft thread look at a session. Called by the lookup thread."""
+        """Tell the draft thread that a session has changed. Called by the lookup thread."""
         self._news.put(session)
 
     def pop_updated(self) -> list[DraftSession]:
-        """Return the sessions that have grown since the last call, each once. Called by the lookup thread."""
+        """Return the sessions that have got new distributions since the last call, each once.
+
+        Called by the lookup thread.
+        """
         grown: dict[DraftSession, None] = {}
         while not self._grown.empty():
             grown[self._grown.get()] = None
@@ -102,7 +105,10 @@ class DraftRunner:
             return True
 
     def run_step(self) -> bool:
-        """Look for news, plan, run one step; return False if there was nothing to do."""
+        """Take in changed sessions, close dropped ones, plan and run one step; return False if there were no rows.
+
+        If the engine has no room for any row, evict one session.
+        """
         self._take_news()
         for session in self._store.pop_dropped():
             self._close(session)
@@ -149,9 +155,10 @@ class DraftRunner:
         self._notify()
 
     def _evict_idle_kv(self) -> None:
-        """Close the handles of idle sessions, the oldest first, where their part of the cache slows down the others.
+        """Close the handles of idle sessions, least recently used first, until these hold few enough tokens.
 
-        Their sequences stay: one that goes on after all is prefilled again.
+        The limit is `idle_cache_tokens` of the engine: more of them in the cache would slow down other sessions. The
+        sessions stay: one that goes on after all is prefilled again.
         """
         limit = self._engine.info.idle_cache_tokens
         if limit >= self._engine.info.max_tokens or self._engine.num_tokens <= limit:
@@ -196,7 +203,7 @@ class DraftRunner:
         return True
 
     def _place(self, rows: Sequence[SessionRow], distributions: Sequence[Distribution]) -> None:
-        """Put each distribution on its node, and note the sessions that have grown."""
+        """Put each distribution on its node, and note the sessions that got some for `pop_updated`."""
         outputs = [(session, node) for session, row in rows for node in row.nodes]
         grown: dict[DraftSession, list[tuple[Node, Distribution]]] = {}
         for (session, node), distribution in zip(outputs, distributions, strict=True):
@@ -223,14 +230,17 @@ class DraftRunner:
                 self._run_rows(own)
 
     def _recover(self, sessions: list[DraftSession]) -> None:
-        """Close the handles of these sessions after a step without room; they prefill again."""
+        """Close the handles of these sessions after a step for which the engine was full, and evict one session.
+
+        The others prefill again.
+        """
         for session in sessions:
             with self.faults.guard(session):
                 session.close_handles()
         self._make_room(sessions)
 
     def _make_room(self, wanting: list[DraftSession]) -> None:
-        """Evict one session, so that the others find tokens and handles in the engine."""
+        """Evict one session, so that those in `wanting` find free tokens and handles in the engine."""
         info = self._engine.info
         self._store.evict_for(
             wanting,

@@ -23,7 +23,7 @@ _MAX_MISSED_STEPS = 4  # a target of four pipeline stages sends a verdict of eac
 _IDLE_STEPS = 32
 _ACTIVE_S = 10.0  # a target that has sent nothing for longer has most likely ended its requests
 _MAX_UNPREFILLED = 32  # with more tokens to prefill no draft comes soon, so no target waits for one
-_MAX_SAMPLED_OUTCOMES = 4  # verdicts per push under rule B, where each token comes with 257 bytes of probabilities
+_MAX_SAMPLED_OUTCOMES = 4  # verdicts per push for rejection sampling, where a token has 257 bytes of probabilities
 _numbers = itertools.count(1)
 
 
@@ -63,7 +63,7 @@ class DraftSession:
         tenant: bytes = b"",
         is_draftable: bool = True,
     ) -> None:
-        """`digest` is of the whole sequence; without a `tenant` the namespace is one."""
+        """`digest` is that of the whole sequence; without a `tenant` the namespace counts as one."""
         self.number = next(_numbers)  # tells sessions apart in a timeline
         self.namespace = namespace
         self.tenant = tenant or namespace
@@ -82,46 +82,49 @@ class DraftSession:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the store has removed it."""
+        """Whether the store has removed the session."""
         return self.state is State.DROPPED
 
     @property
     def is_target_waiting(self) -> bool:
-        """Whether a target waits for its draft."""
+        """Whether a target waits for a draft of this session."""
         return self.state is State.TARGET_WAITING
 
     @property
     def has_verdict(self) -> bool:
-        """Whether its target has begun to decode it."""
+        """Whether a target has begun to decode the sequence: a verdict was committed to it."""
         return len(self.core.tokens) > self.core.prompt_len
 
     @property
     def is_paused(self) -> bool:
-        """Whether its target, which has begun to decode it, left it out of several steps: nothing is drafted then."""
+        """Whether a target that decoded the sequence before left it out of its last steps: drafting then pauses."""
         return self.has_verdict and self.client.steps - self._last_step > _MAX_MISSED_STEPS
 
     @property
     def is_idle(self) -> bool:
-        """Whether its target left it out of so many steps that the request has most likely ended."""
+        """Whether the target has left the sequence out of more than 32 steps, so that its request has likely ended."""
         return self.client.steps - self._last_step > _IDLE_STEPS
 
     def is_active(self, now_s: float) -> bool:
-        """Return whether its target still decodes it: it is neither paused nor idle, and the target is not silent."""
+        """Return whether a target still decodes the sequence: neither paused nor idle, and the target is not silent."""
         return not (self.is_paused or self.is_idle) and now_s - self.client.last_message_s < _ACTIVE_S
 
     @property
     def num_unprefilled(self) -> int:
-        """Committed tokens that the draft has yet to prefill."""
+        """The number of committed tokens that the draft model has yet to prefill."""
         return self.tree_cache.num_unprefilled(self.core.tree)
 
     @property
     def is_far_behind(self) -> bool:
-        """Whether so many tokens are left to prefill, after it lost its cache, that no target should wait for it."""
+        """Whether more than 32 tokens are left to prefill, as after a loss of the cache: no target should wait then."""
         with self.lock:
             return self.num_unprefilled > _MAX_UNPREFILLED
 
     def set_state(self, state: State) -> bool:
-        """Change the state and return True; return False for a dropped session, or for one that can only be dropped."""
+        """Change the state and return True; return False if that is not allowed.
+
+        A dropped session stays dropped, and an undraftable one can only be dropped.
+        """
         with self._state_lock:
             if self.state is State.DROPPED or not (self.is_draftable or state is State.DROPPED):
                 return False
@@ -138,7 +141,10 @@ class DraftSession:
             self.tree_cache.close()
 
     def commit(self, row: StepRow) -> None:
-        """Commit a verdict and change the key. The caller holds the lock and moves the session in the store."""
+        """Commit the verdict in `row`, which changes the session's key and forgets the drafts pushed for it.
+
+        The caller holds the lock and moves the session in the store.
+        """
         hint, sampling = row.hint, row.sampling
         self.core.max_draft_tokens = row.max_draft_tokens
         if row.has_recurring_noise:
@@ -159,7 +165,7 @@ class DraftSession:
             self.core.mark_submitted(tokens)
 
     def prefetch(self) -> list[VerdictDraft]:
-        """Return the drafts for the likeliest next verdicts, and note them as pushed; nothing if they are unchanged."""
+        """Return the drafts for the likeliest next verdicts, and note them as pushed; [] if they are unchanged."""
         with self.lock:
             outcomes = [
                 VerdictDraft(tokens, [node.token for node in nodes], pack_probs([node.sampled_from for node in nodes]))
@@ -173,9 +179,10 @@ class DraftSession:
         return outcomes
 
     def propose(self) -> Draft | None:
-        """Submit a draft and return it; None if the target should wait for it, which changes the state accordingly.
+        """Submit a draft and return it; None if the target should wait for it: the state is then TARGET_WAITING.
 
-        The state changes under the lock, so that a draft step that ends meanwhile sees it before it notifies.
+        If a long prefill comes first, no target waits, and the draft is that of `propose_without_waiting`. The state
+        changes under the lock, so that a draft step that ends meanwhile sees it before it notifies.
         """
         with self.lock:
             draft = self._submit()
@@ -187,7 +194,10 @@ class DraftSession:
             return None
 
     def propose_without_waiting(self) -> Draft | None:
-        """Submit what has been drafted so far and return it: the target waits no longer."""
+        """Submit what may be submitted at once and return it; the target waits no longer (`Session.submit_ready`).
+
+        By rejection sampling that is what has been drafted so far, by exact match it is nothing. It is never None.
+        """
         with self.lock:
             return self._submit_ready()
 

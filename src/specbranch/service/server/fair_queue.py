@@ -36,8 +36,8 @@ class Message(NamedTuple):
 class FairQueue:
     """Bounded fair queue. When full, it drops the newest message of the client that holds most bytes.
 
-    It also drops messages that waited too long. Only time spent on serving counts, not time in which the process stood
-    still.
+    It also drops messages that waited too long, by the time that was spent on serving other messages: time in which
+    the process stood still does not count.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FairQueue:
         return self.num_messages
 
     def push(self, message: Message) -> None:
-        """Add a message, and drop others where there is no room."""
+        """Add a message; while the queue is over its limits, drop the newest message of the client with most bytes."""
         client, size = message.client, message.size
         self._queues.setdefault(client, deque()).append((self._spent_s, size, message))
         self._sizes[client] = self._sizes.get(client, 0) + size
@@ -75,7 +75,7 @@ class FairQueue:
             self.num_dropped += 1
 
     def pop(self) -> Message | None:
-        """Remove and return the next message to serve; None if there is none."""
+        """Remove and return the next message to serve, None if there is none; drop messages that waited too long."""
         while self._queues:
             if len(self._queues) == 1:
                 (client,) = self._queues
@@ -90,12 +90,12 @@ class FairQueue:
         return None
 
     def charge(self, client: bytes, seconds: float) -> None:
-        """Add the time that serving a message of this client took."""
+        """Add `seconds`, the time that serving a message of this client took, to its usage."""
         self._spent_s += seconds
         self._usage.add(client, seconds, self._clock())
 
     def _remove(self, client: bytes, size: int) -> None:
-        """Count a message that has left the queue of its client."""
+        """Subtract a message of this size, which has left the queue of its client, from the totals."""
         self.num_messages -= 1
         self.num_bytes -= size
         self._sizes[client] -= size
@@ -115,12 +115,12 @@ class DecayedUsage:
         self._used: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # amount, and when it was that
 
     def get(self, key: bytes, now_s: float) -> float:
-        """Return the usage of a key now."""
+        """Return the usage of a key at time `now_s`."""
         amount, at_s = self._used.get(key, (self._newcomer, now_s))
         return float(amount * 0.5 ** ((now_s - at_s) / self._half_life_s))
 
     def add(self, key: bytes, amount: float, now_s: float) -> None:
-        """Add to the usage of a key."""
+        """Add `amount` to the usage of a key."""
         self._used[key] = (self.get(key, now_s) + amount, now_s)
         self._used.move_to_end(key)
         if len(self._used) > _MAX_KEYS:

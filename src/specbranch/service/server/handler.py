@@ -1,4 +1,4 @@
-"""Requests in, replies out, and drafts pushed before the verdicts that they answer.
+"""Handle the requests of clients, and push drafts before the verdicts that they answer.
 
 A reply never waits for the draft step that is running, unless a planner lets the target wait for its draft.
 
@@ -64,9 +64,9 @@ _NO_DRAFT = Draft([])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerOptions:
-    """How the service was started, for clients that ask; the longest wait for a draft; and who may drain the service.
+    """How the service was started, for clients that ask; the longest wait for a draft; and whose key may drain it.
 
-    `owner` is the public key of the owner, empty if the service uses no keys, or None if nobody may drain it.
+    `owner` is the public key of the owner, empty if the service uses no keys, or None if nobody may drain the service.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class HandlerOptions:
 
 
 class RequestHandler:
-    """Answers clients. Called by the lookup thread only."""
+    """Serves the messages of clients, and returns replies and pushes to send. Called by the lookup thread only."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class RequestHandler:
         self._observer = observer
         self._clock = clock
         self._warn = RateLimitedWarning(log, clock)
-        self._grown: dict[DraftSession, None] = {}  # since `answer_ready` looked at them
-        self._unpushed: dict[DraftSession, None] = {}  # have grown since `push_prefetched` looked at them
+        self._grown: dict[DraftSession, None] = {}  # sessions with new distributions since the last `answer_ready`
+        self._unpushed: dict[DraftSession, None] = {}  # those with new distributions since the last `push_prefetched`
         self.faults = FaultGuard(store)
         self.lookup = SessionLookup(engine, store, runner, faults=self.faults, observer=observer, clock=clock)
         self.counts = self.lookup.counts
@@ -142,13 +142,13 @@ class RequestHandler:
         return self._expired(self._waiting.completed(grown))
 
     def answer_overdue(self) -> list[Answer]:
-        """Return the replies whose deadline has passed; rows without a draft get what has been drafted so far."""
+        """Return the replies whose deadline has passed; rows without a draft get what may be submitted at once."""
         overdue = self._waiting.overdue(self._clock())
         self.counts.overdue += len(overdue)
         return self._expired(overdue) if overdue else []
 
     def push_prefetched(self) -> list[Answer]:
-        """Return drafts for the likeliest next verdicts, where they have changed. Call after draft steps."""
+        """Return pushes of drafts for the likeliest next verdicts, where these have changed. Call after draft steps."""
         self._take_grown()
         unpushed, self._unpushed = self._unpushed, {}
         return list(prefetch_messages(unpushed, self.faults))
@@ -167,7 +167,10 @@ class RequestHandler:
         return self._serve_by_type[type(request)](client, request, user)
 
     def _activity(self, client: Client, namespace: bytes) -> ClientActivity:
-        """Return the activity of a client, and count the namespace. Limit them: each counts as a tenant."""
+        """Return the activity of a client, after adding the namespace; raise `FrameError` if it uses too many.
+
+        They are limited because each counts as a tenant.
+        """
         activity = self.lookup.tenants.client(client)
         if namespace not in activity.namespaces:
             if len(activity.namespaces) == _MAX_NAMESPACES:
@@ -176,7 +179,7 @@ class RequestHandler:
         return activity
 
     def _error_reply(self, client: Client, error: Exception) -> Answer:
-        """Record an exception of ours, and return the reply: it costs this client one reply, and no other client."""
+        """Record an internal error, and return the error reply to this client; other clients are not affected."""
         self.faults.record(error, "a message is refused")
         self._waiting.remove(client)
         return (client, ErrorReply("the service failed on this message; see its log"))
@@ -194,7 +197,10 @@ class RequestHandler:
         return [] if is_accepted else [(client, self._draining())]
 
     def _serve_drain(self, client: Client, request: Drain, user: bytes) -> Iterator[Answer]:
-        """Accept new sequences, or none, from now on; answer the client, and tell all others if that is a change."""
+        """Start or stop accepting new sequences; yield the reply and, if that is a change, a message to every client.
+
+        Raise `FrameError` if the client does not have the owner's key.
+        """
         if user != self._options.owner:
             raise FrameError("only the key that was made with the service's own (client.key) may drain it")
         is_change = self._store.is_draining != request.is_on
@@ -209,7 +215,10 @@ class RequestHandler:
         return Draining(round, self._store.is_draining, self._store.num_active(self._clock()))
 
     def _serve_step(self, client: Client, step: StepRequest, _: bytes) -> Iterator[Answer]:
-        """Commit the verdicts of a step, and yield its reply first, unless no row asks for one or it is held back."""
+        """Commit the verdicts of a step, and yield its reply, unless no row asks for a draft or the reply is held back.
+
+        Rows with prefetched drafts that can wait are committed after the reply.
+        """
         now_s = self._clock()
         activity = self._activity(client, step.namespace)
         self.lookup.tenants.record_step(step, now_s)
@@ -240,7 +249,10 @@ class RequestHandler:
             yield from self.answer_overdue()
 
     def _serve_asking(self, served: _ServedRows, rows: Sequence[int], now_s: float) -> PendingStep:
-        """Commit the verdicts of the rows that a reply depends on, and hold the reply back while one has no draft."""
+        """Commit the verdicts of `rows`, which the reply depends on, and return the step with their drafts.
+
+        While a row waits for its draft, the reply must be held back.
+        """
         step = served.step
         pending = PendingStep(
             client=served.client.client,
@@ -255,9 +267,10 @@ class RequestHandler:
         return pending
 
     def _serve_row(self, served: _ServedRows, index: int) -> tuple[DraftSession | None, Draft | None]:
-        """Commit the verdict of a row to its session, and return the session and its draft; it has none yet if None.
+        """Commit the verdict of a row, and return its session and its draft.
 
-        A row that equals an earlier one of the step gets the same. A row with a prefetched draft gets no other.
+        The session is None if the sequence is unknown, the draft is None if there is none yet. A row that equals an
+        earlier one of the step gets the same. A row with a prefetched draft gets an empty one.
         """
         row = served.step.rows[index]
         first = served.by_name.setdefault((row.before, row.after), index)
@@ -267,7 +280,7 @@ class RequestHandler:
         session = self.lookup.commit_row(served.step.namespace, row)
         if session is None:
             return None, None
-        if self._waiting.waits_for(session):  # another client, for a round that may be over
+        if self._waiting.waits_for(session):  # another client waits for it, in a round that may be over
             self._grown[session] = None
         draft: Draft | None = None
         with self.faults.guard(session):
@@ -283,7 +296,7 @@ class RequestHandler:
         return session, draft
 
     def _expired(self, done: Iterable[PendingStep]) -> list[Answer]:
-        """Return the replies to these steps; rows without a draft get what has been drafted so far."""
+        """Return the replies to these steps; rows without a draft get what may be submitted at once."""
         answers: list[Answer] = []
         for pending in done:
             try:
@@ -308,7 +321,7 @@ class RequestHandler:
 
 
 class _ServedRows:
-    """The rows of one step that were served so far: their sessions and drafts, and which row has which name."""
+    """The sessions and drafts of those rows of one step that were served so far; None for the other rows."""
 
     def __init__(self, step: StepRequest, client: ClientActivity) -> None:
         self.step = step
@@ -319,10 +332,10 @@ class _ServedRows:
 
 
 def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
-    """Return the rows to serve before the reply, and those to serve after it.
+    """Return the indices of the rows to serve before the reply, and of those to serve after it.
 
-    A target verifies its prefetched drafts already, so those rows can wait. But where such a row shares a sequence with
-    a row that asks, the first of the two gets the session.
+    A target verifies its prefetched drafts already, so rows that have them can wait. But where such a row shares a
+    sequence with a row that asks, both are served before, in their order: the first of the two gets the session.
     """
     asked = {name for row in rows if row.prefetched is None for name in (row.before, row.after)}
     parts: tuple[list[int], list[int]] = [], []
@@ -332,12 +345,12 @@ def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
 
 
 def _user_name(key: bytes) -> bytes:
-    """Return a short name of a public key."""
+    """Return a short name of a public key, its hash of 16 bytes."""
     return hashlib.blake2b(key, digest_size=16).digest()
 
 
 def prefetch_messages(sessions: Iterable[DraftSession], faults: FaultGuard) -> Iterator[tuple[bytes, PrefetchPush]]:
-    """Yield messages with the drafts that have changed for these sessions, each for the client that decodes them."""
+    """Yield clients with messages for them: the drafts that have changed for those of the sessions that they decode."""
     rows: dict[ClientActivity, list[PrefetchRow]] = {}
     for session in sessions:
         if session.is_dropped or not session.is_draftable or session.client.num_pushes >= _MAX_PUSHES:

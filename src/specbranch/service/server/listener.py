@@ -84,7 +84,7 @@ class Listener:
         self.socket.send_multipart((client, frame), zmq.NOBLOCK)
 
     def check(self) -> None:
-        """Bind again if the socket's file was deleted; raise if another service has bound the address meanwhile."""
+        """Bind again if the socket's file was deleted; raise `AddressError` if another service has made a new one."""
         if self._file is None or self._path is None or self._file.is_ours:
             return
         if self._path.exists():
@@ -106,7 +106,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None = None) -> Iterator[Listener]:
-    """Yield a listener, and close it afterwards."""
+    """Yield a listener at this address, and close it after the block."""
     listener = Listener(context, address, keys)
     try:
         yield listener
@@ -115,7 +115,7 @@ def listening(context: zmq.Context[Any], address: str, keys: ServiceKeys | None 
 
 
 def raise_fd_limit() -> int:
-    """Raise the limit of file descriptors to the hard limit, and return it. Every client takes one."""
+    """Raise the limit of file descriptors to the hard limit, and return it. Every client takes one descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -124,7 +124,7 @@ def raise_fd_limit() -> int:
 
 
 def lowest_free_fd() -> int:
-    """Return the lowest unused file descriptor: all below are in use."""
+    """Return the lowest unused file descriptor; all lower numbers are in use."""
     try:
         number = os.dup(0)
     except OSError:
@@ -135,7 +135,10 @@ def lowest_free_fd() -> int:
 
 @contextlib.contextmanager
 def _guarded(router: zmq.Socket[bytes], file: SocketFile) -> Iterator[None]:
-    """Hide the socket's file while few descriptors are left: ZeroMQ aborts the process when they run out."""
+    """During the block, hide the socket's file from new clients while few file descriptors are left.
+
+    ZeroMQ aborts the process when they run out.
+    """
     events: zmq.Socket[bytes] = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
     is_over = threading.Event()
     thread = threading.Thread(target=_watch_descriptors, args=(events, file, is_over), name="descriptors", daemon=True)
@@ -236,22 +239,22 @@ class SocketFile:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the file is still there, hidden or not."""
+        """Whether the same file is still there, hidden or not."""
         with self._lock:
             return self._is_there()
 
     def replace(self, file: SocketFile) -> None:
-        """Replace a lost file by the new one at the same path."""
+        """Use this new file at the same path from now on, in place of one that was deleted."""
         with self._lock:
             self._identity, self._is_hidden = file._identity, False
 
     def hide(self) -> bool:
-        """Hide the file from new clients; return False if it is hidden already, or is not ours."""
+        """Hide the file from new clients; return False if it was hidden already or cannot be hidden."""
         with self._lock:
             return not self._is_hidden and self._move(self._path, self._hidden)
 
     def show(self) -> bool:
-        """Show the file to new clients again; return False if it was not hidden."""
+        """Show the file to new clients again; return False if it was not hidden or cannot be shown."""
         with self._lock:
             return self._is_hidden and self._move(self._hidden, self._path)
 

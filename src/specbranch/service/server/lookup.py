@@ -52,9 +52,9 @@ class SessionLookup:
         self.counts = LookupCounts()
 
     def open(self, client: ClientActivity, request: OpenSequences, user: bytes = b"") -> bool:
-        """Open sessions for whole sequences; return False if one of them is new and the service is draining.
+        """Open sessions for the sequences of a request; return False if one of them is new and the service is draining.
 
-        `user` names the client's key, if it has one.
+        `user` is the short name of the client's key, empty if it has none.
         """
         if request.predictor not in _PREDICTORS:
             raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
@@ -62,7 +62,7 @@ class SessionLookup:
         client.last_message_s = self._clock()
         for tokens in map(unpack_tokens, request.sequences):
             planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
-            # Rows with equal sequences open it once each; the first draft tree stays.
+            # Rows with equal sequences open the sequence once each; the first draft tree stays.
             digest = Digest(tokens)
             if self._store.find((request.namespace, digest.name)) is not None:
                 continue
@@ -80,7 +80,7 @@ class SessionLookup:
         return is_accepted
 
     def commit_row(self, namespace: bytes, row: StepRow) -> DraftSession | None:
-        """Find the row's session and commit the verdict to it; return None if the sequence is unknown."""
+        """Commit the verdict of a row to its session, and return the session; None if the sequence is unknown."""
         self.counts.lookups += 1
         # An equal sequence may have come this far already: two requests then share one session.
         session = self._store.find((namespace, row.after))
@@ -112,7 +112,7 @@ class SessionLookup:
             self._store.undrafted.record(namespace, "no_room", length, self._info.max_tokens)
 
     def _commit(self, session: DraftSession, row: StepRow) -> bool:
-        """Commit a verdict to a session and trace it; return False if the session was dropped meanwhile."""
+        """Commit the verdict of a row to a session and trace it; return False if the session was dropped meanwhile."""
         if self._observer is None:
             return self._store.commit(session, row)
         before = self._observer.before_commit(session, row)
@@ -132,7 +132,10 @@ class SessionLookup:
         return session
 
     def _put_stub(self, namespace: bytes, tenant: bytes, digest: Digest, last: int, obstacle: Obstacle) -> DraftSession:
-        """Store the digest and last token of a sequence that gets no drafts, so that no client opens it again."""
+        """Store a sequence that gets no drafts by its digest and last token, so that no client opens it again.
+
+        Return its session; `obstacle` is why it gets no drafts.
+        """
         self._store.undrafted.record(namespace, *obstacle)
         planner = make_planner("none", {}, _PREDICTORS["none"])
         core = Session([last], planner, GreedyPicker(), self.tenants.costs(namespace))
@@ -145,7 +148,7 @@ class SessionLookup:
     def _undraftable_reason(self, greatest: int, length: int) -> Obstacle | None:
         """Return why a sequence with this greatest token and this length gets no drafts; None if it can get some.
 
-        The draft model must know its tokens, and the cache must hold it with some room to draft.
+        The draft model must know all tokens of the sequence, and the cache must hold them with some room to draft.
         """
         if greatest >= self._info.vocab_len:
             return "foreign_token", greatest, self._info.vocab_len

@@ -1,4 +1,4 @@
-"""Replies that are held back until a draft is long enough or the client's time is up, as its planner wants."""
+"""Replies that are held back, for planners that let a target wait, until all drafts are there or the time is up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PendingStep:
         self.probs = [b""] * len(self.step.rows)
 
     def set_draft(self, index: int, draft: Draft | None) -> None:
-        """Set the draft of a row, with what it was sampled from; a row with a prefetched draft gets no other."""
+        """Set the draft of a row, None for no draft, with its distributions; ignore rows with a prefetched draft."""
         row = self.step.rows[index]
         if row.prefetched is None:
             self.proposals[index] = None if draft is None else draft.tokens
@@ -40,9 +40,9 @@ class PendingStep:
 
 
 class PendingReplies:
-    """The steps without a reply, one for each client. `notify` makes the draft thread look at a session again.
+    """The steps without a reply, one for each client. `notify` tells the draft thread that a session has changed.
 
-    However many rows wait for a session, it is asked for one draft, and only after it has grown.
+    However many rows wait for a session, it is asked for one draft, and only after it got new distributions.
     """
 
     def __init__(self, faults: FaultGuard, notify: Callable[[DraftSession], None]) -> None:
@@ -52,11 +52,14 @@ class PendingReplies:
         self._rows: dict[DraftSession, dict[tuple[bytes, int], None]] = {}  # waiting rows by session: client, index
 
     def add(self, pending: PendingStep) -> None:
-        """Add the step of a client that has none here."""
+        """Add the step of a client that has no other step here."""
         self._pending[pending.client] = pending
 
     def add_row(self, pending: PendingStep, index: int, session: DraftSession | None, draft: Draft | None) -> None:
-        """Set session and draft of a row; without a draft the row waits for the session if that is being drafted."""
+        """Set the session and the draft of a row; if the draft is None, let the row wait for the session.
+
+        It does not wait if the session is None or its state is not TARGET_WAITING.
+        """
         pending.sessions[index] = session
         if session and draft is None and session.is_target_waiting:
             pending.waiting.add(index)
@@ -89,7 +92,10 @@ class PendingReplies:
         return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
     def completed(self, grown: Collection[DraftSession]) -> list[PendingStep]:
-        """Ask the sessions that have grown for their drafts, and return the steps in which no row waits any more."""
+        """Ask awaited sessions in `grown` for their drafts; return the steps in which no row waits any more.
+
+        Rows that wait for a session that was dropped, or that has much to prefill, stop waiting too.
+        """
         touched: dict[bytes, None] = {}
         for session in [one for one in self._rows if one in grown or one.is_dropped or one.is_far_behind]:
             draft = None
@@ -110,7 +116,7 @@ class PendingReplies:
         return [self._pending[client] for client in touched if not self._pending[client].waiting]
 
     def expire(self, pending: PendingStep) -> None:
-        """Give each waiting row what has been drafted so far."""
+        """End the wait of each waiting row of a step: set what may be submitted at once as its draft."""
         for index in list(pending.waiting):
             self._give_up(pending, index)
 
@@ -125,7 +131,7 @@ class PendingReplies:
         self._notify(session)
 
     def _release(self, pending: PendingStep, index: int) -> None:
-        """Let a row wait no more, and change its session's state if no other client waits for it."""
+        """Let a row wait no more; if no other row waits for its session, end the session's state TARGET_WAITING."""
         pending.waiting.discard(index)
         session = pending.sessions[index]
         assert session is not None, "a row waits for a session"

@@ -21,7 +21,10 @@ _STATS_IN_REPLY = [one.name for one in fields(Stats) if one.name in StatsReply._
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: its name, its meaning, and its values by the value of `label`; without a label there is one, of ""."""
+    """A metric: its name, its meaning (`text`), and its values.
+
+    The keys of `values` are the values of the label; a metric without a label has one value, with an empty key.
+    """
 
     name: str
     text: str
@@ -31,13 +34,13 @@ class Metric:
 
 
 def _declare(name: str, text: str, *, is_counter: bool = True) -> Any:
-    """Return a dataclass field that is counted in place and shown as a metric."""
+    """Return a dataclass field that starts at 0 and is shown as a metric with this name and description."""
     return field(default=0, metadata={"metric": (name, text, is_counter)})
 
 
 @dataclass(slots=True, kw_only=True)
 class LookupCounts:
-    """What the lookup thread did."""
+    """The counters of the lookup thread."""
 
     steps: int = _declare("target_steps", "Steps that targets sent.")
     wait_s: float = _declare("wait_seconds", "Time that answers were held back for a draft.")
@@ -52,7 +55,7 @@ class LookupCounts:
 
 @dataclass(slots=True, kw_only=True)
 class DraftRunnerCounts:
-    """What the draft thread did."""
+    """The counters of the draft thread."""
 
     rows: int = _declare("rows", "Draft rows run.")
     steps: int = _declare("steps", "Draft steps run.")
@@ -92,7 +95,7 @@ class ServiceMetrics:
         self._collected: tuple[float, list[Metric]] | None = None
 
     def stats_reply(self, request: StatsRequest) -> StatsReply:
-        """Return the counters of one namespace."""
+        """Return the reply to a request for the counters of one namespace."""
         sessions, stats = self._store.stats_of(request.namespace)
         cost = self._draft_cost.cost or StepCost(0.0)
         return StatsReply(
@@ -105,11 +108,11 @@ class ServiceMetrics:
         )
 
     def overview(self, request: OverviewRequest) -> Overview:
-        """Return the settings of the service and all its metrics."""
+        """Return the reply to a request for the settings of the service and all its metrics."""
         return Overview(request.round, self._settings, self.as_dict())
 
     def as_dict(self) -> dict[str, float]:
-        """Return all values; those with a label are named name/label."""
+        """Return the values of all metrics by name; those with a label have the name "metric/value of the label"."""
         return {
             f"{family.name}/{label}" if label else family.name: float(value)
             for family in self.families()

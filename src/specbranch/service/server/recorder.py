@@ -1,6 +1,7 @@
 """Pass on the events of a service, and write traces: verdicts with the draft's distributions.
 
-The lookup thread calls it, and the draft thread calls `drafted`. Callers need not know what is recorded.
+The lookup thread calls the methods of an `EventSink`, except `drafted`, which the draft thread calls. Callers need not
+know what is recorded.
 
 A verdict is kept in memory and written after its reply has left, so no target waits for a file. A trace holds token
 ids, which anyone with the model's tokenizer can read as text; so only its owner may read a new file.
@@ -59,7 +60,7 @@ class EventSink:
             self._timeline.open(lane, at_s, request.planner, len(request.sequences), num_tokens)
 
     def before_commit(self, session: DraftSession, row: StepRow) -> PreVerdictState | None:
-        """Return the state that `after_commit` needs; call before a session commits a verdict."""
+        """Return the state that `after_commit` needs, None if it needs none. Call it before a verdict is committed."""
         if not session.is_draftable:
             return None
         core = session.core
@@ -95,12 +96,18 @@ class EventSink:
             self._trees.clear()
 
     def answered(self, client: bytes, step: StepRequest, since_s: float, at_s: float, num_held: int) -> None:
-        """Record that the reply to a step left; `num_held` of its rows had no draft at once."""
+        """Record that the reply to a step, which came at `since_s`, left at `at_s`.
+
+        `num_held` of its rows had no draft at once.
+        """
         if self._timeline is not None:
             self._timeline.answer((client, step.namespace), since_s, at_s, num_held)
 
     def drafted(self, feeds: Sequence[tuple[DraftSession, EngineRow]], start_s: float, end_s: float) -> None:
-        """Record a draft step, before its distributions enter the trees; it is a prefill if a session has none yet."""
+        """Record a draft step; call it before the distributions enter the trees.
+
+        The step counts as prefill if a row only prefills, or if its session has run no row before.
+        """
         if self._timeline is not None:
             num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)
             is_prefill = any(feed.nodes[0] is None or not session.core.stats.rows for session, feed in feeds)
@@ -128,7 +135,7 @@ class EventSink:
 class VerdictRecord:
     """One verdict of a session: when it came, its tokens, their distributions, and how many were submitted.
 
-    The first one of a session also has the sequence before it.
+    The first record of a session also has the sequence before the verdict as `prompt`.
     """
 
     session: int
@@ -141,7 +148,7 @@ class VerdictRecord:
 
 
 class TraceRecorder:
-    """Writes one trace file, up to `max_bytes`. The lookup thread alone uses it.
+    """Writes one trace file, up to `max_bytes`. Only the lookup thread uses it.
 
     It appends to an existing file, for example after a crash. Tests pass another clock as `wall_ns` and another disk as
     `open_file`.
@@ -167,7 +174,7 @@ class TraceRecorder:
             self._write(encode_line(Header(draft=draft)))
 
     def note(self, note: VerdictRecord) -> None:
-        """Buffer a verdict."""
+        """Buffer a verdict until `flush`, unless the trace has reached its limit."""
         if self._left > 0:
             self._notes.append(note)
 
@@ -185,7 +192,7 @@ class TraceRecorder:
         self._notes.clear()
 
     def close(self) -> None:
-        """Write buffered verdicts and close the file; warn if its end is lost."""
+        """Write buffered verdicts and close the file; log a warning if its end is lost."""
         self.flush()
         try:
             self._file.close()
@@ -217,7 +224,7 @@ def _record(note: VerdictRecord, first: int) -> Record:
 
 
 def _whole_len(path: Path) -> int:
-    """Return how many bytes of a file are whole lines."""
+    """Return how many bytes at the beginning of a file are whole lines; 0 if there is no file."""
     if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

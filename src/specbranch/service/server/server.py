@@ -1,6 +1,6 @@
-"""The draft service as a running thing: one socket, a lookup thread (the caller's) and a draft thread.
+"""The running draft service: one socket, a lookup thread (the caller's) and a draft thread.
 
-Messages wait in a fair queue until it is their client's turn; replies that are due leave between two of them.
+Messages wait in a fair queue until it is their client's turn; replies that are due are sent between two messages.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _STOP_S = 5.0  # for the step that is running when the service stops
 class ServiceOptions:
     """Where to listen, how many sessions to keep, and how many tokens of a sequence to prefill at a time.
 
-    `prefill_chunk` None: few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only shown to
-    clients that ask what runs here. `max_wait_s`: no reply is held back longer, whatever its client asks for.
+    With `prefill_chunk` None it is few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only
+    shown to clients that ask for the settings. No reply is held back longer than `max_wait_s`.
     """
 
     address: str
@@ -60,7 +60,7 @@ class ServiceOptions:
 
 
 class Router(Protocol):
-    """The socket that all clients are connected to: a `Listener`, or a test's."""
+    """The socket that all clients are connected to: a `Listener`, or a fake one in tests."""
 
     def receive(self) -> Message:
         """Return the next message; raise `zmq.Again` if there is none."""
@@ -72,9 +72,9 @@ class Router(Protocol):
 
 
 class Server:
-    """Serves until `stop`, which a signal handler or another thread may call.
+    """The draft service: serves clients until `stop`, which a signal handler or another thread may call.
 
-    The timeline of an observer is complete when `serve` returns; a recorder writes while the service runs.
+    If the `observer` has a timeline, it is complete when `serve` returns; a trace is written while the service runs.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Server:
             self.turn(listener)
 
     def _check(self, listener: Listener) -> None:
-        """Raise if the service cannot go on."""
+        """Raise if the engine or the draft thread has failed; once a second, check the socket's file."""
         if self.runner.engine_failed:
             raise EngineError("the draft engine fails at every step; see the first error above, and start it again")
         if not self.runner.is_alive:
@@ -217,7 +217,7 @@ class Server:
 
 
 def _settings(info: EngineInfo, options: ServiceOptions, prefill_chunk: int) -> dict[str, str | int]:
-    """Return how a service was started, without values that are unknown."""
+    """Return by name how a service was started, without values that are unknown."""
     settings: dict[str, str | int] = {
         "version": __version__,
         "wire": VERSION,

@@ -1,8 +1,8 @@
 """The session store: quotas, the index of prefixes, the fault barrier, and sequences that get no drafts.
 
-A tenant is a namespace or, where clients have CURVE keys, such a key; its least recently used session is evicted first.
-A session's key is its namespace and the digest of its committed tokens. One lock guards the order of the store; each
-session has its own lock, which the lookup thread and the draft thread hold for microseconds, never during a step.
+A tenant is a namespace or, where clients have CURVE keys, a client's key. Of its sessions, the least recently used one
+is evicted first. A session's key is its namespace and the digest of its committed tokens. One lock guards the order of
+the store; each session has its own lock, which both threads hold for microseconds, never during a step.
 
 The index of prefixes knows each sequence by the digests of its first 16, 32, 48, ... tokens, so that a session can
 start from another session's cache instead of a prefill.
@@ -83,7 +83,7 @@ class SessionStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences together."""
+        """The number of tokens of all sequences together."""
         return self._num_tokens
 
     def find(self, key: Key) -> DraftSession | None:
@@ -109,7 +109,10 @@ class SessionStore:
             self._shrink()
 
     def commit(self, session: DraftSession, row: StepRow) -> bool:
-        """Commit a verdict to a session and move it to its new key; return False if it was dropped meanwhile."""
+        """Commit the verdict of a row to a session and move the session to its new key, evicting others if needed.
+
+        Return False if the session was dropped meanwhile.
+        """
         with self._lock:
             if session.is_dropped:
                 return False
@@ -132,7 +135,7 @@ class SessionStore:
             return session.state is not State.DROPPED
 
     def evict_for(self, wanting: Sequence[DraftSession], weight: Callable[[DraftSession], float]) -> None:
-        """Evict one session to make room in the engine for those in `wanting`.
+        """Evict one session to make room in the engine for the sessions in `wanting`.
 
         `weight` is the share of the engine that a session takes. The tenant with the largest share loses its least
         recently used session that is not in `wanting`; if it has none, its heaviest one in `wanting`.
@@ -148,17 +151,20 @@ class SessionStore:
             self._evict(next(idle, None) or max(own, key=weight))
 
     def pop_evicted_length(self, key: Key) -> int | None:
-        """Return the length of a sequence that was evicted for lack of room, once; None if it was not."""
+        """Return the length of a sequence that was evicted for lack of room, and forget it; None if it was not."""
         with self._lock:
             return self._evicted.pop(key, None)
 
     def drop(self, session: DraftSession) -> None:
-        """Remove one session."""
+        """Remove a session; the draft thread closes its handles later (`pop_dropped`)."""
         with self._lock:
             self._remove(session)
 
     def pop_dropped(self) -> list[DraftSession]:
-        """Return the sessions dropped since the last call. The draft thread, which owns the engine, closes them."""
+        """Return the draftable sessions dropped since the last call.
+
+        The draft thread, which owns the engine, calls this and closes their handles.
+        """
         if not self._dropped:  # as nearly always before a draft step
             return []
         with self._lock:
@@ -171,11 +177,11 @@ class SessionStore:
             return list(self._sessions.values())
 
     def num_active(self, now_s: float) -> int:
-        """Return how many sessions are being decoded."""
+        """Return how many sessions are being decoded at time `now_s`."""
         return sum(session.is_active(now_s) for session in self.snapshot())
 
     def stats(self) -> Stats:
-        """Return the counters of all sessions, dropped ones included. Sum them without the lock."""
+        """Return the sum of the counters of all sessions, dropped ones included. The lock is free during the sum."""
         with self._lock:
             retired, sessions = replace(self._retired_total), list(self._sessions.values())
         return Stats.total([retired, *(session.core.stats for session in sessions)])
@@ -217,7 +223,7 @@ class SessionStore:
             del self._usage[session.tenant].sessions[session]
             if not self._usage[session.tenant].sessions:
                 del self._usage[session.tenant]
-            if session.is_draftable:  # the others have no handles to close
+            if session.is_draftable:  # an undraftable session has no handles to close
                 self._dropped.append(session)
             self._retire(session)
 
@@ -248,16 +254,19 @@ class PrefixHashes:
 
 
 class PrefixIndex(Generic[T]):
-    """The latest holder of each prefix. Grows by one entry for every sixteen tokens of a holder's sequence."""
+    """Finds the latest holder, such as a session, of a sequence's prefix.
+
+    It has one entry for every sixteen tokens of a holder's sequence.
+    """
 
     def __init__(self) -> None:
         self._holders: dict[Key, T] = {}
         self._marks: dict[T, tuple[PrefixHashes, list[Key]]] = {}
 
     def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
-        """Index a holder by its sequence, or by the tokens that its sequence has gained since.
+        """Index a holder by its sequence, or by the tokens that its sequence has gained since the last call.
 
-        Return the holder of the longest new prefix before this call, and its length; None if there was none.
+        Of the prefixes that are new for it, return the longest one's previous holder and length; None if none had one.
         """
         if holder not in self._marks:
             self._marks[holder] = (PrefixHashes(), [])
@@ -281,7 +290,10 @@ class PrefixIndex(Generic[T]):
                 del self._holders[key]
 
     def find(self, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
-        """Return the holder of the longest known prefix of a sequence, and its length; never the whole sequence."""
+        """Return the holder of a sequence's longest known prefix and that prefix's length; None if none is known.
+
+        The whole sequence does not count as a prefix.
+        """
         found = None
         for length, name in PrefixHashes().extend(tokens[:-1]):
             holder = self._holders.get((namespace, name))
@@ -291,7 +303,7 @@ class PrefixIndex(Generic[T]):
 
 
 class FaultGuard:
-    """The fault barrier of one thread: log the first exception of each kind, count all, drop the session at fault."""
+    """The fault barrier of one thread: logs the first exception of a kind, counts all, drops the session at fault."""
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
@@ -307,12 +319,12 @@ class FaultGuard:
             self.drop(session, error)
 
     def drop(self, session: DraftSession, error: Exception) -> None:
-        """Drop the session that caused an exception. If its target goes on, the client opens the sequence again."""
+        """Record an exception, and drop the session that caused it; a client that goes on opens the sequence again."""
         self.record(error, f"session {session.number} is dropped")
         self._store.drop(session)
 
     def record(self, error: Exception, loss: str) -> None:
-        """Count an exception, and log it if it is the first of its kind; `loss` says what it costs."""
+        """Count an exception, and log it if it is the first of its kind; `loss` names the consequence in the log."""
         self.count += 1
         kind = _kind(error)
         if kind not in self._known:
@@ -323,7 +335,7 @@ class FaultGuard:
 
 
 def _kind(error: Exception) -> tuple[type[Exception], CodeType | None, int]:
-    """Return the type of an exception and the place that raised it."""
+    """Return the type of an exception, and the code and the line number that raised it."""
     code, line = None, 0
     for frame, number in traceback.walk_tb(error.__traceback__):
         code, line = frame.f_code, number

@@ -23,7 +23,7 @@ class _Tenant:
     was_stall: bool = False  # the last step, which was not learned from
 
     def learn(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Learn from a step, unless it is far longer than those before it and the first such step."""
+        """Learn the time of a step; skip it if it is far longer than usual and the step before was not skipped."""
         usual = self.costs.target.cost
         is_stall = usual is not None and step_s > _STALL_FACTOR * usual.at(num_rows + num_submitted) > 0
         self.was_stall = is_stall and not self.was_stall
@@ -58,7 +58,7 @@ class Tenants:
         self._clients: OrderedDict[bytes, ClientActivity] = OrderedDict()
 
     def costs(self, namespace: bytes) -> PairModel:
-        """Return what was learned for a namespace."""
+        """Return the step times, acceptance probabilities and past answers that were learned for a namespace."""
         return self._tenant(namespace).costs
 
     def client(self, name: bytes) -> ClientActivity:
@@ -73,13 +73,13 @@ class Tenants:
 
     @property
     def clients(self) -> list[bytes]:
-        """The clients that sent something lately."""
+        """The clients that are still known, the one that sent a step or a sequence last at the end."""
         return list(self._clients)
 
     def record_step(self, step: StepRequest, now_s: float) -> None:
-        """Learn from a step of a target: from the time that the target reports, else from the pause since its answer.
+        """Learn the time of a target's step, as the target reports it, else from the pause since the last reply.
 
-        The step began when the last answer left.
+        Without a report the step is taken to have begun when the last reply to its namespace left.
         """
         tenant = self._tenant(step.namespace)
         step_s = step.step_us / 1e6
@@ -93,7 +93,7 @@ class Tenants:
             tenant.learn(len(step.rows) + others.rows, num_submitted, num_committed, step_s)
 
     def record_reply(self, namespace: bytes, now_s: float) -> None:
-        """Note when an answer left."""
+        """Note that a reply to a target of this namespace left at `now_s`."""
         self._tenant(namespace).answered_s = now_s
 
     def _tenant(self, namespace: bytes) -> _Tenant:

@@ -23,7 +23,7 @@ from specbranch.private_files import open_private
 
 log = logging.getLogger(__name__)
 
-Lane = tuple[bytes, bytes]  # client, namespace
+Lane = tuple[bytes, bytes]  # a target's line in the timeline, by its client and namespace
 
 _PROCESS = 1
 _DRAFT_THREAD = 1
@@ -53,7 +53,11 @@ class VerdictTree:
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """One row of a step; `is_hit` is None if its sequence gets no drafts."""
+    """The verdict on one row of a step: how many tokens were submitted, and how many committed.
+
+    `is_known`: the service has a session for the sequence. `is_hit`: the verdict was prepared; None if the sequence is
+    unknown or gets no drafts.
+    """
 
     submitted: int
     committed: int
@@ -63,7 +67,7 @@ class RowVerdict:
 
     @property
     def accepted(self) -> int:
-        """Submitted tokens that were accepted; the last committed token is the target's own."""
+        """The number of submitted tokens that were accepted; the last committed token is the target's own."""
         return min(self.submitted, self.committed - 1)
 
 
@@ -95,7 +99,7 @@ class TimelineRecorder:
         self._record("open", self._number(lane), at_s, at_s, (planner, num_sequences, num_tokens))
 
     def arrive(self, lane: Lane, at_s: float, rows: Sequence[RowVerdict]) -> None:
-        """Record the verdicts of a step, which end the target's step."""
+        """Record the verdicts of a step, which ends at `at_s` and began with the last reply to this target."""
         number = self._number(lane)
         start_s = self._answered_s.pop(number, None)
         if start_s is not None:
@@ -119,7 +123,10 @@ class TimelineRecorder:
                 )
 
     def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
-        """Record a reply, and its wait if `num_held` of its rows had no draft at once; the target's step begins."""
+        """Record that a reply left at `at_s`, which begins the target's next step.
+
+        If `num_held` rows had no draft at once, also record the wait since `since_s`.
+        """
         number = self._number(lane)
         self._answered_s[number] = at_s
         if num_held and at_s > since_s:
@@ -130,7 +137,10 @@ class TimelineRecorder:
         self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
 
     def write(self, path: Path, **about: Any) -> None:
-        """Write the file completely or not at all, readable by its owner only. `about` is stored with the events."""
+        """Write the timeline to a file, completely or not at all, readable by its owner only.
+
+        `about` is stored with the events.
+        """
         encode = msgspec.json.encode
         part = path.with_name(f"{path.name}.part")
         part.unlink(missing_ok=True)  # left by a run that was killed
@@ -143,7 +153,10 @@ class TimelineRecorder:
         part.replace(path)
 
     def trace_events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events in Chrome's trace format, names of the lanes first; times count from the first event."""
+        """Yield the events in Chrome's trace format, the names of the timeline's lines first.
+
+        Times count from the first event.
+        """
         yield from self._names()
         origin_s = min((event[2] for event in self._events), default=0.0)
         for kind, number, start_s, end_s, values in self._events:
@@ -199,7 +212,10 @@ def _name(kind: str, args: dict[str, Any]) -> str:
 
 
 def _thread(kind: str, number: int) -> int:
-    """Return the lane of an event: the draft's is first, then come two for every target, its steps and its waits."""
+    """Return the number of the line that shows an event: the first is the draft's, then every target has two.
+
+    The first of these two shows the target's steps and instants, the second its waits.
+    """
     if kind == "draft":
         return _DRAFT_THREAD
     return 2 * number + (kind == "wait")
@@ -215,7 +231,10 @@ def _microseconds(time_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """The nodes below the root, a parent before its children. The root has number 0 and is left out."""
+    """A copy of a draft tree: the nodes below the root, a parent before its children.
+
+    `parents` are the numbers of the nodes' parents. The root has number 0 and is left out; the others count from 1.
+    """
 
     parents: array[int]
     tokens: array[int]
@@ -226,12 +245,12 @@ class TreeSnapshot:
         return len(self.tokens)
 
     def as_json(self) -> dict[str, Any]:
-        """Return four lists of equal length."""
+        """Return the four arrays as lists of equal length, by name."""
         return {name: getattr(self, name).tolist() for name in self.__slots__}
 
 
 def take_snapshot(tree: Tree, num_submitted: int) -> TreeSnapshot:
-    """Return a snapshot of the tree; the target received only the first `num_submitted` of the submitted tokens."""
+    """Return a copy of the tree's likeliest nodes; the target received the first `num_submitted` submitted tokens."""
     submitted = {id(node) for node in (tree.submitted or [])[:num_submitted]}
     snapshot = TreeSnapshot(array("H"), array("i"), array("B"), array("B"))
     for parent, node in _likeliest(tree.root):

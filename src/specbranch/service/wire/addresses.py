@@ -1,6 +1,7 @@
-"""Addresses, keys, and a client's socket.
+"""Addresses of draft services, and the keys of services and clients.
 
-A Unix socket with owner-only rights by default. TCP only with CURVE keys on both sides; without them it is refused.
+By default a service listens at a Unix socket with owner-only rights. TCP needs CURVE keys on both sides; without them
+it is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specbranch.errors import SpecBranchError
 from specbranch.private_files import DirectoryError, can_hold_sockets, runtime_directory
 
 LINGER_MS = 0
-# A network that fails closes no connection: one without an answer for so long is made anew.
+# A network that fails does not close connections: one without a sign of life for `_DEAD_MS` is made anew.
 _BEAT_MS, _DEAD_MS = 1000, 4000
 
 
@@ -122,7 +123,7 @@ def _curve_keys(address: str, keys: ClientKeys | None) -> tuple[bytes, bytes, by
 
 
 def socket_path(address: str) -> Path | None:
-    """Return the file of a Unix address; None for TCP."""
+    """Return the socket's path in a Unix address, None for TCP; raise `AddressError` for any other address."""
     if address.startswith("ipc://") and len(address) > len("ipc://"):
         return Path(address.removeprefix("ipc://"))
     if address.startswith("tcp://"):
@@ -131,7 +132,7 @@ def socket_path(address: str) -> Path | None:
 
 
 def is_trusted_socket(path: Path) -> bool:
-    """Return whether a socket's directory exists; raise `AddressError` if it is not safe."""
+    """Return whether a socket's directory exists; raise `AddressError` if another user could make the socket in it."""
     try:
         return can_hold_sockets(path)
     except DirectoryError as error:
@@ -139,7 +140,7 @@ def is_trusted_socket(path: Path) -> bool:
 
 
 def load_key(path: Path) -> tuple[bytes, bytes]:
-    """Return the public and the secret key in a file."""
+    """Return the public and the secret key in a file; raise `AddressError` if it does not hold both."""
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:

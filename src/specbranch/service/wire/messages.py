@@ -98,9 +98,9 @@ class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The verdict on one sequence in an engine step: its digests before and after, and the tokens just committed.
 
     `prefetched`: the pushed draft for this verdict, which the target verifies already; None asks for a draft.
-    `sampling`: draft tokens may be sampled, and the target tests them by what they were sampled from (rule B).
-    `max_draft_tokens`: the most tokens in one draft. `has_recurring_noise`: the random numbers that made the new tokens
-    may come again, so no other sequence may learn from them (`Session.seclude`).
+    `sampling`: draft tokens may be sampled, and the target verifies them by rejection sampling. `max_draft_tokens`: the
+    maximum length of a draft. `has_recurring_noise`: the random numbers that sampled the new tokens may come again, so
+    no other sequence may learn from these tokens (`Session.seclude`).
     """
 
     before: SequenceId
@@ -138,9 +138,9 @@ class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unkno
 
 
 class DraftReply(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The draft for every row; None where the sequence is unknown and must be opened.
+    """The reply to `StepRequest`: a draft for every row, None where the sequence is unknown and must be opened.
 
-    `probs`: what the tokens of each row were sampled from; empty if no token of any row was sampled.
+    `probs`: the distributions that each row's tokens were sampled from; empty if no token of any row was sampled.
     """
 
     round: Round
@@ -149,7 +149,7 @@ class DraftReply(Struct, tag="proposals", array_like=True, frozen=True, forbid_u
 
 
 class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The draft for the next verdict if that commits these tokens."""
+    """The draft to submit (`proposal`) if the next verdict commits the tokens `committed`."""
 
     committed: Annotated[list[Token], Meta(min_length=1, max_length=MAX_WINDOW + 1)]
     proposal: Draft
@@ -164,7 +164,7 @@ class PrefetchRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class PrefetchPush(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drafts for steps that were not sent yet. They replace all drafts pushed earlier for the same sequences."""
+    """Drafts that a service sends before the verdicts that they answer, in place of earlier ones for the sequences."""
 
     rows: Annotated[list[PrefetchRow], Meta(min_length=1, max_length=MAX_AHEAD)]
 
@@ -186,7 +186,7 @@ class OpenSequences(Struct, tag="open", array_like=True, frozen=True, forbid_unk
 
 
 class Drain(Struct, tag="drain", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Ask the service to accept no new sequences or, with `is_on` False, to accept them again."""
+    """A request to accept no new sequences any more or, with `is_on` False, to accept them again."""
 
     round: Round
     is_on: bool = True
@@ -210,7 +210,7 @@ class ErrorReply(Struct, tag="refused", array_like=True, frozen=True, forbid_unk
 
 
 class StatsRequest(Struct, tag="get-stats", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Ask for the counters of this namespace."""
+    """A request for the counters of this namespace."""
 
     round: Round
     namespace: Namespace
@@ -241,7 +241,7 @@ class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True
 
 
 class OverviewRequest(Struct, tag="get-overview", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Ask for the settings and the metrics of the service."""
+    """A request for the settings and the metrics of the service."""
 
     round: Round
 
@@ -280,12 +280,12 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    """Decode a client's message; raise `FrameError` if it is none."""
+    """Return the message in a client's frame; raise `FrameError` if it holds none."""
     return _decode(_requests, frame, MAX_FRAME)
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """Decode a service's message; raise `FrameError` if it is none."""
+    """Return the message in a service's frame; raise `FrameError` if it holds none."""
     return _decode(_replies, frame, MAX_REPLY)
 
 
