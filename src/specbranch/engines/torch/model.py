@@ -214,7 +214,7 @@ def _attend_layer(
     specbranch_step: AttentionContext | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Adapt `AttentionContext.attend` to the interface through which every layer of Transformers calls attention."""
+    """Call `AttentionContext.attend` for a layer of Transformers; return its result and None, in place of weights."""
     is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
     if specbranch_step is None or attention_mask is not None or not is_plain:
         raise unsupported(type(module).__name__, "its attention is not plain")
