@@ -30,7 +30,7 @@ assert multiprocessing.util
 
 
 class DraftKeywords(TypedDict, total=False):
-    """How to draft for an engine that decodes one sequence at a time; `DraftAddress.vllm_args` explains each key."""
+    """The keyword arguments of `DraftAddress.transformers_args`; `DraftAddress.vllm_args` explains each of them."""
 
     planner: str
     max_draft_tokens: int | None
@@ -89,7 +89,7 @@ class DraftAddress:
         return {"custom_generate": DraftedDecoding(*self._settings(how))}
 
     def _settings(self, how: DraftKeywords) -> tuple[DraftSettings, int]:
-        """Return the checked settings, and the maximum of draft tokens to verify at once."""
+        """Return the settings for these keyword arguments, checked, and the most draft tokens to verify at once."""
         given: dict[str, Any] = dict(how)
         num_tokens = given.pop("max_draft_tokens", None) or draft_length_limit(how.get("planner", DEFAULT_PLANNER))
         settings = DraftSettings(address=self.address, keys=self.keys, **given)
@@ -158,7 +158,7 @@ class DraftServer(DraftAddress):
 
 
 def _check(settings: DraftSettings, max_draft_tokens: int) -> None:
-    """Raise now for settings that the client in the engine would refuse much later."""
+    """Raise the error that the client in the engine would raise for these settings, but only much later."""
     options = settings.client_options(max_draft_tokens)
     for address in normalize_addresses(options.address):
         check_address(address, options.keys)

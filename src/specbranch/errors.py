@@ -8,7 +8,7 @@ class SpecBranchError(Exception):
 
 
 class EngineError(SpecBranchError, RuntimeError):
-    """An engine cannot do what the caller wants. Users read the message, which names the cause and the way out."""
+    """An engine cannot do what the caller asks for. Users read the message, which says why, and what to do."""
 
 
 class EngineFull(EngineError):
@@ -24,5 +24,8 @@ class FlagError(SpecBranchError, ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; those of Transformers can fill a page."""
+    """Return the first line of an error's message, or the error's type if the message is empty.
+
+    Messages of Transformers can fill a page.
+    """
     return next(iter(str(error).splitlines()), type(error).__name__)

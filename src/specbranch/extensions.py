@@ -41,7 +41,10 @@ def load_planners() -> None:
 
 
 def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
-    """Yield the entry points of a group with their package's name; of two copies of a package only the first."""
+    """Yield each entry point of a group with the name of its package; of two copies of a package only the first's.
+
+    A package whose entry points cannot be read is skipped, with a warning.
+    """
     seen: set[str] = set()
     # One package at a time: `entry_points()` fails as a whole if one of them has a damaged file.
     for package in distributions():
@@ -60,7 +63,7 @@ def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
 
 @contextmanager
 def optional_import(name: str) -> Iterator[None]:
-    """Wrap the imports of an engine's libraries: turn a failure into an `EngineError` that says what to install."""
+    """Turn a failed import inside `with` into an `EngineError` that says to install the extra `name`."""
     try:
         yield
     except (ImportError, OSError, RuntimeError) as missing:  # a library may also lack another, such as CUDA's
@@ -68,7 +71,7 @@ def optional_import(name: str) -> Iterator[None]:
 
 
 def check_extra(name: str, modules: tuple[str, ...]) -> None:
-    """Raise the same error as `optional_import` if a module is not installed, without importing it."""
+    """Raise the error of `optional_import` if one of the modules of the extra `name` is not installed; import none."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise _missing(name, f"No module named {module!r}")
@@ -82,7 +85,7 @@ def _missing(name: str, cause: str) -> EngineError:
 
 
 def load_pyplot() -> Any:
-    """Import Matplotlib's pyplot, set to draw to files only."""
+    """Import Matplotlib's pyplot, set to draw to files only, and return it."""
     try:
         import matplotlib
 

@@ -12,7 +12,7 @@ LogFormat = Literal["text", "json"]
 
 
 class JsonFormatter(logging.Formatter):
-    """Format a record as one JSON object on one line."""
+    """A log formatter that writes each record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(style: LogFormat, level: str) -> None:
-    """Send the package's logs to standard error."""
+    """Send the package's logs of at least `level`, such as "info", to standard error."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if style == "json" else text)
@@ -37,7 +37,10 @@ def set_up_logs(style: LogFormat, level: str) -> None:
 
 
 class RateLimitedWarning:
-    """Log warnings, at most one a second, with the number of those skipped, so that peers cannot flood the log."""
+    """Logs warnings, at most one per second, so that peers cannot flood the log.
+
+    Each warning says how many were skipped since the one before.
+    """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log

@@ -53,7 +53,10 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _left_in_container(root: Path) -> int | None:
-    """Return what a container's limit (cgroup v2) leaves, counting the page cache as free; None without a limit."""
+    """Return the bytes that a container's limit (cgroup v2) leaves, counting the page cache as free.
+
+    Returns None if there is no limit.
+    """
     group = root / "sys/fs/cgroup"
     try:
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
@@ -64,12 +67,12 @@ def _left_in_container(root: Path) -> int | None:
 
 
 def _reclaimable(stats: dict[str, str]) -> int:
-    """Return the bytes that the kernel can free when memory is needed."""
+    """Return the bytes that the kernel can free when memory is needed, from the entries of `memory.stat`."""
     return sum(int(stats.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
 
 
 def cache_bytes() -> int | None:
-    """Return the size of the processor's last-level cache; None if Linux does not report it."""
+    """Return the bytes of the processor's last-level cache; None if Linux does not report them."""
     sizes = [_read(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     kib = [int(size[:-1]) for size in sizes if size[:-1].isdigit() and size.endswith("K")]
     return max(kib) * 1024 if kib else None
@@ -91,7 +94,7 @@ def provenance() -> dict[str, Any]:
 
 
 def commit(directory: Path) -> str | None:
-    """Return a checkout's commit, with `+` if it has uncommitted changes; None for an installed package."""
+    """Return the git commit of a directory, with `+` if there are uncommitted changes; None if it is in no checkout."""
     try:
         command = ["git", "-C", str(directory), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
@@ -101,7 +104,7 @@ def commit(directory: Path) -> str | None:
 
 
 def commit_note(source: Mapping[str, Any]) -> str | None:
-    """Return a note for readers of a result that has no clean commit in its provenance; None if it has one."""
+    """Return a note for readers of a result whose provenance, `source`, has no clean commit; None if it has one."""
     recorded = source.get("commit")
     if not recorded:
         return "No clean commit: the file does not say which code made it."
@@ -111,19 +114,22 @@ def commit_note(source: Mapping[str, Any]) -> str | None:
 
 
 def cpu_name(cpuinfo: str) -> str | None:
-    """Return the model name in the text of /proc/cpuinfo."""
+    """Return the CPU's model name in the text of /proc/cpuinfo; None if it has none."""
     names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     return names[0] if names else None
 
 
 def instruction_sets(cpuinfo: str) -> list[str]:
-    """Return which of the instruction sets that matter for speed are in the text of /proc/cpuinfo."""
+    """Return the instruction sets in the text of /proc/cpuinfo, but only those that matter for speed."""
     lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("flags")]
     return [name for name in _INSTRUCTION_SETS if lines and name in lines[0]]
 
 
 def onednn_limits(named: Sequence[str]) -> list[str]:
-    """Return values of ONEDNN_MAX_CPU_ISA that make such a CPU act like ones with fewer instruction sets, and ALL."""
+    """Return the values of ONEDNN_MAX_CPU_ISA that have an effect on a CPU with these instruction sets, after ALL.
+
+    Each makes the CPU act like one with fewer instruction sets; ALL sets no limit.
+    """
     return ["ALL", *(limit for limit, needed in _LIMITS.items() if needed in named)]
 
 
@@ -136,7 +142,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The cores of each NUMA node, and the number of GPUs attached to it."""
+    """The cores of each NUMA node, and the number of GPUs attached to each node, by node number."""
 
     cores: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     gpus: Mapping[int, int] = field(default_factory=dict)
@@ -159,7 +165,7 @@ def read_topology(system: Path = Path("/sys")) -> Topology:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Parse a list of cores such as 0-3,8."""
+    """Return the core numbers in a list such as 0-3,8, which is the form that Linux writes."""
     cores: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -168,12 +174,18 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that nvidia-smi, or else the PCI bus, lists and that CUDA_VISIBLE_DEVICES allows."""
+    """Return the number of GPUs of this machine that CUDA_VISIBLE_DEVICES allows.
+
+    The GPUs are those that nvidia-smi lists or, if it cannot be run, those on the PCI bus.
+    """
     return visible_gpus(_list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(num_installed: int, visible: str | None) -> int:
-    """Return how many GPUs a value of CUDA_VISIBLE_DEVICES leaves; CUDA stops at the first invalid entry."""
+    """Return how many of the installed GPUs a value of CUDA_VISIBLE_DEVICES allows; None means that it is not set.
+
+    CUDA ignores all entries from the first invalid one on.
+    """
     if visible is None or not num_installed:
         return num_installed
     count = 0

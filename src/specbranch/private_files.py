@@ -19,7 +19,7 @@ class DirectoryError(SpecBranchError, RuntimeError):
 
 
 def runtime_directory() -> Path:
-    """Return this user's default directory."""
+    """Return the default directory of this user's sockets and statistics, without creating it."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/specbranch-{os.getuid()}")
 
 
@@ -46,9 +46,10 @@ def is_private(directory: Path) -> bool:
 
 
 def can_hold_sockets(path: Path) -> bool:
-    """Return whether a socket's directory exists; raise `DirectoryError` if another user could have made the socket.
+    """Return whether the directory of the socket `path` exists.
 
-    In a shared directory such as /tmp nobody can replace another user's file, so there the owner of the file counts.
+    Raises `DirectoryError` if another user could have made the socket. In a shared directory such as /tmp nobody can
+    replace another user's file, so there the owner of the socket is checked.
     """
     if path.parent == runtime_directory():
         ensure_runtime_directory()
@@ -71,7 +72,7 @@ def can_hold_sockets(path: Path) -> bool:
 
 
 def _flaw(directory: Path) -> str | None:
-    """Say why others can access a directory; return None if they cannot."""
+    """Return a phrase that says why other users can access a directory; None if they cannot."""
     found = directory.lstat()
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
@@ -91,5 +92,5 @@ def _require_trusted(path: Path, found: os.stat_result) -> None:
 
 
 def open_private(path: Path, mode: Literal["ab", "xb"]) -> BinaryIO:
-    """Open a file for writing, readable by this user only if it is new; an existing file keeps its permissions."""
+    """Open a file for writing; a new one can be read by this user only, an existing one keeps its permissions."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))

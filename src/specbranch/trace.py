@@ -47,8 +47,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line after the header: a whole answer, or one verdict of a session with its time in seconds."""
 
     tokens: list[int]
-    heads: list[_TopK | None]  # top-k before each token
-    entropy: list[float]
+    heads: list[_TopK | None]  # the draft's top-k before each token
+    entropy: list[float]  # of the draft's distribution before each token, in nats
     prompt: list[int] = []
     foreseen: list[int] = []  # H-RAD's signal after each token
     session: int | None = None
@@ -59,7 +59,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One recorded verdict: its time, the tokens committed and those submitted before, and whether it was a hit."""
+    """One recorded verdict: its time in seconds, the number of tokens that it committed, and whether it was a hit.
+
+    `submitted` is the number of draft tokens that it judged.
+    """
 
     at_s: float
     committed: int
@@ -82,7 +85,10 @@ class Answer:
     moments: tuple[Moment, ...] = ()
 
     def runs(self) -> list[int]:
-        """Return for every position and the end how many consecutive top-1 tokens of the draft are right from there."""
+        """Return for each position how many tokens in a row, from there on, are the draft's most likely ones.
+
+        The list has one more entry than the answer has tokens: the last, for the end, is 0.
+        """
         runs = [0]
         for token, distribution in zip(reversed(self.tokens), reversed(self.distributions), strict=True):
             runs.append(runs[-1] + 1 if distribution.ids[:1] == (token,) else 0)
@@ -107,16 +113,19 @@ class Trace:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all answers."""
+        """The number of tokens in all answers together, without prompts."""
         return sum(len(answer.tokens) for answer in self.answers)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether the tokens before every answer are known."""
+        """Whether the prompt of every answer is known."""
         return all(answer.prompt for answer in self.answers)
 
     def match_share(self, rank: int = 1) -> float:
-        """Return the share of tokens among their distribution's `rank` most likely; rank 1 is greedy agreement."""
+        """Return the share of tokens that are among the `rank` most likely ones of the draft's distributions.
+
+        Tokens without a distribution do not count. With rank 1 this is the share on which a greedy draft agrees.
+        """
         found = [
             token in distribution.ids[:rank]
             for answer in self.answers
@@ -165,12 +174,12 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def encode_line(line: Header | Record) -> bytes:
-    """Encode one line of a trace file."""
+    """Return one line of a trace file, as JSON with a line end."""
     return msgspec.json.encode(line) + b"\n"
 
 
 def top_k_of(distribution: Distribution, longest: int | None = None) -> _TopK | None:
-    """Return the top-k of a distribution, at most `longest` tokens, in the form of a record."""
+    """Return a distribution's top-k in the form of a record, at most `longest` tokens; None if it has no tokens."""
     if not distribution.ids:
         return None
     return list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]]

@@ -18,7 +18,7 @@ DTYPES = ("auto", "int8", "w8a16", "bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Describe an engine to its callers. It does not change while the engine lives.
+    """The model, device and limits of an engine. They do not change while the engine lives.
 
     Callers must respect `row_limit`; the engine itself enforces `max_handles` and `max_tokens` by raising `EngineFull`.
     """
@@ -29,7 +29,7 @@ class EngineInfo:
     row_limit: int  # rows in one step
     max_handles: int  # handles open at once
     max_tokens: int  # tokens in the cache; shared ones count once
-    idle_cache_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing the others
+    idle_cache_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing active ones
     dtype: str = ""  # of the weights, if known
     weight_bytes: int | None = None  # size of the weights, which each step must read; None if unknown
     vocab_fingerprint: bytes = b""  # from `vocabulary.read_fingerprint`; if empty, targets compare only sizes
@@ -39,7 +39,7 @@ class EngineInfo:
 class Row:
     """Tokens to append to one handle, at least one. Each of the last `num_outputs` yields a distribution.
 
-    With more than one output, the row is a chain of guessed tokens: each distribution confirms the next token or not.
+    With more than one output, the row ends with guesses: each distribution shows whether the guess after it is right.
     """
 
     handle: int
@@ -61,7 +61,7 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def check_length(handle: int, held: int, length: int) -> None:
-    """Raise `ValueError` unless a handle with `held` tokens has a prefix of `length`, for `fork` and `truncate`."""
+    """Raise `ValueError` unless `length`, given to `fork` or `truncate`, is from 0 to the handle's `held` tokens."""
     if not 0 <= length <= held:
         raise ValueError(f"handle {handle} holds {held} tokens, not {length}")
 
@@ -97,7 +97,7 @@ class DraftEngine(Protocol):
         ...
 
     def fork(self, handle: int, length: int) -> int:
-        """Open a handle that begins with the first `length` tokens of another, from none to all of them, and return it.
+        """Open a handle that begins with the first `length` tokens of `handle`, from none to all, and return it.
 
         The fork shares the cache instead of copying it: it adds nothing to `num_tokens` and takes microseconds, however
         long the prefix is. Afterwards the two are independent: running, truncating or closing one does not affect the
@@ -144,7 +144,7 @@ def _silent(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Choose a model, its device and the limits of the engine.
+    """The options to open an engine: the model, its device and the limits.
 
     `model` is a path, a name below $SPECBRANCH_MODELS, or a name on the Hugging Face hub (`repo` for torch,
     `repo:file.gguf` for llama.cpp). `threads` None lets the engine choose. `dtype` is one of `DTYPES` and applies to

@@ -1,7 +1,8 @@
-"""Allocate the slots of a draft's KV cache to handles, and choose the size of the cache.
+"""Allocate the cells of a draft's KV cache to handles, and choose the size of the cache.
 
-All handles share one range of cells. Opening a handle begins a region; its forks belong to it and share the cells of
-their common prefix. A cell is free when no handle holds it. Engines allocate cells here before they compute.
+A cell, or slot, stores the keys and values of one token. All handles share one range of cells. Opening a handle begins
+a region; forks of the handle belong to the same region and share the cells of their common prefix. A cell is free when
+no handle holds it. Engines allocate cells here before they compute.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ _FEWEST = 4096  # tokens; a smaller cache is of no use
 _GPU_SHARE = 0.75  # of the free memory; a step needs the rest for its own tensors
 # A target on the same CPU uses nearly all of the rest: `serve` leaves a tenth of the memory to the draft's cache.
 _CPU_SHARE = 0.1
-_CPU_LIMIT = 0.25  # if a tenth cannot hold the usual cache
+_CPU_LIMIT = 0.25  # largest share, taken if a tenth cannot hold the usual cache
 
 
 @dataclass(slots=True, eq=False)
 class SlotRegion:
-    """The range of cells of an opened handle and all its forks. They lie close together if other regions leave room."""
+    """A range of cells for one opened handle and all its forks.
 
-    first: int  # where its range begins
-    end: int  # one past the highest cell it ever used
+    It keeps their cells close together as long as other regions leave room.
+    """
+
+    first: int  # where the range begins
+    end: int  # one past the highest cell ever used in it
     low: int  # where to start looking for free cells
 
 
@@ -46,7 +50,7 @@ class _Held:
 
 
 class SlotAllocator:
-    """Handles of one cache and the cells they hold. Handles are small numbers, reused after they are closed."""
+    """Assigns the cells of one cache to handles. Handles are small numbers, reused after they are closed."""
 
     def __init__(self, max_cells: int, max_handles: int) -> None:
         self.max_cells = max_cells
@@ -87,7 +91,7 @@ class SlotAllocator:
         held.path = held.path[:length]
 
     def close(self, handle: int) -> None:
-        """Release a handle and its cells."""
+        """Close a handle and release its cells; its forks keep the cells that they share with it."""
         self.truncate(handle, 0)
         del self._held[handle]
         heappush(self._free_handles, handle)
@@ -140,7 +144,10 @@ class SlotAllocator:
             self.num_used -= len(free)
 
     def _widest_room(self) -> int:
-        """Return the start of a new region with most room to grow. A region keeps half of the gap to the next one."""
+        """Return where to begin a new region, so that it has most room to grow.
+
+        That is cell 0, or the middle of the gap after another region, which keeps the lower half to grow itself.
+        """
         sessions = sorted({(held.session.first, held.session.end) for held in self._held.values()})
         firsts = [first for first, _ in sessions[1:]] + [self.max_cells]
         places = [(0, sessions[0][0] if sessions else self.max_cells)]
@@ -152,7 +159,7 @@ class SlotAllocator:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The size of a cache, and why it was chosen."""
+    """The size of a cache in tokens, and the reason for it as a phrase."""
 
     tokens: int
     bytes_per_token: int
@@ -165,7 +172,10 @@ class CacheSize:
 def cache_size(
     asked: int | None, bytes_per_token: int, free_bytes: int | None, *, is_cpu: bool, most: int = MOST
 ) -> CacheSize:
-    """Return the `asked` size, or one that suits the free memory. `most` is all that the engine or model can use."""
+    """Return the size of a cache: `asked` tokens or, if None, as many as suit `free_bytes` of memory (None: unknown).
+
+    A size that was not asked for is at most `most` tokens, which is all that the engine or model can use.
+    """
     if asked is not None:
         return CacheSize(asked, bytes_per_token, "as requested")
     if free_bytes is None:
@@ -179,7 +189,7 @@ def cache_size(
 def cache_tokens(bytes_per_token: int, free_bytes: int, *, is_cpu: bool) -> int:
     """Return how many tokens fit into the cache's share of the free memory: a multiple of 256, and at least 4096.
 
-    Even that minimum may fit later: a cache that grows on demand can use memory that others free meanwhile.
+    The minimum holds even if it does not fit now: a cache that grows on demand can use memory that is freed later.
     """
     if is_cpu:
         tokens = max(_CPU_SHARE * free_bytes, min(_CPU_LIMIT * free_bytes, USUAL * bytes_per_token)) / bytes_per_token

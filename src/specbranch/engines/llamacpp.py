@@ -30,8 +30,8 @@ with optional_import("llamacpp"):
 
 log = logging.getLogger(__name__)
 
-# Each row attends over all cells in use, those of other sessions too: a thousand of them add about 6 ms to a row of
-# Qwen 0.5B on one core, which takes 70 ms.
+# Tokens of idle sessions that may stay in the cache on a CPU. Each row attends over all cells in use, those of other
+# sessions too: a thousand of them add about 6 ms to a row of Qwen 0.5B on one core, which takes 70 ms.
 _REST_TOKENS = 512
 _BATCH = 512  # tokens in one call of llama.cpp; a longer step takes several calls
 # Tokens computed at a time on a CPU. Without flash attention llama.cpp reserves attention scores for this many tokens
@@ -59,7 +59,7 @@ class _Fed:
 
 
 class LlamaCppEngine:
-    """Run a GGUF model in llama.cpp."""
+    """A draft engine that runs a GGUF model in llama.cpp."""
 
     def __init__(self, options: EngineOptions) -> None:
         llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
@@ -212,7 +212,10 @@ def supports_gpu() -> bool:
 
 
 def gguf_path(model: str) -> Path:
-    """Return the GGUF file of a model: a path, a name below $SPECBRANCH_MODELS, or `repo:file.gguf` on the hub."""
+    """Return the path of a model's GGUF file, downloading it if needed.
+
+    `model` is a path, a name below $SPECBRANCH_MODELS, or `repo:file.gguf` for a file on the Hugging Face hub.
+    """
     path = local_model(model)
     if path is None and ":" in model:
         return _from_hub(*model.split(":", 1))
@@ -290,7 +293,10 @@ def _load_model(path: Path, params: Any) -> Any:
 
 
 def _meta_number(model: Any, name: str) -> int | None:
-    """Return a number from the GGUF metadata of the model's architecture; None if the file does not have it."""
+    """Return the number that a model's GGUF metadata has under the name of its architecture, a dot and `name`.
+
+    Returns None if there is no whole number under it.
+    """
     found: list[str] = []
     for key in ("general.architecture", name):
         buffer = ctypes.create_string_buffer(128)
@@ -327,7 +333,7 @@ class GgmlGpus:
         return len(self._devices)
 
     def free_bytes(self, index: int) -> int | None:
-        """Return the free memory of a GPU; None if it is unknown."""
+        """Return the free bytes of GPU number `index`; None if they are unknown."""
         if index >= len(self._devices):
             return None
         free, total = ctypes.c_size_t(), ctypes.c_size_t()

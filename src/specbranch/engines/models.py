@@ -25,16 +25,20 @@ _KINDS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")  # only files of the first
 
 @dataclass(frozen=True, slots=True)
 class HubAnswer:
-    """The hub's answer about a model: why it refuses it, or why that is unknown. With neither, the model exists."""
+    """The hub's answer about a model; if both fields are None, the model exists.
+
+    `refusal` says why the model cannot be downloaded, `unknown` why it is not known whether it can.
+    """
 
     refusal: str | None = None
     unknown: str | None = None
 
 
 def check_model_exists(what: str, model: str) -> str | None:
-    """Raise `EngineError` if a model does not exist; return None if it does, or why that could not be checked.
+    """Raise `EngineError` if a model does not exist.
 
-    `what` names the model in messages, such as TARGET.
+    Returns None if it exists, or a note that says why that could not be checked. `what` names the model in messages,
+    such as TARGET.
     """
     path = local_model(model)
     if path is not None:
@@ -58,7 +62,11 @@ def _require_files(what: str, path: Path) -> None:
 
 
 def _require_elsewhere(what: str, model: str) -> str | None:
-    """Look for a name on the hub, or raise `EngineError` if it is a path; return why the hub could not be asked."""
+    """Look on the hub for a model that is not on this machine.
+
+    Raises `EngineError` if the hub does not have it or the name is a path. Returns None if the hub has it, or a note
+    that says why the hub could not be asked.
+    """
     repository = model.partition(":")[0]
     if _is_path(model):
         path = Path(model).expanduser()
@@ -73,20 +81,23 @@ def _require_elsewhere(what: str, model: str) -> str | None:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a model is no name on the hub, which is `name` or `owner/name`, optionally with `:file`."""
+    """Return whether a model cannot be a name on the hub, which is `name` or `owner/name`, optionally with `:file`."""
     is_file = model.endswith((".gguf", ".safetensors")) and ":" not in model
     return is_file or model.startswith(("/", ".", "~")) or model.partition(":")[0].count("/") > 1 or not model
 
 
 def _near(name: str, directory: Path) -> str:
-    """Suggest the most similar name in a directory, as the end of a message; return "" if none is similar."""
+    """Return the end of a message, which suggests the most similar name in a directory; "" if none is similar."""
     names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def ask_hub(repository: str) -> HubAnswer:
-    """Check whether the Hugging Face hub has a model; skip the request if any revision was downloaded before."""
+    """Ask the Hugging Face hub whether it has a model, and return the answer.
+
+    If any revision of the model was downloaded before, it exists, and no request is sent.
+    """
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return HubAnswer(unknown="VLLM_USE_MODELSCOPE is set, so vLLM downloads it from ModelScope")
     try:
@@ -121,7 +132,7 @@ def _is_cached(cache: str, repository: str) -> bool:
 
 
 def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
-    """Return the answer of `ask`, or "unknown" after `limit_s`; on a slow network the libraries try again later."""
+    """Call `ask` in a thread and return its answer, or an answer that is unknown if it takes longer than `limit_s`."""
     answers: list[HubAnswer] = []
     thread = Thread(target=lambda: answers.append(ask()), name="hub", daemon=True)
     thread.start()
@@ -130,7 +141,10 @@ def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
 
 
 def weight_bytes(model: str, dtype: str | None = None) -> int:
-    """Return the bytes of a model's weights in memory, in `dtype` or their own; 0 if it is not on this machine."""
+    """Return the bytes that a model's weights take in memory, in `dtype` or, if None, in their own type.
+
+    Returns 0 if the model is not on this machine.
+    """
     path = local_model(model)
     if path is None:
         return 0
@@ -141,34 +155,43 @@ def weight_bytes(model: str, dtype: str | None = None) -> int:
 
 
 def _files(path: Path, kind: str) -> list[Path]:
-    """Return the files of one kind, without the second copy of all weights that some models keep as `consolidated*`."""
+    """Return the files that match the pattern `kind`.
+
+    Some models have a second copy of all weights, named `consolidated*`; it is left out if there is another.
+    """
     files = list(path.glob(kind))
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def _growth(table: Mapping[str, Any], dtype: str | None) -> float:
-    """Return how much larger weights are in `dtype` than on disk; quantized weights keep their type."""
+    """Return the factor from the size of weights on disk to their size in `dtype`; `table` is the model's config.
+
+    It is 1 for quantized weights, which keep their type, and if either type is unknown.
+    """
     own = _BYTES.get(str(table.get("dtype") or table.get("torch_dtype")).removeprefix("torch."))
     asked = _BYTES.get((dtype or "").removeprefix("torch."))
     return asked / own if own and asked and "quantization_config" not in table else 1.0
 
 
 def load_model(source: str, **arguments: Any) -> Any:
-    """Load a model from safetensors or GGUF only: a pickle could run any code."""
+    """Load a model with Transformers, from safetensors or GGUF only: a pickle could run any code.
+
+    `arguments` are passed to `from_pretrained`.
+    """
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **arguments)
 
 
 def load_tokenizer(source: str) -> Any:
-    """Load a tokenizer of a class that Transformers itself defines."""
+    """Load a model's tokenizer with Transformers, without running code from the model's repository."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def load_config(source: str) -> Any:
-    """Load the config of a model whose class Transformers itself defines."""
+    """Load a model's config with Transformers, without running code from the model's repository."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -191,7 +214,10 @@ def local_model(model: str) -> Path | None:
 
 
 def read_config(model: str) -> dict[str, Any] | None:
-    """Read the config of a model directory, or of a name in the hub's cache; return None if there is none here."""
+    """Read the `config.json` of a model directory, or of a name in the hub's local cache.
+
+    Returns None if this machine has none, or one that cannot be read.
+    """
     path = local_model(model)
     file = cached_file(model, "config.json") if path is None else path / "config.json"
     try:

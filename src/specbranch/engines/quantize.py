@@ -41,7 +41,7 @@ class QuantizeError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Names of the weights that are a model's matrices."""
+    """The names of the weights of a model's linear layers and of its input embedding."""
 
     linears: frozenset[str]
     input_embedding: str
@@ -51,7 +51,10 @@ class Layers:
 
 
 def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
-    """Write the dense checkpoint `source` with 8-bit weights to the new directory `out`; on failure leave nothing."""
+    """Write the dense checkpoint `source` with 8-bit weights to the new directory `out`; on failure leave nothing.
+
+    `report` is called with a phrase, the number of files done, and the number of all files.
+    """
     config, files = _read(source)
     layers = find_layers(source)
     _check_names(layers, files, source)
@@ -79,7 +82,10 @@ def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
 
 
 def quantization_config() -> dict[str, Any]:
-    """Return the config that vLLM reads: linear and output layers, weight scales by channel, activations by token."""
+    """Return the `quantization_config` by which vLLM recognises the format.
+
+    It is for linear layers and the output layer: weights have a scale per output channel, activations one per token.
+    """
     group = {
         "targets": ["Linear", "re:.*lm_head"],
         "weights": {**_INTEGERS, "strategy": "channel", "dynamic": False},
@@ -97,14 +103,17 @@ def quantization_config() -> dict[str, Any]:
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round weights [outputs, inputs] to 8-bit integers; also return the scale of each output, [outputs, 1]."""
+    """Return weights [outputs, inputs] rounded to 8-bit integers, and the scale of each output, [outputs, 1]."""
     weight = weight.float()
     scales = weight.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_PEAK).div_(MAX_INT8)
     return (weight / scales).round_().to(torch.int8), scales
 
 
 def quantize_file(file: Path, layers: Layers) -> dict[str, torch.Tensor]:
-    """Read one file of weights; return linear layers as integers and scales, and all other tensors unchanged."""
+    """Read one file of weights and return its tensors by name: linear layers as integers and scales, others unchanged.
+
+    A tied output layer gets integers and scales of its own, made from the input embedding.
+    """
     tensors: dict[str, torch.Tensor] = {}
     with safe_open(file, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118  # not a dictionary
@@ -121,7 +130,7 @@ def quantize_file(file: Path, layers: Layers) -> dict[str, torch.Tensor]:
 
 
 def find_layers(source: Path) -> Layers:
-    """Find a model's linear layers by building it without weights; raise `QuantizeError` if it has other matrices."""
+    """Find a model's linear layers by building it without weights; raise `QuantizeError` for an unsupported model."""
     try:
         config = load_config(str(source))
         with torch.device("meta"):
@@ -148,7 +157,10 @@ def find_layers(source: Path) -> Layers:
 
 
 def _read(source: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Return the config and the weight files; raise `QuantizeError` if there are none or they are quantized already."""
+    """Return the config and the weight files of a checkpoint.
+
+    Raises `QuantizeError` if either is missing or the weights are quantized already.
+    """
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -167,7 +179,7 @@ def _read(source: Path) -> tuple[dict[str, Any], list[Path]]:
 
 
 def _check_names(layers: Layers, files: list[Path], source: Path) -> None:
-    """Raise `QuantizeError` if the files lack names of the model's layers, which would stay dense unnoticed."""
+    """Raise `QuantizeError` if a weight in `layers` is in none of the files: its layer would stay dense unnoticed."""
     held: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as weights:

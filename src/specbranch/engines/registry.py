@@ -48,7 +48,8 @@ ENGINES = tuple(_OPENERS)  # built-in engines; `engine_names` adds those of othe
 def register_engine(name: str, opener: Opener) -> None:
     """Register an engine under a name. `opener` is called with `EngineOptions`; an engine's class can be one.
 
-    Raises `EngineError` if the name has other characters than `_NAME` allows, or belongs to another opener.
+    Raises `EngineError` if the name has other characters than `_NAME` allows or belongs to another opener, or if
+    `opener` is not callable.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise EngineError(
@@ -78,7 +79,7 @@ def check_engine(name: str) -> None:
 
 
 def check_device(name: str, device: str) -> None:
-    """Raise `EngineError` if a built-in engine cannot use a device; load nothing."""
+    """Raise `EngineError` if a built-in engine cannot use a device, as far as that shows without loading a model."""
     if name == "llamacpp" and device != "cpu":
         from specbranch.engines.llamacpp import model_params
 
@@ -86,7 +87,7 @@ def check_device(name: str, device: str) -> None:
 
 
 def engine_for(model: str) -> str:
-    """Return the engine that suits a model's name: llama.cpp for GGUF files, torch for all others."""
+    """Return the name of the engine that suits a model: `llamacpp` for GGUF files, `torch` for all others."""
     path = local_model(model)
     if model.endswith(".gguf") or (path is not None and path.is_dir() and any(path.glob("*.gguf"))):
         return "llamacpp"
@@ -94,7 +95,7 @@ def engine_for(model: str) -> str:
 
 
 def runs_on_gpu(name: str) -> bool:
-    """Return whether an engine can use a GPU: depends on the build for llama.cpp, assumed for all others."""
+    """Return whether an engine can use a GPU: for `llamacpp` that depends on its build; all others are assumed to."""
     if name != "llamacpp":
         return True
     from specbranch.engines.llamacpp import supports_gpu

@@ -1,9 +1,9 @@
 """Map the nodes of one draft tree to the engine handles whose caches hold them.
 
 A handle is identified by its tip, the last node fed to it. A node whose parent is the tip of a free handle extends that
-handle; any other node needs a fork. After a verdict, handles that lost their branch are closed. If none is left below
-the new root, the longest one is truncated to the tokens it shares with the committed ones and kept as the trunk, which
-is then fed up to the root, one chunk at a time.
+handle; any other node needs a fork. After a verdict, handles whose tips are not below the new root are closed. If that
+would close all, the handle that shares most tokens with the committed sequence is truncated to these and kept as the
+trunk, which is then fed up to the root, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class EngineRow:
 
 
 class TreeCache:
-    """Hold one session's handles. After a failed step, call `close`: the next rows prefill the sequence again."""
+    """Keeps one session's draft tree in the caches of engine handles, and builds the rows that run its nodes.
+
+    Call `close` after a failed step; the object stays usable, and its next rows prefill the sequence again.
+    """
 
     def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine
@@ -49,7 +52,7 @@ class TreeCache:
         return len(self._tips) + (self._trunk is not None)
 
     def num_unprefilled(self, tree: Tree) -> int:
-        """Return the number of committed tokens that no handle holds yet, while a sequence is prefilled."""
+        """Return how many committed tokens are left to prefill; 0 after a handle has been fed up to the root."""
         if self._tips:
             return 0  # after a miss only a few tokens are missing
         return tree.root.position + 1 - (self._trunk[1] if self._trunk else 0)
@@ -59,7 +62,7 @@ class TreeCache:
     ) -> list[EngineRow]:
         """Build the rows that run `nodes`, forking handles where needed; return fewer if handles run out.
 
-        `tokens` are the committed ones. A node may follow its parent: both then run in this step, in one row. While the
+        `tokens` is the committed sequence. If `nodes` has a node after its parent, both run in one row. While the
         sequence is prefilled, a row feeds at most `prefill_chunk` tokens.
         """
         self._reattach(tokens, tree)
@@ -92,7 +95,10 @@ class TreeCache:
         return feeds
 
     def fork_prefix(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
-        """Fork a handle with the first `length` committed tokens, for another session; None if no handle has them."""
+        """Fork a handle with the first `length` committed tokens for another session, and return it.
+
+        Returns None if no handle holds so long a prefix. `tokens` is the committed sequence.
+        """
         self._reattach(tokens, tree)
         if self._tips:
             return self._engine.fork(next(iter(self._tips)), length)
@@ -101,12 +107,15 @@ class TreeCache:
         return None
 
     def start_from(self, handle: int, length: int) -> None:
-        """Start with a handle that already holds the first `length` tokens of the sequence."""
+        """Take over `handle`, which holds the first `length` tokens of the sequence, to prefill only the rest.
+
+        Call it before any row is built.
+        """
         assert not self.num_handles, "this session has begun to read"
         self._trunk = (handle, length)
 
     def close(self) -> None:
-        """Close all handles."""
+        """Close all handles of this session."""
         for handle in self._tips:
             self._engine.close(handle)
         if self._trunk:
@@ -140,7 +149,10 @@ class TreeCache:
         return EngineRow(Row(handle, tuple(reversed(path))), (node,), parent.position + 1)
 
     def _reattach(self, tokens: Sequence[int], tree: Tree) -> None:
-        """Keep the handles below the tree's present root; truncate the longest other one to a trunk, or close it."""
+        """Keep the handles whose tips are the tree's root or below it, and close all others.
+
+        If none is kept, truncate the handle with most committed tokens to these, and keep it as the trunk.
+        """
         stale: list[tuple[int, int]] = []  # number of committed tokens held, and the handle
         for handle, tip in list(self._tips.items()):
             path = _path(tip)
@@ -167,7 +179,7 @@ class TreeCache:
 
 
 def _chain_below(root: Node, nodes: Sequence[Node]) -> list[Node]:
-    """Return the chain among `nodes` that starts right below the root."""
+    """Return those of `nodes` that form a chain: a child of the root, a child of that child, and so on."""
     chain: list[Node] = []
     for node in nodes:
         if node.parent is (chain[-1] if chain else root):
@@ -176,7 +188,7 @@ def _chain_below(root: Node, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _path(tip: Node) -> list[Node]:
-    """Return the nodes from the present or a former root down to `tip`."""
+    """Return the nodes from the topmost ancestor of `tip`, which is the present or an earlier root, down to `tip`."""
     path = [tip]
     while path[-1].parent is not None:
         path.append(path[-1].parent)
@@ -184,9 +196,10 @@ def _path(tip: Node) -> list[Node]:
 
 
 def _shared_len(path: Sequence[Node], tokens: Sequence[int]) -> int:
-    """Return how many committed tokens a handle holds, given its nodes (`path`) from a former root down.
+    """Return how many tokens at the start of `tokens`, the committed sequence, a handle holds.
 
-    A former root and all tokens before it are committed; drafted tokens below it count while they equal `tokens`.
+    `path` has the handle's nodes, from an earlier root to its tip. That root and all tokens before it are committed;
+    nodes below it count up to the first that differs from `tokens`.
     """
     length = path[0].position + 1
     for node, token in zip(path[1:], tokens[length:], strict=False):

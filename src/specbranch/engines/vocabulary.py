@@ -1,7 +1,7 @@
 """Read the vocabularies of models, also from GGUF files, compare them, and spell tokens as text.
 
-Files are read without the libraries that run models, so that a wrong pair is refused before anything loads. A
-fingerprint of a vocabulary is small enough to send: a hash of every 257th token.
+Files are read without the libraries that run models, so that a draft with another vocabulary than its target's is
+refused before anything loads. A fingerprint of a vocabulary is small enough to send: a hash of every 257th token.
 
 GGUF metadata is parsed here because the `gguf` package reads one value at a time: 15 seconds for 150,000 tokens on a
 slow core. A file may be truncated or malicious, so every length is checked against the bytes left.
@@ -31,7 +31,8 @@ STRIDE = 257  # distance of the token ids in a fingerprint
 HASH_LEN = 4  # bytes; all zero for an id that has no token
 MAX_SAMPLE = 1 << 16  # bytes of a fingerprint, enough for four million tokens
 
-_TOLERANCE = 0.01  # fine-tunes change a few special tokens, and output layers are padded
+# Share of token ids that may differ: fine-tunes change a few special tokens, and output layers are padded.
+_TOLERANCE = 0.01
 # A fingerprint has only a few hundred ids. It must not by chance refuse a pair that the full comparison accepts;
 # unrelated vocabularies differ nearly everywhere.
 _SAMPLE_TOLERANCE = 0.05
@@ -70,16 +71,20 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class VocabFingerprint:
-    """A vocabulary as sent to the target: its size, and the hashes of every 257th token, if known."""
+    """A summary of a vocabulary that a service sends to its targets.
+
+    `size` is None if unknown; `hashes` has a hash of every 257th token, and is empty if the tokens are unknown.
+    """
 
     size: int | None
     hashes: bytes = b""
 
 
 def check_same_vocabulary(target: str, draft: str) -> str | None:
-    """Raise `VocabularyError` if the draft's tokens are not the target's; return why they were not compared, or None.
+    """Raise `VocabularyError` if the vocabularies of two models do not match.
 
-    Names models as the engines do. Loads no model and downloads nothing.
+    Returns a warning that their tokens were not compared, with the reason, or None if they were. The models are named
+    as for `EngineOptions`. Loads no model and downloads nothing.
     """
     nothing = Vocabulary(None, None)
     ours, theirs = read_vocabulary(target) or nothing, read_vocabulary(draft) or nothing
@@ -91,7 +96,10 @@ def check_same_vocabulary(target: str, draft: str) -> str | None:
 
 
 def check_same_fingerprint(target: str, draft: str, sample: VocabFingerprint) -> str | None:
-    """Do the same as `check_same_vocabulary` for the draft of a running service, which sent its fingerprint."""
+    """Raise `VocabularyError` if a target's vocabulary does not match `sample`, which the draft's service has sent.
+
+    Returns a warning that the tokens were not compared, with the reason, or None if they were.
+    """
     ours = read_vocabulary(target)
     own = VocabFingerprint(ours.size, fingerprint_of(ours)) if ours is not None else VocabFingerprint(None)
     flaw = fingerprint_mismatch(own, sample)
@@ -102,7 +110,10 @@ def check_same_fingerprint(target: str, draft: str, sample: VocabFingerprint) ->
 
 
 def _not_compared(unread: list[str], target_size: int | None, draft_size: int | None) -> str | None:
-    """Say that tokens were not compared because those of `unread` models are unknown; return None if all are known."""
+    """Return a warning that tokens were not compared, because those of the `unread` models cannot be read.
+
+    Returns None if `unread` is empty. A size is None if unknown.
+    """
     if not unread:
         return None
     extent = " except by their sizes" if target_size and draft_size else ""
@@ -112,7 +123,7 @@ def _not_compared(unread: list[str], target_size: int | None, draft_size: int | 
 def read_vocabulary(model: str) -> Vocabulary | None:
     """Read the vocabulary of a Transformers directory, a GGUF file, or a name in the hub's local cache.
 
-    Returns None if these files do not tell it. Raises `EngineError` for broken files.
+    Returns None if these files have neither its tokens nor its size. Raises `EngineError` for broken files.
     """
     path = local_model(model)
     if path is None:
@@ -126,7 +137,10 @@ def read_vocabulary(model: str) -> Vocabulary | None:
 
 
 def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
-    """Say why a draft does not fit a target and what to do; return None if it fits or too little is known."""
+    """Compare two vocabularies, by their sizes only if the tokens of one are unknown.
+
+    Returns a message that says how they differ and what to do, or None if no difference that matters was found.
+    """
     if target.tokens is None or draft.tokens is None:
         return _size_difference(target.size, draft.size)
     ours, theirs = target.tokens, draft.tokens
@@ -148,7 +162,10 @@ def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
 
 
 def fingerprint_mismatch(target: VocabFingerprint, draft: VocabFingerprint) -> str | None:
-    """Do the same as `vocabulary_mismatch` from fingerprints, or from sizes where one side has no hashes."""
+    """Compare two fingerprints, by their sizes only if one has no hashes.
+
+    Returns a message that says how the vocabularies differ, or None if no difference that matters was found.
+    """
     if not target.hashes or not draft.hashes:
         return _size_difference(target.size, draft.size)
     ours, theirs = _by_place(target.hashes), _by_place(draft.hashes)
@@ -171,7 +188,10 @@ def fingerprint_of(vocabulary: Vocabulary) -> bytes:
 
 
 def read_fingerprint(model: str) -> bytes:
-    """Return the fingerprint of a model's vocabulary. Never raises: if it cannot be read, log that and return b""."""
+    """Return the hashes of every 257th token of a model; b"" if its tokens are unknown.
+
+    Never raises: a file that cannot be read is logged as a warning.
+    """
     try:
         vocabulary = read_vocabulary(model)
     except Exception as error:
@@ -208,7 +228,10 @@ class _Config(msgspec.Struct):
 
 
 def _from_directory(tokenizer: Path | None, config: Path | None) -> Vocabulary | None:
-    """Read the two files of a Transformers model, either of which may be absent."""
+    """Read a vocabulary from the two files of a Transformers model, either of which may be absent.
+
+    Returns None if neither its tokens nor its size are in them.
+    """
     tokens = _tokens_of(_read_json(tokenizer, _Tokenizer))
     size = _size_of(_read_json(config, _Config))
     return None if tokens is None and size is None else Vocabulary(size, tokens)
@@ -228,7 +251,10 @@ def _from_hub_cache(model: str) -> Vocabulary | None:
 
 
 def _read_json(path: Path | None, kind: type[J]) -> J | None:
-    """Decode a file; return None if it does not exist or has an unknown structure."""
+    """Decode a JSON file as `kind`; return None if it does not exist or has another structure.
+
+    Raises `EngineError` for a file that cannot be read.
+    """
     if path is None or not path.is_file():
         return None
     try:
@@ -274,7 +300,7 @@ def _size_difference(target: int | None, draft: int | None) -> str | None:
 
 
 def _others(target: Mapping[int, T], draft: Mapping[int, T]) -> list[int]:
-    """Return the keys whose values differ between the two, in order."""
+    """Return the keys that both mappings have with different values, in ascending order."""
     return sorted(key for key, value in target.items() if key in draft and draft[key] != value)
 
 
@@ -312,7 +338,10 @@ def token_text(model: str | None) -> Callable[[int], str]:
 
 
 def _readable(token: str) -> str:
-    """Return the text of a token: byte-level vocabularies spell each byte as a printable character."""
+    """Return the text that a vocabulary's entry stands for.
+
+    Byte-level vocabularies spell each byte as a printable character, others each space as a symbol.
+    """
     try:
         return bytes(_BYTES[character] for character in token).decode(errors="replace")
     except KeyError:
@@ -320,7 +349,10 @@ def _readable(token: str) -> str:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Map characters to bytes as GPT-2 does: printable Latin-1 to itself, characters from 256 on to all other bytes."""
+    """Return GPT-2's mapping from characters to bytes.
+
+    Printable Latin-1 characters stand for themselves, and characters from 256 on for all other bytes.
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -342,7 +374,7 @@ def read_tokens(path: Path) -> list[str] | None:
 
 
 class _Metadata:
-    """Reads the key-value pairs at the start of a GGUF file in order."""
+    """A reader of the key-value pairs at the start of a GGUF file, to find the tokens among them."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path

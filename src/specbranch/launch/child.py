@@ -26,8 +26,9 @@ class Child:
     """A running process; the constructor starts it.
 
     `environment` is added to the environment of this process. Without `cores` the child inherits the cores of this
-    process. Its output goes to `log_file`, else to the output of this process; `stdout` redirects standard output, and
-    `has_one_output` sends standard error to the same place. With `has_group`, `kill` also kills the child's children.
+    process. The child's output goes to `log_file`, else to the output of this process; `stdout` redirects its standard
+    output, and `has_one_output` sends its standard error to the same place. With `has_group`, `kill` also kills the
+    child's children.
     """
 
     def __init__(
@@ -60,22 +61,22 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The child's process id."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The child's exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the child has not ended."""
         return self.returncode is None
 
     @property
     def exit_summary(self) -> str:
-        """A phrase that says how it ended."""
+        """A phrase that says how the child ended, or that it is still running."""
         code = self.returncode
         if code is None:
             return "is still running"
@@ -83,13 +84,13 @@ class Child:
 
     @property
     def input(self) -> IO[bytes]:
-        """Its standard input, if it was started with a pipe."""
+        """The child's standard input; it must have been started with `stdin=PIPE`."""
         assert self._process.stdin is not None, "started without a pipe"
         return self._process.stdin
 
     @property
     def output(self) -> IO[bytes]:
-        """Its standard output, if it was started with a pipe."""
+        """The child's standard output; it must have been started with `stdout=PIPE`."""
         assert self._process.stdout is not None, "started without a pipe"
         return self._process.stdout
 
@@ -112,18 +113,21 @@ class Child:
         return thread
 
     def close_input(self) -> None:
-        """Close its standard input, which tells some programs to end."""
+        """Close the child's standard input, which tells some programs to end."""
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self.input.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it ends, and return whether it has ended."""
+        """Wait until the child ends, for at most `timeout_s` seconds, and return whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return not self.is_running
 
     def wait_until(self, probe: Callable[[], _Found | None], timeout_s: float, pause_s: float = 0.0) -> _Found | None:
-        """Call `probe` until it returns a value, and return that; None if the child ends or the time is over first."""
+        """Call `probe`, with pauses of `pause_s` seconds, until it returns a value other than None; return that value.
+
+        Returns None if the child ends or `timeout_s` seconds pass before.
+        """
         end_s = time.monotonic() + timeout_s
         while self.is_running and time.monotonic() < end_s:
             found = probe()
@@ -133,7 +137,10 @@ class Child:
         return None
 
     def work(self) -> tuple[float, int] | None:
-        """Return the processor seconds and the bytes read or written so far; None if the system reports none."""
+        """Return the processor seconds that the child has used, and the bytes that it has read and written.
+
+        Returns None if the system does not report them.
+        """
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
@@ -145,11 +152,11 @@ class Child:
         return ticks / os.sysconf("SC_CLK_TCK"), counts["rchar"] + counts["wchar"] + counts["read_bytes"]
 
     def log_tail(self) -> str:
-        """Return the end of its log; empty without a log."""
+        """Return the end of the child's log file; empty text if it has none."""
         return self._log_file.read_text(errors="replace")[-_TAIL_LEN:].strip() if self._log_file else ""
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, and kill the child if it has not ended after `grace_s`."""
+        """Send SIGTERM to the child, and kill it if it has not ended after `grace_s` seconds."""
         if self.is_running:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)  # a suspended process cannot end
@@ -157,7 +164,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the child, with its group if it has one, and close the pipes to it."""
+        """Kill the child, with its process group if it has one of its own to kill, and close the pipes to it."""
         if self._has_group and not self._is_swept:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -171,7 +178,7 @@ class Child:
 
 
 class Idleness:
-    """The time since a child last computed, read or wrote."""
+    """Measures how long a child has been idle: since when it has hardly computed, read or written."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -179,7 +186,10 @@ class Idleness:
         self._since_s = time.monotonic()
 
     def seconds(self) -> float:
-        """Return the idle time so far; zero if the system does not report it."""
+        """Return for how many seconds the child has been idle; 0 if the system does not report its work.
+
+        Work is noticed only in these calls, so call it often.
+        """
         now = self._child.work()
         if now is None or self._mark is None:
             return 0.0
@@ -190,7 +200,10 @@ class Idleness:
 
 @contextlib.contextmanager
 def pinned(cores: Collection[int] | None) -> Iterator[None]:
-    """Pin this thread to `cores` for a while; a child inherits the cores of the thread that starts it."""
+    """Pin this thread to `cores` inside `with`; None leaves it as it is.
+
+    A child inherits the cores of the thread that starts it.
+    """
     if cores is None:
         yield
         return
@@ -209,12 +222,12 @@ def pinned(cores: Collection[int] | None) -> Iterator[None]:
 
 
 def join_cores(cores: Iterable[int]) -> str:
-    """Write a set of cores as `--cores` takes it."""
+    """Return cores as text in the form that `--cores` takes, such as "0,1"."""
     return ",".join(str(core) for core in cores)
 
 
 def name_cores(cores: Collection[int] | None) -> str:
-    """Name a set of cores, such as "core 0" or "cores 0,1"; None is "not pinned"."""
+    """Return a phrase for a set of cores, such as "core 0" or "cores 0,1"; "not pinned" for None."""
     if cores is None:
         return "not pinned"
     return f"{'core' if len(cores) == 1 else 'cores'} {join_cores(sorted(cores))}"

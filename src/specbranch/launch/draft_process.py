@@ -47,8 +47,9 @@ class StartError(SpecBranchError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class DraftServiceOptions:
-    """The options of `specbranch draft`. Without `address` it listens on a new socket that only this user can reach.
+    """The options of `specbranch draft`.
 
+    Without `address` the service listens on a new socket that only this user can reach.
     `timeline` and `record` are files that the service writes. `extra` is added to its command line as it is.
     """
 
@@ -65,7 +66,7 @@ class DraftServiceOptions:
     extra: Sequence[str] = ()
 
     def arguments(self, address: str) -> list[str]:
-        """Return the arguments of the command line."""
+        """Return the arguments of the command `specbranch` that start the service at this address."""
         chosen = {
             "--device": self.device,
             "--listen": address,
@@ -82,11 +83,14 @@ class DraftServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
-    """A draft that has its device and cores (None: no draft), and the cores of its target (None: not pinned)."""
+    """Where a draft and its target run: the result of `place_pair`.
+
+    `draft` has the draft's device and cores (None: no draft); `target_cores` is None if the target is not pinned.
+    """
 
     draft: DraftServiceOptions | None
     target_cores: tuple[int, ...] | None
-    warning: str | None = None  # what is wrong with the draft's device
+    warning: str | None = None  # what is wrong with the draft's device; None if nothing is
 
 
 def place_pair(
@@ -110,10 +114,10 @@ def place_pair(
 class DraftProcess:
     """A draft service that this process starts, waits for and stops: the only way in which SpecBranch starts one.
 
-    While the service loads, `on_progress` is called again and again with what it does. With `on_event` a service that
-    ends is restarted, and `on_event` is called with one line for each such event, from another thread. Checks and
-    benchmarks leave it out: after a restart their figures would mix drafts with none. Used with `with`, it is stopped
-    at the end.
+    While the service loads, `on_progress` is called repeatedly with a phrase that says what the service is doing. With
+    `on_event`, a service that ends is restarted, and `on_event` is called with one line for each end and each restart,
+    from another thread. Checks and benchmarks leave `on_event` out: after a restart their figures would be partly of
+    decoding without drafts. As a context manager, it starts the service and stops it at the end.
     """
 
     def __init__(
@@ -137,12 +141,12 @@ class DraftProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process that runs now."""
+        """The id of the service's process, which changes with each restart."""
         return self._launched.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is alive."""
+        """Whether the service's process is alive."""
         return self._child is not None and self._child.is_running
 
     def start(self) -> Welcome:
@@ -151,7 +155,7 @@ class DraftProcess:
         return self.wait_until_up()
 
     def launch(self) -> None:
-        """Start the process and do not wait, so that the caller can load a target meanwhile."""
+        """Start the service's process without waiting for it, so that the caller can load a target meanwhile."""
         threads = self._options.threads or (len(self._options.cores) if self._options.cores else None)
         self._child = Child(
             [sys.executable, "-m", "specbranch", *self._options.arguments(self.address)],
@@ -163,9 +167,10 @@ class DraftProcess:
         self._child.listen(self._on_line)
 
     def wait_until_up(self) -> Welcome:
-        """Wait until the service answers, and return its answer; from then on restart it if `on_event` asks for that.
+        """Wait until the service answers, and return its answer. With `on_event`, restart it from then on when it ends.
 
-        A model may take minutes to be fetched, loaded and packed, so only a process that does nothing is given up.
+        Raises `StartError` if the process ends or does nothing for `IDLE_S`. While it works, the wait has no limit: a
+        model may take minutes to be fetched, loaded and packed.
         """
         self.welcome = self._await_answer()
         if self._on_event is not None:
@@ -173,7 +178,7 @@ class DraftProcess:
         return self.welcome
 
     def stop(self) -> None:
-        """Ask the service to end, kill it if it does not, and remove its socket. It is not restarted."""
+        """Ask the service to end, kill it if it does not, and remove its socket. Afterwards it is not restarted."""
         self._stopping.set()
         self._stop_child()
         while self._supervisor.is_alive():  # it may be restarting the service just now
@@ -183,7 +188,7 @@ class DraftProcess:
         self._exit.close()
 
     def kill(self) -> None:
-        """Kill the service and remove its socket. It is not restarted."""
+        """Kill the service and remove its socket. Afterwards it is not restarted."""
         self._stopping.set()
         if self._child is not None:
             self._child.kill()
@@ -212,11 +217,14 @@ class DraftProcess:
         return f"ipc://{directory}/draft.sock"
 
     def _on_line(self, line: str) -> None:
-        """Remember the stage that the service has printed."""
+        """Remember a line that the service has printed: the stage of its start."""
         self._stage = line.strip() or self._stage
 
     def _await_answer(self) -> Welcome:
-        """Return the service's answer; raise if the process ends or does nothing for too long."""
+        """Wait for the service's answer and return it.
+
+        Raises `StartError` if the process ends or does nothing for `IDLE_S`.
+        """
         idleness = Idleness(self._launched)
         with contextlib.closing(DraftClient(ClientOptions(self.address))) as client:
             while self.is_running and (idle_s := idleness.seconds()) < IDLE_S:
@@ -232,7 +240,7 @@ class DraftProcess:
         return self._launched.exit_summary
 
     def _cause(self) -> str:
-        """Return the last error in the service's log, or where to read it."""
+        """Return the end of an error message: the last error in the service's log, or where to read it."""
         if self._log_file is None:
             return "; its own message is above"
         lines = [line for line in self._launched.log_tail().splitlines() if line.strip()]
@@ -277,20 +285,26 @@ class RemoteDraft:
 
     @property
     def section(self) -> dict[str, Any]:
-        """The settings that connect the proposer to these services."""
+        """The proposer's settings `address` and, if there are keys, `keys`, which connect it to these services."""
         keys = {"keys": str(self.keys.absolute())} if self.keys else {}
         address = self.addresses[0] if len(self.addresses) == 1 else list(self.addresses)
         return {"address": address, **keys}
 
     def check(self) -> list[Welcome]:
-        """Return the answers of the services that run now; raise if one of them refuses this client."""
+        """Return the answers of those services that run now.
+
+        Raises `UsageError` if a process listens at one of the addresses and does not answer this client.
+        """
         welcomes = [_fetch_welcome(address, self.keys) for address in self.addresses]
         return [welcome for welcome in welcomes if welcome is not None]
 
 
 @cache
 def _fetch_welcome(address: str, directory: Path | None) -> Welcome | None:
-    """Return a service's answer; None if no service runs there; raise if one runs and does not answer."""
+    """Return the answer of the service at `address`; None if nothing listens there. `directory` has the client's keys.
+
+    Raises `UsageError` if a process listens there and does not answer.
+    """
     keys = client_keys(str(directory) if directory else None)
     check_address(address, keys)
     with contextlib.closing(DraftClient(ClientOptions(address, keys=keys))) as client:
@@ -302,7 +316,10 @@ def _fetch_welcome(address: str, directory: Path | None) -> Welcome | None:
 
 
 def explain_no_reply(address: str, keys: Path | None) -> str | None:
-    """Explain why a process that listens at `address` does not answer; return None if no process listens there."""
+    """Return a message that says why the process at `address` does not answer; None if no ZeroMQ socket is there.
+
+    `keys` is the directory of the client's keys, or None.
+    """
     if not _is_zeromq(address):
         return None
     cause = "or it does not know these keys" if keys else "or it is not a draft service"
@@ -313,7 +330,10 @@ def explain_no_reply(address: str, keys: Path | None) -> str | None:
 
 
 def _is_zeromq(address: str) -> bool:
-    """Connect and return whether a ZeroMQ socket greets us; a proxy whose service is gone does not."""
+    """Connect to an address and return whether a ZeroMQ socket sends its greeting.
+
+    A proxy whose service is gone accepts the connection, but sends none.
+    """
     parts = urlsplit(address)
     try:
         if parts.scheme == "tcp":

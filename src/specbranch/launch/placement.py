@@ -30,7 +30,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """The device of the draft, the reason for it, and a warning if it is a bad choice."""
+    """The device of the draft, the reason for choosing it, and a warning if it is a bad choice, else None."""
 
     device: str
     reason: str
@@ -66,7 +66,10 @@ def choose_device(
 
 
 def overlap(device: str, num_target_devices: int) -> str | None:
-    """Warn of a draft on one of the GPUs that the target uses; return None if the draft is on another device."""
+    """Return a warning if the draft's device is one of the GPUs that the target uses; None if it is not.
+
+    The target uses the first `num_target_devices` GPUs.
+    """
     kind, _, index = device.partition(":")
     if kind not in ("cuda", "gpu") or not (index or "0").isdecimal() or int(index or 0) >= num_target_devices:
         return None
@@ -78,7 +81,10 @@ def overlap(device: str, num_target_devices: int) -> str | None:
 
 
 def _host_cpu_advice(weight_bytes: int | None) -> str:
-    """Say when a draft on the CPU helps a target on GPUs, with an estimate for a draft of known size."""
+    """Return a message that says when a draft on the CPU helps a target on GPUs.
+
+    It has an estimate for this draft if the size of the draft's weights is known, that is, not None.
+    """
     if weight_bytes is None:
         return f"{HOST_CPU}; `specbranch plan` measures it"
     target_ms = 1e3 * _MIN_DRAFT_STEPS * weight_bytes / _READ_BYTES_PER_S
@@ -97,13 +103,16 @@ class CoreSplit:
 
 
 def usable_cores() -> list[int]:
-    """Return the cores of this process, one of each pair of hyperthreads: the second adds no compute."""
+    """Return the cores of this process, one of each pair of hyperthreads: the second one adds no computing power."""
     allowed = sorted(os.sched_getaffinity(0))
     return without_siblings({core: _physical(core) for core in allowed})
 
 
 def without_siblings(physical: Mapping[int, str]) -> list[int]:
-    """Return one logical core of each physical core, or all logical cores if there is only one physical core."""
+    """Return one logical core of each physical core, or all logical cores if there is only one physical core.
+
+    `physical` maps each logical core to a name of its physical core.
+    """
     first = {name: core for core, name in sorted(physical.items(), reverse=True)}
     return sorted(first.values()) if len(first) > 1 else sorted(physical)
 
@@ -119,8 +128,8 @@ def split_cores(
 ) -> CoreSplit:
     """Divide `cores` between target and draft; `target` and `draft` are cores that the user has fixed.
 
-    If both run on the CPU, the draft gets half of the cores, or the cores that the user has left. A target on GPUs is
-    not pinned, and its draft gets the cores of `beside_gpus`.
+    If both run on the CPU, the draft gets half of the cores, or those that the user has not given to the target. A
+    target on GPUs is not pinned, and a draft on the CPU beside it gets the cores that `beside_gpus` chooses.
     """
     if not draft_on_cpu:
         return CoreSplit(tuple(target or cores) if target_on_cpu else None, _tuple(draft))
@@ -137,8 +146,9 @@ def split_cores(
 def beside_gpus(cores: Sequence[int], topology: Topology) -> tuple[int, ...]:
     """Choose the cores of a draft next to a target on GPUs: at most 16, all of one NUMA node.
 
-    The node is the one with the fewest GPUs, and not the first one if there is a choice. If it is the only one, or has
-    GPUs, a quarter of its cores stays free for the processes that feed the GPUs.
+    It chooses the node with the fewest GPUs; among several such nodes not the first one, and then the one with most
+    cores. If the node is the only one, or has GPUs, a quarter of its cores stays free for the processes that feed the
+    GPUs.
     """
     allowed = {node: [core for core in own if core in cores] for node, own in topology.cores.items()}
     nodes = {node: own for node, own in sorted(allowed.items()) if own}
@@ -168,7 +178,7 @@ def _physical(core: int) -> str:
 
 
 def pin_process(text: str) -> None:
-    """Pin this process to the cores of `--cores`."""
+    """Pin this process to the cores in `text`, the value of `--cores`; raise `UsageError` if one cannot be used."""
     cores, before = parse_ints("--cores", text), os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)
@@ -181,7 +191,10 @@ def pin_process(text: str) -> None:
 
 
 def place_draft(asked: str, model: str, engine: str | None, layout: ParallelLayout) -> DevicePlacement:
-    """Choose the device of a draft that runs beside a target with this layout on this machine."""
+    """Choose the device of a draft that runs beside a target with this layout on this machine.
+
+    `asked` is the device that the user wrote, or `auto`. Without `engine`, the draft's model decides the engine.
+    """
     on_cpu = target_on_cpu()
     is_open = asked == "auto" and not on_cpu  # only then do GPUs and the draft's size matter
     return choose_device(
@@ -203,7 +216,10 @@ def _runs_on_gpu(engine: str) -> bool:
 
 
 def divide_cores(draft_device: str, target_cores: str | None = None, draft_cores: str | None = None) -> CoreSplit:
-    """Divide the cores of this process between target and draft; `target_cores` and `draft_cores` are the user's."""
+    """Divide the cores of this process between target and draft.
+
+    `target_cores` and `draft_cores` are the values of `--target-cores` and `--draft-cores`, None if not given.
+    """
     on_cpu = target_on_cpu()
     return split_cores(
         usable_cores(),
@@ -235,7 +251,10 @@ def is_bound_by_user() -> bool:
 
 
 def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
-    """Return the environment that divides the cores evenly among the workers; empty if the user has bound them."""
+    """Return the environment variable that divides the cores evenly among vLLM's workers.
+
+    Returns none if the user has bound them. Raises `FlagError` if there are fewer cores than workers.
+    """
     check_core_count(cores, num_workers)
     each = len(cores) // num_workers
     shares = (cores[index * each : (index + 1) * each] for index in range(num_workers))
@@ -243,14 +262,17 @@ def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
 
 
 def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
-    """Return the environment of a vLLM engine on these cores of this process; a thread count of the user stays."""
+    """Return the environment variables that keep a vLLM engine on `cores`, which are cores of this process.
+
+    Returns none if the user has set a number of threads, or has bound the workers of an engine with several.
+    """
     if not layout.in_one_process:
         return omp_bind_env(cores, layout.num_devices)
     return {} if _THREADS in os.environ else {_THREADS: str(len(cores))}
 
 
 def check_core_count(cores: Sequence[int], num_workers: int) -> None:
-    """Raise if there are fewer cores than workers, unless the user has bound the workers."""
+    """Raise `FlagError` if there are fewer cores than workers, unless the user has bound the workers."""
     if len(cores) < num_workers and not is_bound_by_user():
         raise FlagError(
             f"{num_workers} workers need as many cores, and the target has {join_cores(cores)}; give more by "
@@ -259,7 +281,7 @@ def check_core_count(cores: Sequence[int], num_workers: int) -> None:
 
 
 def parse_ints(option: str, text: str) -> list[int]:
-    """Parse whole numbers separated by commas."""
+    """Return the whole numbers in `text`, which commas separate; raise `UsageError` for any other value of `option`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{option} is {text!r}; give whole numbers separated by commas")

@@ -62,7 +62,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """The tokens that one engine step added to one request: all but the last were drafted and accepted."""
+    """The tokens that one engine step added to one request: all but the last were drafted and accepted.
+
+    `index` is the request's index among those given to `stream`, `finish_reason` is None until the request has
+    finished, and `at_s` is the time of the step by `time.monotonic`.
+    """
 
     index: int
     tokens: list[int]
@@ -73,7 +77,10 @@ class StepOutput:
 
 
 class LocalEngine:
-    """A loaded engine. The constructor sets vLLM's environment, so this process must not have imported vLLM before."""
+    """A vLLM engine that is loaded in this process.
+
+    The constructor sets vLLM's environment, so this process must not have imported vLLM before.
+    """
 
     def __init__(self, options: LocalEngineOptions) -> None:
         arguments = options.all_arguments()
@@ -113,7 +120,7 @@ class LocalEngine:
         return list(self.llm.get_tokenizer().encode(text))
 
     def stream(self, requests: Sequence[Request]) -> Generator[StepOutput, None, None]:
-        """Decode requests together and yield the output of every step.
+        """Decode requests together; yield for every step the output of each request that it extended.
 
         Only one stream may be open at a time; closing it aborts the requests that have not finished.
         """
@@ -152,7 +159,7 @@ class LocalEngine:
         return proposer_counts(self.llm) if self._has_proposer else {}
 
     def draft_tokens(self) -> tuple[int, int]:
-        """Return how many draft tokens vLLM has verified and accepted since its start."""
+        """Return how many draft tokens vLLM has verified, and how many it has accepted, since its start."""
         return draft_tokens(self.llm)
 
 
@@ -173,7 +180,7 @@ def proposer_counts(llm: Any) -> dict[str, float]:
 
 
 def patch_cpu_sampler(llm: Any) -> None:
-    """Work around bugs of vLLM's sampler in all workers; see `compat.patch_cpu_sampler`."""
+    """Work around bugs of vLLM's sampler on the CPU, in all workers; see `compat.patch_cpu_sampler`."""
     llm.collective_rpc(_patch_cpu_sampler)
 
 
@@ -217,7 +224,10 @@ def _ignore_interrupts(worker: Any) -> None:
 
 
 def draft_tokens(llm: Any) -> tuple[int, int]:
-    """Return how many draft tokens vLLM has verified and accepted since its start, by its counters, without pads."""
+    """Return how many draft tokens vLLM has verified, and how many it has accepted, since its start.
+
+    The numbers are from vLLM's counters, without the pads that it counts as draft tokens.
+    """
     totals = {"vllm:spec_decode_num_draft_tokens": 0, "vllm:spec_decode_num_accepted_tokens": 0}
     for metric in llm.get_metrics():
         if metric.name in totals:
@@ -239,7 +249,7 @@ def structured_outputs(schema: dict[str, Any]) -> Any:
 
 
 def describe_engine(llm: Any) -> Engine:
-    """Return the engine's versions, dtype and device, and how it computes."""
+    """Return the properties of a loaded engine; `llm` is a `vllm.LLM`."""
     import torch
     import transformers
     import vllm
@@ -257,8 +267,8 @@ def describe_engine(llm: Any) -> Engine:
 class Engine(msgspec.Struct, frozen=True):
     """The properties of a loaded engine.
 
-    `is_eager`: neither compiled nor run from CUDA graphs. `is_invariant`: the batch does not change what is computed
-    for a position.
+    `is_eager`: neither compiled nor run from CUDA graphs. `is_invariant`: the results for a position do not depend on
+    the batch.
     """
 
     versions: dict[str, str]
@@ -269,5 +279,5 @@ class Engine(msgspec.Struct, frozen=True):
 
     @property
     def computes_in(self) -> str:
-        """The dtype, marked if the kernels are batch-invariant."""
+        """A phrase for reports: the dtype, preceded by "batch-invariant" if the kernels are."""
         return f"batch-invariant {self.dtype}" if self.is_invariant else self.dtype

@@ -49,26 +49,32 @@ class _Flag(NamedTuple):
 
 
 class Flags:
-    """The arguments of a vLLM command."""
+    """The arguments of a vLLM command line, with methods to find flags and their values among them."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
 
     def has(self, *names: str) -> bool:
-        """Return whether one of the flags is present, with or without a dotted key."""
+        """Return whether any of the flags called `names` is present, with or without a dotted key."""
         return any(flag.name in names for flag in self._flags())
 
     def value(self, *names: str) -> str | None:
-        """Return the last value of any of the flags; None without one."""
+        """Return the value of the last flag that is one of `names`; None if there is no such flag, or no value."""
         values = [flag.value for flag in self._flags() if flag.name in names]
         return values[-1] if values else None
 
     def pairs(self) -> list[tuple[str, str | None]]:
-        """Return all flags with the words that follow them; the names have dashes and no dotted keys."""
+        """Return the name and value of every flag; the names have dashes and no dotted keys.
+
+        A value is the text after `=`, or else the next word, even if that is a flag; None if there is no next word.
+        """
         return [(flag.name.rstrip("+"), flag.value) for flag in self._flags()]
 
     def number(self, *names: str) -> int:
-        """Return the value of a flag that counts something; 1, which is vLLM's default, if it is missing."""
+        """Return the value of a flag that is a number of at least 1; 1, which is vLLM's default, if it is missing.
+
+        `names` are spellings of the same flag.
+        """
         value = self.value(*names)
         if value is None:
             return 1
@@ -91,7 +97,10 @@ class Flags:
         return table, Flags(rest + self.words[end:])
 
     def arguments(self) -> dict[str, Any]:
-        """Return the flags as arguments of `vllm.LLM`: without a value True, or False after `--no-`."""
+        """Return the flags as arguments of `vllm.LLM`.
+
+        A flag without a value becomes True, or False if it begins with `--no-`.
+        """
         table: dict[str, Any] = {}
         words = self.words
         starts = [index for index, word in enumerate(words) if FLAG_NAME.match(word)]
@@ -115,7 +124,7 @@ class Flags:
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Return arguments of `vllm.LLM` as words of a command line."""
+    """Return arguments of `vllm.LLM` as the flags and values of a command line."""
     words: list[str] = []
     for key, value in arguments.items():
         name = key.replace("_", "-")
@@ -127,7 +136,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return the argument that one flag sets, with a nested table for its dotted keys."""
+    """Return the argument of `vllm.LLM` that one flag sets by its values, with a nested table for its dotted keys."""
     first, *path = flag.split(".")
     if not first.startswith("--") and first not in _SHORT:
         raise FlagError(f"{first} is not known here; give the flag's long name")
@@ -139,14 +148,14 @@ def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _at_path(path: Sequence[str], value: Any) -> Any:
-    """Wrap a value in one table for each key of the path."""
+    """Return a value wrapped in one table for each key of the path; an empty path leaves it as it is."""
     for key in reversed(path):
         value = {key: value}
     return value
 
 
 def _merge(table: dict[str, Any], more: dict[str, Any]) -> None:
-    """Merge `more` into the table; tables are merged recursively, other values replaced."""
+    """Merge `more` into `table`, in place; nested tables are merged recursively, other values replaced."""
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(table.get(key), dict):
             _merge(table[key], value)
@@ -187,7 +196,7 @@ def _local_data(flags: Flags) -> int:
 
 
 def check_flags(flags: Flags, known: KnownArguments) -> None:
-    """Raise for a flag that `vllm serve` does not have, and for a value that should be a number and is not."""
+    """Raise `FlagError` for a flag that `vllm serve` does not have, or a value that should be a number and is not."""
     for name, value in flags.pairs():
         # vLLM also accepts -O3, and the first letters of a flag if no other flag begins with them.
         if not FLAG_NAME.match(name) or name.startswith("-O"):
@@ -201,7 +210,7 @@ def check_flags(flags: Flags, known: KnownArguments) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any], known: KnownArguments) -> None:
-    """Raise for an argument that `vllm.LLM` does not have, and for a value that should be a number and is not."""
+    """Raise `FlagError` for an argument that `vllm.LLM` does not have, or text that should be a number and is not."""
     for name, value in arguments.items():
         if name not in known.arguments:
             raise FlagError(
@@ -223,9 +232,10 @@ def _may_be_number(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KnownArguments:
-    """The `flags` of `vllm serve`, the `arguments` of `vllm.LLM`, and the names of those that are `numbers`.
+    """The flags and arguments that a version of vLLM accepts.
 
-    Flags begin with dashes; arguments and numbers are Python names.
+    `flags` are those of `vllm serve`, with dashes; `arguments` are those of `vllm.LLM`, as Python names; `numbers` are
+    the names of arguments whose values are numbers.
     """
 
     flags: frozenset[str]
@@ -243,20 +253,26 @@ class KnownSpeculation:
 
 @cache
 def known_arguments() -> KnownArguments | None:
-    """Return the arguments of the installed vLLM; None if they cannot be read."""
+    """Return the flags and arguments of the installed vLLM; None if there is none or its source cannot be read."""
     package = _package()
     return read_arguments(package) if package is not None else None
 
 
 @cache
 def known_speculation() -> KnownSpeculation | None:
-    """Return what the installed vLLM accepts in a `speculative_config`; None if that cannot be read."""
+    """Return the methods and keys that the installed vLLM accepts in a `speculative_config`.
+
+    Returns None if there is no vLLM or its source cannot be read.
+    """
     package = _package()
     return read_speculation(package) if package is not None else None
 
 
 def read_speculation(package: Path) -> KnownSpeculation | None:
-    """Read what the vLLM in this directory accepts in a `speculative_config`; None if its source has another layout."""
+    """Read from the source of the vLLM in `package` which methods and keys it accepts in a `speculative_config`.
+
+    Returns None if the source has an unknown layout.
+    """
     tree = _tree(package / _SPECULATION[0])
     if tree is None:
         return None
@@ -267,7 +283,7 @@ def read_speculation(package: Path) -> KnownSpeculation | None:
 
 
 def read_arguments(package: Path) -> KnownArguments | None:
-    """Read the arguments of the vLLM in this directory; None if its source has an unknown layout."""
+    """Read the flags and arguments of the vLLM in `package` from its source; None if that has an unknown layout."""
     trees = [tree for name in (_ENGINE, *_FRONTENDS) if (tree := _tree(package / name)) is not None]
     fields = {name: kind for tree in trees for name, kind in _fields(tree, _CLASSES)}
     flags = {flag for tree in trees for flag in _flags(tree)}
@@ -283,7 +299,7 @@ def read_arguments(package: Path) -> KnownArguments | None:
 
 
 def _package() -> Path | None:
-    """Return the directory of the installed vLLM."""
+    """Return the directory of the installed vLLM; None if there is none."""
     spec = importlib.util.find_spec("vllm")
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
@@ -298,7 +314,10 @@ def _literals(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _strings(held: ast.expr | None, literals: Mapping[str, ast.expr]) -> Iterator[str]:
-    """Yield all strings of a literal, and of the literals that it names."""
+    """Yield all strings in `held`, the contents of a `Literal[...]`, and in the literals that it names.
+
+    `literals` has the contents of all literals by name.
+    """
     for part in ast.walk(held) if held is not None else ():
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value
@@ -314,7 +333,7 @@ def _tree(path: Path) -> ast.Module | None:
 
 
 def _fields(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the annotated fields of these classes."""
+    """Yield the name and the annotation of each annotated field of the classes called `names`."""
     for owner in tree.body:
         if isinstance(owner, ast.ClassDef) and owner.name in names:
             for line in owner.body:
@@ -323,7 +342,7 @@ def _fields(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast
 
 
 def _flags(tree: ast.Module) -> Iterator[str]:
-    """Yield the flags that the source adds by literal names."""
+    """Yield the flags that the source adds to a parser by literal names."""
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
             for word in call.args:
@@ -332,7 +351,7 @@ def _flags(tree: ast.Module) -> Iterator[str]:
 
 
 def _parameters(tree: ast.Module, owner: str) -> set[str]:
-    """Return the parameters of a class's constructor."""
+    """Return the names of the constructor's parameters of the class `owner`; none if there is no such class."""
     for line in ast.walk(tree):
         if isinstance(line, ast.ClassDef) and line.name == owner:
             for method in line.body:
@@ -342,7 +361,7 @@ def _parameters(tree: ast.Module, owner: str) -> set[str]:
 
 
 def _is_number(kind: ast.expr) -> bool:
-    """Return whether an annotation consists of numbers and None only."""
+    """Return whether an annotation allows only numbers, or numbers and None."""
     names = {part.id for part in ast.walk(kind) if isinstance(part, ast.Name)}
     others = [part for part in ast.walk(kind) if isinstance(part, (ast.Subscript, ast.Attribute))]
     return bool(names - {"None"}) and names <= _NUMBERS and not others

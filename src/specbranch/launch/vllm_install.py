@@ -42,7 +42,10 @@ def install_command(*, on_cpu: bool, afresh: bool = False) -> str:
 
 
 def vllm_flaw() -> str | None:
-    """Say why the installed vLLM cannot run a model on this machine, and what to install; None if it may."""
+    """Return a message that says why the installed vLLM cannot run a model on this machine, and what to install.
+
+    Returns None if no reason was found.
+    """
     has_gpus = bool(num_gpus())
     names = installed.distributions()
     if not installed.is_installed():
@@ -60,7 +63,7 @@ def vllm_flaw() -> str | None:
 
 
 def vllm_note() -> str | None:
-    """Say what the user should know about the installed vLLM: a flaw, or an unused GPU; None if there is nothing."""
+    """Return a message about a flaw of the installed vLLM, or about GPUs that it does not use; None if neither."""
     gpus = num_gpus()
     if installed.is_installed() and installed.runs_on_cpu() and gpus and len(installed.distributions()) < 2:
         count = "a GPU is" if gpus == 1 else f"{gpus} GPUs are"
@@ -79,7 +82,10 @@ def _has_driver() -> bool:
 
 
 def types_here(target: str, draft: str, dtype: str) -> list[str]:
-    """Return the data types of a target that are worth measuring on this machine together with this draft."""
+    """Return the data types of a target that are worth measuring on this machine together with this draft.
+
+    `target` and `draft` are models, and `dtype` is the value of `--dtype`. On a GPU the list is only that value.
+    """
     if not installed.runs_on_cpu():
         return [dtype]
     free, draft_bytes = machine.free_host_memory(), weight_bytes(draft)
@@ -91,16 +97,19 @@ def types_here(target: str, draft: str, dtype: str) -> list[str]:
 
 
 def slow_type_here(target: str, dtype: str | None) -> str | None:
-    """Say why a target will verify slowly in vLLM on this machine, and the way out; None if it will not.
+    """Return a warning that a target will verify slowly in vLLM on this machine, with the reason and what to do.
 
-    `dtype` is the value of `--dtype`. A model whose config is not on this machine is not judged.
+    Returns None if it will not, or if its config is not on this machine. `dtype` is the value of `--dtype`.
     """
     config = read_config(target) if installed.runs_on_cpu() else None
     return None if config is None else slow_type(_named(), config, dtype, target)
 
 
 def slow_type(named: Sequence[str], config: Mapping[str, Any], dtype: str | None, target: str) -> str | None:
-    """Say the same for a CPU with these instruction sets and a checkpoint with this `config.json`."""
+    """Return the warning of `slow_type_here`, or None, for any CPU and checkpoint.
+
+    `named` has the instruction sets of the CPU, `config` is the checkpoint's `config.json`, and `target` its name.
+    """
     kind = computed_type(config, dtype)
     if not emulates_sixteen_bits(named) or kind not in _SIXTEEN_BITS or has_int8_output(config):
         return None
@@ -122,8 +131,8 @@ def types_to_measure(
 ) -> list[str]:
     """Return the data types of a target that are worth measuring on a CPU, the one expected to be fastest first.
 
-    A type that the user has chosen is the only one, and a quantized checkpoint keeps its type. `fits` returns whether
-    the weights fit into memory in a type.
+    A `dtype` that the user has chosen is the only one, and a quantized checkpoint keeps its type. `named` has the CPU's
+    instruction sets, and `fits` returns whether the weights fit into memory in a type.
     """
     if dtype != "auto" or config is None or "quantization_config" in config:
         return [dtype]
@@ -138,7 +147,10 @@ def emulates_sixteen_bits(named: Sequence[str]) -> bool:
 
 
 def computed_type(config: Mapping[str, Any], dtype: str | None) -> str:
-    """Return the type that vLLM computes in on a CPU: for `auto` that of the checkpoint, but never 32 bits."""
+    """Return the data type that vLLM computes in on a CPU: `dtype`, or for `auto` and None the checkpoint's own.
+
+    If the checkpoint's own type is neither bfloat16 nor float16, it is bfloat16.
+    """
     asked = (dtype or "auto").removeprefix("torch.")
     if asked != "auto":
         return _NAMES.get(asked, asked)
@@ -167,7 +179,10 @@ def _is_w8a8(group: Mapping[str, Any]) -> bool:
 
 
 def _matches(name: str, targets: Sequence[str]) -> bool:
-    """Return whether a layer is among the targets of compressed-tensors: names, or regular expressions after `re:`."""
+    """Return whether the layer `name` is among `targets` of compressed-tensors.
+
+    A target is a name, or `re:` and a regular expression.
+    """
     return any(
         re.match(target.removeprefix("re:"), name) if target.startswith("re:") else target == name for target in targets
     )

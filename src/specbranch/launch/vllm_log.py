@@ -1,4 +1,4 @@
-"""vLLM's start-up log: what it is doing, and why it failed."""
+"""Read vLLM's log: which stage its start has reached, and why it failed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StartupProgress:
 
     @property
     def stage(self) -> str:
-        """A phrase that names the stage."""
+        """A phrase that names the stage that vLLM's start has reached."""
         return f"vLLM: {_STAGES[self._number][0]}"
 
     def feed(self, line: str) -> None:
@@ -68,7 +68,7 @@ class StartupProgress:
 
 
 class FailureParser:
-    """The cause of a failure, read from vLLM's log: the last error that does not merely report another one."""
+    """Finds the cause of a failure in vLLM's log: the last error that does not merely report another one."""
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
         self._cause: str | None = None
@@ -90,7 +90,10 @@ class FailureParser:
             self._cause = f"{found[1]}: {found[2]}" if _ERROR.search(plain) else found[2]
 
     def cause(self, code: int | None) -> str:
-        """Return the cause and the way out. `code` is the exit code, negative for a signal."""
+        """Return a phrase with the cause of the failure and, if known, what to do about it.
+
+        `code` is vLLM's exit code, negative for a signal.
+        """
         if self._cause is None or code == _KILLED:
             if code == _KILLED or self._has_echo:
                 end = "it was killed by SIGKILL" if code == _KILLED else "its engine ended without an error message"

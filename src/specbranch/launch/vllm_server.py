@@ -1,4 +1,4 @@
-"""`vllm serve` with our plugin as a child process, and a health check of its HTTP server.
+"""Run `vllm serve` with our plugin as a child process, and check the health of its HTTP server.
 
 With one worker on the CPU the model runs inside vLLM's engine process. By default vLLM starts a worker process and
 spins on shared memory while it waits for the worker, which costs the model a core.
@@ -83,10 +83,11 @@ class VllmServeCommand:
         return ["serve", self.model, *ours, *rest.words]
 
     def memory_flags(self, free: float | None) -> list[str]:
-        """Return a flag that limits vLLM to the host's free memory, minus some for the draft's KV cache.
+        """Return a flag that limits vLLM on the CPU to the host's free memory, minus some for the draft's KV cache.
 
         On the CPU vLLM refuses to start unless its whole share is free, and the draft has allocated memory by then.
-        `free` is the free share; no flag is needed if it is unknown or the user has set a limit.
+        `free` is the share of the host's memory that is free. The list is empty if that is unknown (None) or too small,
+        if the user has set a limit, for bare vLLM, and for vLLM on a GPU.
         """
         is_set = self.flags.has(_MEMORY, "--kv-cache-memory-bytes", "--kv-cache-memory") or _OWN_CACHE in os.environ
         if self.cores is None or self.settings is None or is_set or free is None:
@@ -102,7 +103,7 @@ class VllmServeCommand:
         return ["--speculative-config", json.dumps(speculative), "--additional-config", json.dumps(additional)], rest
 
     def environment(self) -> dict[str, str]:
-        """Return the environment that keeps vLLM on its cores."""
+        """Return the environment variables that keep vLLM on its cores; none if it is not pinned."""
         if self.cores is None:
             return {}
         if self.in_one_process:
@@ -115,7 +116,7 @@ class VllmServeCommand:
 class VllmServer:
     """A `vllm serve` in a process group of its own, which Ctrl-C in the terminal does not reach.
 
-    `show` is called with every line of its output, from another thread.
+    `show` is called with every line of the server's output, from another thread.
     """
 
     def __init__(self, options: VllmServeCommand, show: Callable[[str], None]) -> None:
@@ -131,32 +132,32 @@ class VllmServer:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The server's exit code; None while it runs."""
         assert self._child is not None, "start it first"
         return self._child.returncode
 
     @property
     def stage(self) -> str:
-        """The stage of its start."""
+        """A phrase that names the stage that the server's start has reached."""
         return self._stages.stage
 
     @property
     def is_up(self) -> bool:
-        """Whether it has logged that it is ready."""
+        """Whether the server has logged that it is ready."""
         return self._stages.is_up
 
     def clear_failures(self) -> None:
-        """Forget the errors of the start, so that `cause` reports only later ones."""
+        """Forget the errors that the server has logged so far, so that `cause` reports only later ones."""
         self._failure = FailureParser()
 
     def cause(self) -> str:
-        """Return one sentence that says why it ended, and the way out."""
+        """Return one sentence that says why the server ended and, if known, what to do about it."""
         if self._listener is not None:
             self._listener.join(_LAST_LINES_S)
         return self._failure.cause(self.returncode)
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the server's process without waiting until it is up, and a thread that reads its output."""
         arguments = [*self._arguments, *self._options.memory_flags(_free_share())]
         # vLLM uses colours only if it writes to a terminal, and here it writes to a pipe.
         colours = {"VLLM_LOGGING_COLOR": "1"} if sys.stderr.isatty() and "VLLM_LOGGING_COLOR" not in os.environ else {}
@@ -172,7 +173,10 @@ class VllmServer:
         self._listener = self._child.listen(self._on_line)
 
     def unpin_frontend(self) -> None:
-        """Let the HTTP server use all cores of this process; the engine's process keeps the target's cores."""
+        """Let the server's HTTP process use all cores of this process.
+
+        The engine, which has a process of its own by then, keeps the target's cores.
+        """
         assert self._child is not None, "start it first"
         if self._cores is None:
             return
@@ -183,12 +187,12 @@ class VllmServer:
                 continue
 
     def stop(self) -> None:
-        """Ask it to end, and kill what has not ended."""
+        """Ask the server to end, and kill those of its processes that have not ended in time."""
         if self._child is not None:
             self._child.stop(_STOP_S)
 
     def kill(self) -> None:
-        """Kill it, with all processes that it has started."""
+        """Kill the server, with all processes that it has started."""
         if self._child is not None:
             self._child.kill()
 
@@ -206,7 +210,7 @@ def _free_share() -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class HttpEndpoint:
-    """An address over TCP, or the `path` of a Unix socket."""
+    """The address of an HTTP server: `host` and `port` over TCP or, if not None, the `path` of a Unix socket."""
 
     host: str
     port: int
@@ -215,7 +219,7 @@ class HttpEndpoint:
 
     @classmethod
     def of(cls, flags: Flags) -> HttpEndpoint:
-        """Return the address that vLLM's flags and defaults give."""
+        """Return the address at which a vLLM server with these flags can be reached from this machine."""
         port = flags.value("--port")
         if port is not None and not port.isdecimal():
             raise FlagError(f"--port is {port!r}; give a whole number")
@@ -230,7 +234,10 @@ class HttpEndpoint:
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
 
     def check_free(self) -> None:
-        """Raise if another process listens there; vLLM would notice only after the models are loaded."""
+        """Raise `FlagError` if this address is in use or cannot be used.
+
+        vLLM would notice that only after the models are loaded.
+        """
         if self.path:
             if Path(self.path).exists():
                 raise FlagError(f"--uds is {self.path}, which exists; stop the server that uses it, or remove the file")

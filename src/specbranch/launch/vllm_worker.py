@@ -36,7 +36,10 @@ class TargetFailure(SpecBranchError, RuntimeError):
 
 
 class TargetProcess:
-    """A context manager that loads vLLM in a new process, on `cores` or else on all cores of this process."""
+    """A context manager that loads vLLM in a new process, on `cores` or else on all cores of this process.
+
+    Inside `with`, `engine` describes the loaded engine. The process logs to `log_file`.
+    """
 
     engine: Engine
 
@@ -64,7 +67,7 @@ class TargetProcess:
             log_file=self._log_file,
             stdin=PIPE,
             stdout=PIPE,
-            has_group=True,  # its workers
+            has_group=True,  # so that `kill` ends vLLM's workers too
         )
         try:
             self._send(self._options)
@@ -86,7 +89,10 @@ class TargetProcess:
         self._child.kill()
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment that sets one thread a core, unless the user has set a number."""
+        """Return the environment variable that gives vLLM one thread per core.
+
+        Returns none if the process is not pinned, or the user has set a number of threads.
+        """
         if not self._cores or "OMP_NUM_THREADS" in os.environ:
             return {}
         return {"OMP_NUM_THREADS": str(len(self._cores))}
@@ -118,7 +124,7 @@ class TargetProcess:
 
 
 def main() -> None:
-    """Serve jobs until standard input closes."""
+    """Run the worker: load an engine and run the jobs that arrive on standard input, until that closes."""
     # Standard output carries the events, so what vLLM prints must go to standard error.
     with os.fdopen(os.dup(1), "wb", buffering=0) as output:
         os.dup2(2, 1)
@@ -156,7 +162,10 @@ def decode(target: LocalEngine, job: DecodeJob) -> Iterator[WorkerEvent]:
 def _attempt(
     target: LocalEngine, requests: Sequence[Request], batch: int, is_first: bool
 ) -> Generator[WorkerEvent, None, DecodeResult]:
-    """Decode all requests and return the result; only the first attempt yields events for requests that finish."""
+    """Decode all requests, at most `batch` at a time, and return the result.
+
+    Only the first attempt yields events for requests that finish, so that each is reported once.
+    """
     answers = [DecodedOutput(prompt=list(request.prompt)) for request in requests]
     counts, drafts = target.proposer_counts(), target.draft_tokens()
     start_s = time.monotonic()
@@ -197,7 +206,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
     """One prompt. `sampling` are vLLM's sampling parameters; `schema` restricts the output to JSON of that schema.
 
     A chat prompt is a user's message, which the model's own template wraps; any other prompt is continued as it is.
-    `tokens` replace the prompt.
+    `tokens`, if not None, are decoded in place of the prompt.
     """
 
     prompt: str
@@ -261,7 +270,10 @@ class WorkerEvent(msgspec.Struct, frozen=True):
 
 
 def step_gaps_s(answers: Sequence[DecodedOutput], skip: int = 0) -> list[float]:
-    """Return the times between the steps of all answers, without the first `skip` steps of each answer."""
+    """Return the seconds between consecutive steps of each answer, all in one list.
+
+    The first `skip` steps of each answer are left out.
+    """
     return [end_s - start_s for answer in answers for (start_s, _), (end_s, _) in pairwise(answer.steps[skip:])]
 
 

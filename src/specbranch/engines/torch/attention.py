@@ -33,21 +33,24 @@ _NUM_PARTS = 4  # of the buffer, in addition to the page table
 
 
 class SpanAttention:
-    """Compute the attention of one step."""
+    """The attention of one step, computed session by session over spans of slots; every layer calls it."""
 
     def __init__(self, batch: Batch, device: str) -> None:
         groups = (list(group) for _, group in groupby(batch.pieces, key=attrgetter("session")))
         self._spans = [_span(group, device) for group in groups]
 
     def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attend from queries [tokens, heads, head_dim] to a store; return [tokens, kv_heads, group_len, head_dim]."""
+        """Return the attention of queries [tokens, heads, head_dim] over the keys and values in a layer's store.
+
+        `scaling` multiplies the scores. The result is [tokens, kv_heads, group_len, head_dim].
+        """
         parts = [span.attend(store, query[span.start : span.stop], scaling) for span in self._spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(slots=True)
 class _Span:
-    """One session's part of a step: tokens `start` to `stop`."""
+    """One session's part of a step: its tokens are `start` to `stop` in the step's tokens."""
 
     start: int
     stop: int
@@ -80,7 +83,10 @@ class _Span:
         return out[0].view(num_keys, num_tokens, group_len, head_dim).transpose(0, 1)
 
     def _mask_of(self, query: torch.Tensor, group_len: int) -> torch.Tensor | None:
-        """Return the mask repeated for the queries of each token; compute it once, as all layers of a step share it."""
+        """Return the mask in the dtype of `query`, each token's row repeated `group_len` times; None without a mask.
+
+        It is computed once, because all layers of a step share it.
+        """
         if self._repeated is None and self.mask is not None:
             self._repeated = self.mask.to(query.dtype).repeat_interleave(group_len, dim=0)
         return self._repeated
@@ -102,12 +108,15 @@ def _span(pieces: Sequence[RowSpan], device: str) -> _Span:
 
 
 def _is_prompt(piece: RowSpan) -> bool:
-    """Return whether a row is its whole sequence, in slots whose numbers rise from token to token."""
+    """Return whether a row's new tokens are its whole sequence, in slots whose numbers rise from token to token."""
     return piece.num_tokens == len(piece.path) and bool((piece.path[1:] > piece.path[:-1]).all())
 
 
 def _mask(paths: Sequence[SlotIds], pieces: Sequence[RowSpan], width: int) -> NDArray[np.float32]:
-    """Return the mask [tokens, width] to add to scores: 0 for each token's path up to itself, -inf elsewhere."""
+    """Return the mask [tokens, width] to add to scores: 0 for each token's sequence up to itself, -inf elsewhere.
+
+    `paths` has for each row of `pieces` the mask's columns that stand for the slots of its sequence.
+    """
     first = pieces[0].start
     mask = np.full((pieces[-1].stop - first, width), -np.inf, dtype=np.float32)
     for path, piece in zip(paths, pieces, strict=True):
@@ -119,7 +128,7 @@ def _mask(paths: Sequence[SlotIds], pieces: Sequence[RowSpan], width: int) -> ND
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The padded shape of a step: its rows, and the slots that each row may read."""
+    """The padded shape of a step: its number of rows, and the number of slots that each row may read (`context`)."""
 
     num_rows: int
     context: int
@@ -127,7 +136,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes that steps are padded to, in ascending order."""
+    """The numbers of rows and of slots per row that steps are padded to, each in ascending order."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (256, 1024, 4096, 16384)
@@ -136,12 +145,12 @@ class Buckets:
         return (Bucket(num_rows, context) for context in self.contexts for num_rows in self.rows)
 
     def up_to(self, num_slots: int) -> Buckets:
-        """Return these buckets without the contexts that a cache of `num_slots` slots cannot fill."""
+        """Return these buckets without contexts that are longer than a cache of `num_slots` slots needs."""
         needed = sum(context < num_slots for context in self.contexts) + 1
         return replace(self, contexts=self.contexts[:needed])
 
     def bucket(self, batch: Batch) -> Bucket | None:
-        """Return the smallest bucket that holds a batch; None if it exceeds all."""
+        """Return the smallest bucket that holds a batch; None if the batch is too large for all."""
         num_rows = next((size for size in self.rows if size >= len(batch.tokens)), None)
         context = next((size for size in self.contexts if size >= batch.longest), None)
         return None if num_rows is None or context is None else Bucket(num_rows, context)
@@ -151,7 +160,10 @@ class Attention(Protocol):
     """Computes the attention of one step over a layer's store."""
 
     def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attend from queries [tokens, heads, head_dim] to a store; return [tokens, kv_heads, group_len, head_dim]."""
+        """Return the attention of queries [tokens, heads, head_dim] over the keys and values in a layer's store.
+
+        `scaling` multiplies the scores. The result is [tokens, kv_heads, group_len, head_dim].
+        """
         ...
 
 
@@ -159,19 +171,25 @@ class PagedBackend(Protocol):
     """A way to compute attention over page tables."""
 
     def plan(self, bucket: Bucket, lengths: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
-        """Prepare a step outside of the recorded operations, from its lengths [rows] and page table [rows, context]."""
+        """Prepare the attention of a step, before its recorded operations run.
+
+        `lengths` [rows] has the number of tokens that each row sees, and `pages` [rows, context] their slots.
+        """
         ...
 
     def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
-        """Return the attention of a step, from the same lengths and page table on the device."""
+        """Return the attention of a step; `lengths` and `pages` are those given to `plan`, on the device."""
         ...
 
 
 class GatherAttention:
-    """Copy each row's keys and values, then attend for all rows in one call. Runs on every device."""
+    """A paged backend that copies each row's keys and values, then attends for all rows in one call.
+
+    It runs on every device.
+    """
 
     def __init__(self, most: int, device: str, dtype: torch.dtype) -> None:
-        """`most` is the largest context; `dtype` that of queries and keys."""
+        """`most` is the largest context of a bucket; `dtype` is that of queries and keys."""
         self._places = torch.arange(most, device=device)
         self._dtype = dtype
 
@@ -195,7 +213,7 @@ class StaticBuffers:
     """The buffers of all fixed-shape steps: one on the host and one on the device, filled by a single copy.
 
     On a CPU both are the same memory. Values that a step leaves in the page table are harmless: entries beyond a row's
-    length are masked, and each of them is the number of some slot.
+    length are masked, and every old entry is still the number of a slot.
     """
 
     def __init__(self, buckets: Buckets, scratch: int, device: str) -> None:
@@ -207,7 +225,7 @@ class StaticBuffers:
         self._device = self._host if device == "cpu" else self._host.to(device)
 
     def fill(self, batch: Batch, bucket: Bucket, reader: PagedBackend) -> None:
-        """Copy a batch to the device, padded to its bucket, and let the backend plan it."""
+        """Write a batch, padded to `bucket`, to the buffers, copy it to the device, and call `reader.plan` for it."""
         count = len(batch.tokens)
         tokens, positions, slots, lengths, pages = _parts(self._host.numpy(), self._max_rows, bucket)
         for part, given, padding in (
@@ -231,7 +249,7 @@ class StaticBuffers:
 
 
 def _parts(buffer: Any, max_rows: int, bucket: Bucket) -> tuple[Any, ...]:
-    """Return views of a buffer's parts; the buffer may be an array or a tensor."""
+    """Return views of a buffer, an array or a tensor, in the order of `StaticBuffers.parts`."""
     flat, start = [buffer[at * max_rows :][: bucket.num_rows] for at in range(_NUM_PARTS)], _NUM_PARTS * max_rows
     pages = buffer[start:][: bucket.num_rows * bucket.context].reshape(bucket.num_rows, bucket.context)
     return (*flat, pages)

@@ -37,7 +37,10 @@ _WORKSPACE = 128 << 20  # bytes, as FlashInfer recommends
 
 
 class FixedShapeRunner:
-    """Pads a batch to its bucket and runs it, as a recorded graph if `record` is set."""
+    """Runs steps of fixed shapes: it pads a batch to its bucket and runs it, as a recorded graph if `record` is set.
+
+    `frame` has the buffers of the steps, and `reader` computes their attention.
+    """
 
     def __init__(self, forward: ForwardPass, frame: StaticBuffers, reader: PagedBackend, *, record: bool) -> None:
         self._forward = forward
@@ -71,8 +74,9 @@ class FixedShapeRunner:
 def choose_step_runner(
     forward: ForwardPass, buckets: Buckets, probe: Callable[[FixedShapeRunner | None], Sequence[Distribution]]
 ) -> FixedShapeRunner | None:
-    """Return the first candidate that works and agrees with steps of variable shape; None if there is none.
+    """Return the fastest way to run fixed-shape steps that works here and agrees with steps of variable shape.
 
+    Returns None if there is no such way, so that all steps must have variable shapes.
     `probe` runs a step with a candidate or, given None, with variable shapes, and returns its distributions.
     """
     expected = [float(one.confidence) for one in probe(None)]
@@ -92,7 +96,7 @@ def choose_step_runner(
 
 
 def _candidates(forward: ForwardPass, buckets: Buckets) -> Iterator[tuple[str, Callable[[], FixedShapeRunner]]]:
-    """Yield the ways to run fixed-shape steps by name, fastest first."""
+    """Yield the ways to run fixed-shape steps, fastest first: each with a name and a function that makes it."""
     arena, model = forward.arena, forward.model
     frame = StaticBuffers(buckets, arena.scratch, arena.device)
     gathered = GatherAttention(buckets.contexts[-1], arena.device, arena.dtype)
@@ -109,7 +113,7 @@ def _candidates(forward: ForwardPass, buckets: Buckets) -> Iterator[tuple[str, C
 
 
 class Graphs:
-    """CUDA graphs by bucket. They share one memory pool, because only one runs at a time."""
+    """The recorded CUDA graphs, one per bucket. They share one memory pool, because only one runs at a time."""
 
     def __init__(self, compute: ComputeBucket) -> None:
         self._compute = compute
@@ -117,7 +121,10 @@ class Graphs:
         self._recorded: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def record(self, bucket: Bucket) -> None:
-        """Record a bucket's graph. A first run outside lets libraries allocate memory, which a recording must not."""
+        """Record the graph of a bucket's step.
+
+        The step runs once before, so that libraries allocate their memory, which they must not do while recording.
+        """
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -135,7 +142,10 @@ class Graphs:
 
 
 class FlashInfer:
-    """Paged decode with pages of one slot. Each row count needs its own wrapper, because a graph fixes its buffers."""
+    """A paged backend on FlashInfer's decode kernels, with pages of one slot.
+
+    Each number of rows needs a FlashInfer wrapper of its own, because a graph fixes the buffers of the wrapper.
+    """
 
     def __init__(self, buckets: Buckets, arena: KVStore, num_heads: int, scaling: float) -> None:
         """`num_heads` counts query heads. The arena must store the heads of each slot next to each other."""

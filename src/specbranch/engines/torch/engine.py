@@ -36,7 +36,7 @@ _PROBE = ((0, 0), (0, 0))  # tokens of the probe steps: the first needs no mask,
 
 
 class TorchEngine:
-    """Run a model of Transformers as a draft."""
+    """A draft engine that runs a model of Transformers."""
 
     def __init__(self, options: EngineOptions, buckets: Buckets | None = None) -> None:
         """`buckets` are the sizes that small steps are padded to; None picks the default on a GPU and none on a CPU."""
@@ -79,7 +79,7 @@ class TorchEngine:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all keys and values, allocated at the start."""
+        """Bytes of the KV store, which is created at the start with room for all keys and values."""
         return self._arena.num_bytes
 
     def open(self) -> int:
@@ -134,7 +134,7 @@ class TorchEngine:
         return torch.from_numpy(array).to(self._options.device)
 
     def _device(self) -> AbstractContextManager[object]:
-        """Make the engine's GPU current, whatever the calling thread uses."""
+        """Return a context in which the engine's GPU is torch's current device; without a GPU it does nothing."""
         device = self._options.device
         return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
@@ -153,7 +153,10 @@ class TorchEngine:
         )
 
     def _probe(self) -> int:
-        """Return the vocabulary's size from steps that also show if our attention works and how large a slot is."""
+        """Run two short steps and return the vocabulary's size; raise `EngineError` if our attention does not work.
+
+        The steps also create the KV store's tensors, which show how many bytes a slot needs.
+        """
         handle = self.open()
         try:
             for tokens in _PROBE:
@@ -171,7 +174,10 @@ class TorchEngine:
         return int(logits.shape[-1])
 
     def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
-        """Use `steps` from now on, and return the distributions that a short sequence gets from them."""
+        """Run small steps with `steps` from now on, and return the distributions that they give for a short sequence.
+
+        With None, all steps have variable shapes.
+        """
         self._static = steps
         handle = self.open()
         try:

@@ -27,7 +27,10 @@ class KVStore:
     """
 
     def __init__(self, num_slots: int, device: str, *, by_head: bool) -> None:
-        """`by_head` puts the slots of a head next to each other, as span attention reads them; else a slot's heads."""
+        """`by_head` stores all slots of one head next to each other, as span attention reads them.
+
+        Otherwise all heads of one slot are next to each other.
+        """
         self.num_slots = num_slots
         self.device = device
         self._by_head = by_head
@@ -35,7 +38,7 @@ class KVStore:
 
     @classmethod
     def sized_like(cls, other: KVStore, num_slots: int) -> KVStore:
-        """Create a store for the same model with another number of slots."""
+        """Create a store for the same model as `other`, with `num_slots` slots and the tensors of all layers."""
         arena = cls(num_slots, other.device, by_head=other._by_head)
         try:
             arena._layers = {layer: arena._store(store) for layer, store in other._layers.items()}
@@ -110,7 +113,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """The tokens of one row, `start` to `stop` of the step's, and the slots of its sequence including them."""
+    """One row of a step: its new tokens are `start` to `stop` in the step's tokens.
+
+    `path` has the slots of its whole sequence, new tokens included; `session` is the region that they belong to.
+    """
 
     session: SlotRegion
     start: int
@@ -140,7 +146,7 @@ class Batch:
 
 
 def build_batch(cells: SlotAllocator, rows: Sequence[Row]) -> Batch:
-    """Build the batch of rows whose cells are already allocated."""
+    """Build the batch of a step from its rows, whose cells are already allocated in `cells`."""
     by_session: dict[SlotRegion, list[int]] = {}
     for index, row in enumerate(rows):
         by_session.setdefault(cells.session(row.handle), []).append(index)

@@ -60,7 +60,10 @@ def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
 
 
 class QuantizedLinear(nn.Module):
-    """Several linear layers of the same input as one, with 8-bit weights; inputs and outputs are float32."""
+    """Several linear layers of the same input as one, with 8-bit weights; inputs and outputs are float32.
+
+    `largest` is the largest integer that a weight is rounded to.
+    """
 
     def __init__(self, *linears: nn.Linear, largest: float = _MAX_INT8) -> None:
         super().__init__()
@@ -89,8 +92,9 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """W8A8. Activations are unsigned bytes, quantized row by row: oneDNN is fast with signed ones only if it has AMX.
+    """Linear layers in W8A8: weights and activations are 8-bit integers.
 
+    Activations are unsigned, quantized row by row: oneDNN is fast with signed ones only on a CPU with AMX.
     Without VNNI, two products of bytes are added in 16 bits, which can overflow; with 7-bit weights they cannot.
     """
 
@@ -116,7 +120,7 @@ class Int8Linear(QuantizedLinear):
 
 
 class WeightOnlyLinear(QuantizedLinear):
-    """W8A16: 8-bit weights, activations in bfloat16."""
+    """Linear layers in W8A16: weights are 8-bit integers, activations are in bfloat16."""
 
     def _pack(self, integers: torch.Tensor) -> None:
         self._extra = -integers.shape[1] % _W8A16_BLOCK
@@ -136,7 +140,10 @@ PACKED: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "w8a16": WeightO
 
 @cache
 def sums_overflow() -> bool:
-    """Return whether this CPU's int8 product overflows on large sums. This tries it, because oneDNN does not say."""
+    """Return whether this CPU's int8 product gives wrong results for large values, because its sums overflow.
+
+    This computes one product to find out, because oneDNN does not say.
+    """
     width, most = 64, 255
     weight = torch.full((width, width), int(_MAX_INT8), dtype=torch.int8)
     rows = torch.full((_MIN_ROWS, width), most, dtype=torch.uint8)
@@ -161,7 +168,7 @@ def _quantized(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torc
 
 
 def can_int8() -> bool:
-    """Return whether this build of torch has the int8 kernels."""
+    """Return whether this build of torch has the kernels for 8-bit weights, W8A8 and W8A16."""
     return hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch.ops.aten, "_weight_int8pack_mm")
 
 

@@ -29,7 +29,11 @@ _RIDGE = 1e-3  # added to the covariance, relative to its mean diagonal, to make
 
 
 class LowRankOutputLayer(nn.Module):
-    """An output layer without bias. Once fitted, it computes exact logits for candidates only."""
+    """An output layer without bias that learns from hidden states which logits need to be exact.
+
+    It replaces `linear`, first by a full layer of the class `kind`. After `observe` has seen enough hidden states, it
+    computes exact logits for candidates only.
+    """
 
     def __init__(self, linear: nn.Linear, kind: type[QuantizedLinear]) -> None:
         super().__init__()
@@ -81,7 +85,10 @@ class LowRankOutputLayer(nn.Module):
 
 
 class _LowRank:
-    """The low-rank product: centred hidden states, projected to the directions that change logits most."""
+    """A low-rank approximation of an output layer, fitted to the hidden states `seen` [tokens, hidden].
+
+    It projects centred hidden states to the directions that change logits most.
+    """
 
     def __init__(self, weight: torch.Tensor, seen: torch.Tensor, kind: type[QuantizedLinear]) -> None:
         hidden_len = weight.shape[1]
@@ -102,7 +109,10 @@ class _LowRank:
         self._up = kind(up)
 
     def logits(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states [rows, hidden], exact for the candidates."""
+        """Return the approximate logits of hidden states [rows, hidden], with exact ones for the candidates.
+
+        `weight` is the exact weight of the full layer.
+        """
         logits: torch.Tensor = self._up((rows - self._mean) @ self._down).add_(self._bias)
         for row, hidden, threshold in zip(logits, rows, _thresholds(logits), strict=True):
             candidates = (row >= threshold).nonzero()[:, 0]
@@ -113,7 +123,7 @@ class _LowRank:
 
 
 def _thresholds(logits: torch.Tensor) -> torch.Tensor:
-    """Return the lowest approximate logit of a candidate, for each row of logits [rows, vocabulary]."""
+    """Return for each row of approximate logits [rows, vocabulary] the logit that a candidate has at least."""
     num_blocks = logits.shape[1] // _BLOCK
     peaks = logits[:, : num_blocks * _BLOCK].view(len(logits), num_blocks, _BLOCK).amax(dim=-1)
     best = peaks.topk(min(_MAX_BLOCKS, num_blocks), dim=-1).values  # [rows, blocks], descending
@@ -121,5 +131,8 @@ def _thresholds(logits: torch.Tensor) -> torch.Tensor:
 
 
 def is_worth_narrowing(linear: nn.Linear) -> bool:
-    """Return whether an output layer has no bias, and a vocabulary large enough for candidates to pay off."""
+    """Return whether `LowRankOutputLayer` can replace an output layer and saves time.
+
+    That needs a layer without bias, and a large vocabulary.
+    """
     return linear.bias is None and linear.out_features >= _MIN_VOCAB

@@ -46,7 +46,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run."""
+    """A model that is ready to run on the torch engine."""
 
     name: str  # of its class in Transformers
     model: Any  # a FusedModel or a PlainModel
@@ -55,7 +55,10 @@ class LoadedModel:
 
 
 def load(options: EngineOptions) -> LoadedModel:
-    """Load the model of the options and replace its attention by ours."""
+    """Load the model that the options name, in their dtype, and replace its attention by ours.
+
+    Raises `EngineError` if the torch engine cannot run it.
+    """
     _require_dtype(options)
     _require_dense(options)
     source, arguments = _source(options.model)
@@ -81,7 +84,7 @@ def load(options: EngineOptions) -> LoadedModel:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights, tied ones counted once: what each step reads at least."""
+    """Return the bytes of a model's weights, tied ones counted once; each step reads at least these."""
     plain: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     return plain + packed_bytes(model)
 
@@ -131,7 +134,7 @@ def _require_dense(options: EngineOptions) -> None:
 
 
 def _source(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the source and the arguments for `load_model`."""
+    """Return the source and the arguments for `load_model` to load a model from a path, a GGUF file or the hub."""
     path = local_model(model)
     if path is None:
         return model, {}
@@ -152,7 +155,10 @@ def _gguf_file(path: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The chosen dtype, and each dtype's time of all the model's matrix products at each row count of `ROWS`."""
+    """The chosen dtype, and the times that led to it.
+
+    `seconds` has for each dtype the time of all the model's matrix products, at each number of rows in `ROWS`.
+    """
 
     dtype: str
     seconds: dict[str, tuple[float, ...]]
@@ -164,7 +170,11 @@ class DtypeChoice:
 
 
 def fastest_dtype(model: Any) -> DtypeChoice:
-    """Return the dtype with the fastest matrix products here, summed over all row counts of `ROWS`."""
+    """Time a model's matrix products in each dtype on this CPU, and choose the fastest.
+
+    Only a sample of the layers is timed, and the times are scaled up. The fastest is the one with the smallest sum of
+    times over the numbers of rows in `ROWS`.
+    """
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     sample = list(_first(linears))
     scale = sum(_size(one) for one in linears) / max(sum(_size(one) for one in sample), 1)
@@ -178,7 +188,10 @@ def fastest_dtype(model: Any) -> DtypeChoice:
 
 
 def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:
-    """Return whether a dtype has no fast kernel here, from its smallest layer: timing all layers could take minutes."""
+    """Return whether a dtype has no fast kernel here, judged by the smallest layer of the sample.
+
+    Timing all layers could take minutes.
+    """
     smallest = min(sample, key=_size)
     product = [_product(dtype, smallest)]
     shortest_s = min(_once(product, [smallest], ROWS[0]) for _ in range(3))  # the first run may compile
@@ -188,7 +201,7 @@ def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:
 
 
 def _first(linears: list[nn.Linear]) -> Iterator[nn.Linear]:
-    """Yield the first layers until they have enough weights."""
+    """Yield the first layers, until they have enough weights together to be a sample."""
     num_weights = 0
     for one in linears:
         if num_weights >= _SAMPLE:
@@ -202,7 +215,7 @@ def _size(linear: nn.Linear) -> int:
 
 
 def _product(dtype: str, linear: nn.Linear) -> Product:
-    """Return a function that computes a layer in a dtype."""
+    """Return a function that computes a layer's matrix product in a dtype, from rows [rows, inputs]."""
     if dtype in PACKED:
         packed: Product = PACKED[dtype](linear)
         return packed
@@ -211,7 +224,10 @@ def _product(dtype: str, linear: nn.Linear) -> Product:
 
 
 def _seconds(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
-    """Return the shortest time of a pass over all layers; noise only makes passes longer."""
+    """Return the shortest time in seconds of several passes over all layers, with `rows` rows of input each.
+
+    Noise only makes passes longer.
+    """
     passes: list[float] = []
     end_s = time.perf_counter() + _SPAN_S
     while len(passes) < 1 + _MIN_RUNS or time.perf_counter() < end_s:
@@ -220,7 +236,7 @@ def _seconds(products: list[Product], linears: list[nn.Linear], rows: int) -> fl
 
 
 def _once(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
-    """Return the time of one pass over all layers."""
+    """Return the time in seconds of one pass over all layers, with `rows` rows of input."""
     inputs = [torch.ones(rows, one.in_features) for one in linears]
     with torch.inference_mode():
         start_s = time.perf_counter()

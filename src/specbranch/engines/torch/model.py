@@ -84,7 +84,7 @@ class _Attention(nn.Module):
         return out
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split heads into queries and the keys (and values) after them."""
+        """Return the query heads, and the heads after them: keys, or keys and values."""
         return heads[:, : self.num_queries], heads[:, self.num_queries :]
 
 
@@ -102,7 +102,10 @@ class _Layer(nn.Module):
 
 
 class FusedModel(nn.Module):
-    """A model of a known family. It takes over the weights of the given model, which must not be used any more."""
+    """A model of a Llama-like family with fused operations and linear layers of the class `kind`.
+
+    It takes over the weights of `model`, a model of Transformers, which must not be used any more.
+    """
 
     def __init__(self, model: Any, kind: LinearType) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class FusedModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
-        """Return the logits [outputs, vocabulary] after the tokens in `outputs`, or after all if it is None."""
+        """Return the logits [outputs, vocabulary] after the tokens at indices `outputs`, or after all if None."""
         rows = self.embed_tokens(tokens)
         rotary = self._rotary(positions, rows.dtype)
         for layer in self.layers:
@@ -141,7 +144,7 @@ class FusedModel(nn.Module):
 
     @property
     def scaling(self) -> float:
-        """The factor of the attention scores."""
+        """The factor that attention scores are multiplied by."""
         return float(self.layers[0].attention.scaling)
 
     def get_input_embeddings(self) -> Any:
@@ -181,7 +184,7 @@ class PlainModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
-        """Return the logits [outputs, vocabulary] after the tokens in `outputs`, or after all if it is None."""
+        """Return the logits [outputs, vocabulary] after the tokens at indices `outputs`, or after all if None."""
         output = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -211,7 +214,7 @@ def _attend_layer(
     specbranch_step: AttentionContext | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Adapt `AttentionContext.attend` to the interface through which every layer of Transformers calls attention."""
+    """Call `AttentionContext.attend` for a layer of Transformers; return its result and None, in place of weights."""
     is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
     if specbranch_step is None or attention_mask is not None or not is_plain:
         raise unsupported(type(module).__name__, "its attention is not plain")
@@ -232,7 +235,8 @@ AttentionMaskInterface.register(NAME, _no_mask)
 def require_full_attention(model: Any, max_tokens: int | None) -> None:
     """Raise `EngineError` if a model has other state than keys and values, or its tokens see only part of a sequence.
 
-    A sliding window is fine if the cache is no longer than it; a cache of unspecified size is limited to the window.
+    A sliding window is fine if the cache, of `max_tokens`, is no longer than the window. If `max_tokens` is None, the
+    window must be long, and will limit the cache.
     """
     if type(model)._is_stateful or not type(model)._supports_attention_backend:
         raise unsupported(
@@ -250,7 +254,7 @@ def require_full_attention(model: Any, max_tokens: int | None) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return how many tokens a token sees at most; None if it sees all."""
+    """Return the sliding window in a model's config: how many tokens each token sees at most; None if it sees all."""
     window: int | None = getattr(config, "sliding_window", None)
     return window if getattr(config, "use_sliding_window", True) else None
 
@@ -261,7 +265,7 @@ def text_config(model: Any) -> Any:
 
 
 def unsupported(name: str, why: str) -> EngineError:
-    """Build the error for a class of models that this engine cannot run."""
+    """Return the error for a class of models, called `name`, that this engine cannot run; `why` is the reason."""
     return EngineError(
         f"{name} cannot be a draft on the torch engine: {why}; choose a model with full attention in "
         "every layer, such as Llama, Qwen2, Qwen3 or SmolLM2"

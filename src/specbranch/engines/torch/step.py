@@ -34,15 +34,16 @@ class AttentionContext:
     attention: Attention
 
     def attend(self, layer: int, query: torch.Tensor, fresh: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Write a layer's new keys and values [tokens, 2 * kv_heads, head_dim]; attend over each token's whole path.
+        """Write a layer's new keys and values; return the attention of each token over its whole sequence so far.
 
-        Queries are [tokens, heads, head_dim]; the result is [tokens, kv_heads, group_len, head_dim].
+        `fresh` has the keys and values [tokens, 2 * kv_heads, head_dim] and `query` the queries [tokens, heads,
+        head_dim]; the result is [tokens, kv_heads, group_len, head_dim].
         """
         return self.attention(self.arena.write(layer, self.slots, fresh), query, scaling)
 
 
 class ForwardPass:
-    """A model and the KV store that it reads and writes. All tensors are on the model's device."""
+    """Runs a model on its KV store and packs the top-k of its outputs. All tensors are on the model's device."""
 
     def __init__(self, model: Any, arena: KVStore, top_k: int, *, by_blocks: bool) -> None:
         self.model = model
@@ -58,7 +59,10 @@ class ForwardPass:
         attention: Attention,
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the model; return the packed top-k of `outputs`, or of all. The first three tensors are [tokens]."""
+        """Run the model on `tokens`; return the packed top-k of its outputs (see `pack_top_k`).
+
+        `outputs` has the indices of the tokens that need an output; None means all. The other tensors are [tokens].
+        """
         logits = self.logits(tokens, positions, slots, attention, outputs)
         return pack_top_k(logits, self.top_k, by_blocks=self.by_blocks)
 
@@ -70,14 +74,15 @@ class ForwardPass:
         attention: Attention,
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the model; return the logits [outputs, vocabulary] of the same tokens."""
+        """Run the model as `__call__` does, but return the logits [outputs, vocabulary]."""
         found: torch.Tensor = self.model(tokens, positions, outputs, AttentionContext(self.arena, slots, attention))
         return found
 
 
 def pack_top_k(logits: torch.Tensor, top_k: int, *, by_blocks: bool = False) -> torch.Tensor:
-    """Pack logits [outputs, vocabulary] into words [outputs, ...]: ids, log probabilities and entropy of the top-k.
+    """Return for each row of logits [outputs, vocabulary] its top-k and entropy, packed into one row of 32-bit words.
 
+    A row has the ids (two words each), their log probabilities, and minus the entropy of the whole distribution.
     `by_blocks` uses more operations that read less, and bounds log probabilities before their exponentials. That is
     faster on a CPU, where starting an operation is cheap.
     """
@@ -94,7 +99,10 @@ def _top(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as `_top`: the largest values are in the blocks with the largest maxima, or after the last block."""
+    """Return the indices and values of the `top_k` largest values, like `_top`, but search fewer values.
+
+    They are in the `top_k` blocks with the largest maxima, or after the last whole block.
+    """
     num_rows, width = values.shape
     num_blocks = width // _BLOCK
     if num_blocks <= top_k:
@@ -109,7 +117,7 @@ def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
 
 
 def unpack_top_k(words: PackedTopK, top_k: int) -> list[Distribution]:
-    """Return the distributions of packed words on the host."""
+    """Return the distributions in words that `pack_top_k` has packed, one per row."""
     ids = _longs(words[:, : 2 * top_k])
     probs = np.exp(_floats(words[:, 2 * top_k : 3 * top_k]))
     entropies = -_floats(words[:, 3 * top_k : 3 * top_k + 1])[:, 0]
@@ -120,7 +128,7 @@ def unpack_top_k(words: PackedTopK, top_k: int) -> list[Distribution]:
 
 
 def to_host(words: torch.Tensor) -> PackedTopK:
-    """Copy a step's packed top-k from the device; no other copy is needed."""
+    """Copy a step's packed top-k from the device to the host, and return it as an array."""
     found: PackedTopK = words.cpu().numpy()
     return found
 
