@@ -48,7 +48,10 @@ _LABEL_SHARE = 0.022  # a bar at least this wide, as a share of the figure, has 
 
 
 def draw_figures(results: Results, directory: Path, stem: str) -> list[tuple[str, Path]]:
-    """Draw all figures of these results as SVG and PNG; return the caption and the path of each SVG."""
+    """Draw all figures of the results into a directory, as SVG and PNG files whose names begin with `stem`.
+
+    Return the caption and the path of each SVG.
+    """
     pyplot = load_pyplot()
     drawn = []
     for name, draw in _drawers(results).items():
@@ -75,7 +78,10 @@ def _drawers(results: Results) -> dict[str, _Drawer | None]:
 
 
 def _speed_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
-    """Return a function that draws bars: one group for each task, and one for the mean of several tasks."""
+    """Return a function that draws bars of speeds: one group for each task, and one for the mean of several tasks.
+
+    Return None if there is no method besides bare vLLM.
+    """
     alone = min(results.scenario.concurrency)
     shown = [line for line in lines if line.concurrency == alone]
     groups = list(dict.fromkeys(line.task for line in shown))
@@ -187,7 +193,7 @@ def _color(results: Results, name: str) -> str:
 
 
 def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
-    """Choose a different color for every method; the first method with a planner gets that planner's color."""
+    """Return a color for each method, by name; the first method of each planner gets the planner's usual color."""
     colors = {BARE: _BARE_COLOR}
     for method in methods:
         usual = _OURS.get(method.planner or "")
@@ -201,7 +207,7 @@ def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
 
 
 def _ends(ratios: Sequence[Ratio]) -> Any:
-    """Return the low and the high ends of ranges; NaN, which matplotlib does not draw, without a range."""
+    """Return the low and the high ends of the ratios' ranges as two rows; without a range, NaN, which is not drawn."""
     return np.array([[ratio.low for ratio in ratios], [ratio.high for ratio in ratios]], dtype=float)
 
 
@@ -211,7 +217,10 @@ def _label(results: Results, name: str) -> str:
 
 
 def plot_timeline(path: Path, timeline: Timeline, stretches: list[tuple[float, float]], title: str) -> None:
-    """Draw the first targets, each over its own time range; the file's suffix gives the format."""
+    """Draw a timeline to a file whose suffix gives the format: the first six targets, one below the other.
+
+    `stretches` has the time range of each target, in seconds.
+    """
     pyplot = load_pyplot()
     lanes = list(zip(timeline.targets, stretches, strict=True))[:_MAX_PANELS]
     size = (12, 1.45 * len(lanes) + 1.1)
@@ -225,16 +234,17 @@ def plot_timeline(path: Path, timeline: Timeline, stretches: list[tuple[float, f
 
 
 def choose_stretches(timeline: Timeline, num_rounds: int) -> list[tuple[float, float]]:
-    """Choose equal time ranges from the middle of every target, with about `num_rounds` steps of the slowest.
+    """Return for each target a time range to draw, in the middle of its rounds, as start and end in seconds.
 
-    A target with fewer steps shows all of them.
+    All ranges have the same length, about `num_rounds` rounds of the slowest target; a target with fewer rounds shows
+    all of them.
     """
     length_s = max(_typical_s(lane) for lane in timeline.targets) * num_rounds
     return [_middle(lane, length_s) for lane in timeline.targets]
 
 
 def _typical_s(lane: TimelineTarget) -> float:
-    """Return the mean time of a round, with its wait."""
+    """Return the mean time of a target's round in seconds, including the wait for its draft."""
     rounds = lane.rounds
     time_s = sum(span.end_s - span.start_s for span in rounds + lane.waits)
     return time_s / len(rounds) if rounds else time_s

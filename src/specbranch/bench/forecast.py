@@ -18,7 +18,7 @@ from specbranch.simulation.simulate import Layout, Method, best_gamma, method_fo
 from specbranch.trace import Trace
 
 _NONE = "none"
-_MAX_GAMMA = 8  # the longest window to try
+_MAX_GAMMA = 8  # the longest draft length to try
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,27 @@ class MeasuredCosts:
 
     target: StepCost  # by tokens in the batch, while the draft works
     draft: StepCost  # by rows
-    slowdown: float  # the target's step while the draft works over its step alone
-    overheads: Mapping[int, float] = field(default_factory=dict)  # a step with our proposer over one of bare vLLM
+    slowdown: float  # the target's step time while the draft works, divided by its step time alone
+    overheads: Mapping[int, float] = field(default_factory=dict)  # by batch: step time with our proposer / bare vLLM's
     entry_s: float = 0.0  # the fixed cost of a step with several tokens, which may use another kernel
 
     def overhead(self, batch: int) -> float:
-        """Return by how much our proposer alone slows a step, as measured at the nearest batch size."""
+        """Return the step time with our proposer but without drafts, divided by bare vLLM's.
+
+        It is that of the nearest measured batch size, or 1 if none was measured.
+        """
         return self.overheads[min(self.overheads, key=lambda size: abs(size - batch))] if self.overheads else 1.0
 
     @property
     def c(self) -> float:
-        """Target step time over draft step time."""
+        """The target's step time divided by the draft's."""
         return self.target.base_s / self.draft.base_s
 
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
-        """Return the costs in units of a draft step of one row."""
+        """Return the simulator's two devices with these costs, in units of a draft step of one row.
+
+        `sharing` is how many such targets one draft device serves; below 1, one target has several draft devices.
+        """
         unit_s = self.draft.base_s
         is_alone = batch == 1  # several sequences pay the entry cost with and without drafts
         return Layout(
@@ -56,7 +62,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The speed of a method over the target alone while sequences are decoded, without prefill."""
+    """The forecast for one method: its `speed` of decoding relative to the target alone, without prefill."""
 
     concurrency: int
     method: Method
@@ -75,24 +81,27 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The forecasts from a survey."""
+    """All forecasts from one survey, and the measured costs on which they rest (`terms`)."""
 
     terms: MeasuredCosts
     forecasts: Sequence[Forecast]  # for every planner at every concurrency
-    with_two_drafts: float  # speed of the best one at the lowest concurrency, with two draft devices
-    with_shared_draft: float  # and with one draft device for two such targets
+    with_two_drafts: float  # speed of the best planner at the lowest concurrency, with two draft devices
+    with_shared_draft: float  # the same with one draft device for two such targets
 
     @property
     def concurrencies(self) -> list[int]:
-        """All concurrencies of the forecasts, in order."""
+        """All concurrencies of the forecasts, in ascending order."""
         return sorted({forecast.concurrency for forecast in self.forecasts})
 
     def best_at(self, concurrency: int) -> Forecast:
-        """Return the forecast of the fastest planner at a concurrency; `none` if no planner pays."""
+        """Return the forecast of the fastest planner at a concurrency; that of `none` if drafts do not pay."""
         return max((one for one in self.forecasts if one.concurrency == concurrency), key=lambda one: one.speed)
 
     def stops_at(self, min_gain: float) -> int | None:
-        """Return the first concurrency at which no planner gains `min_gain` over bare vLLM; None if one always does."""
+        """Return the lowest concurrency at which no planner is faster than bare vLLM by the share `min_gain`.
+
+        Return None if some planner is that much faster at every concurrency.
+        """
         for concurrency in self.concurrencies:
             if self.best_at(concurrency).speed < 1 + min_gain:
                 return concurrency
@@ -115,7 +124,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class TypeForecast:
-    """The survey of one data type of the target, the advice from it, and speeds to compare with other types."""
+    """The survey with the target in one data type, and the forecasts from it; used to compare data types."""
 
     dtype: str
     survey: Survey
@@ -152,17 +161,20 @@ class TypeForecast:
 
 
 def fastest(types: Sequence[TypeForecast]) -> TypeForecast:
-    """Return the data type with the highest forecast of tokens per second with drafts."""
+    """Return the forecast of the data type that has the most tokens per second with drafts."""
     return max(types, key=lambda one: one.best_per_s)
 
 
 def fastest_bare(types: Sequence[TypeForecast]) -> TypeForecast:
-    """Return the data type that was fastest without drafts."""
+    """Return the forecast of the data type that had the most tokens per second without drafts."""
     return max(types, key=lambda one: one.bare_per_s)
 
 
 def measured_costs(survey: Survey) -> MeasuredCosts:
-    """Fit straight lines that do not fall to the measured steps; the target's line fits its steps of several tokens."""
+    """Return the costs of target and draft: straight lines through the measured step times, with slopes of at least 0.
+
+    The target's line is fitted to its steps of several tokens, because a step of one token may use another kernel.
+    """
     alone_s = survey.target_alone_s
     several_s = {size: step_s for size, step_s in alone_s.items() if size > 1}
     several, draft = fit_line(several_s if len(several_s) > 1 else alone_s).cost, fit_line(survey.draft_s).cost
@@ -177,7 +189,10 @@ def measured_costs(survey: Survey) -> MeasuredCosts:
 def forecast_speeds(
     trace: Trace, method: Method, terms: MeasuredCosts, batch: int = 1, sharing: float = 1.0
 ) -> Forecast:
-    """Forecast the speed of one method with its own settings."""
+    """Simulate one method with its own settings on a trace, and return the forecast of its speed.
+
+    `batch` is the number of requests at once, and `sharing` how many such targets one draft device serves.
+    """
     if method.planner == _NONE:
         return Forecast(batch, method, 1.0)
     outcome = simulate(_repeated(trace, batch), method, terms.layout(batch, sharing))
@@ -185,7 +200,10 @@ def forecast_speeds(
 
 
 def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]) -> Advice:
-    """Forecast every planner at its best window, and the effect of a second or a shared draft device."""
+    """Forecast every planner with its best draft length at every concurrency, and return all forecasts.
+
+    For the best planner, also forecast the effect of a second draft device and of a shared one.
+    """
     terms = measured_costs(survey)
     forecasts = [
         _best(survey.trace, planner, terms, concurrency) for concurrency in concurrencies for planner in planners
@@ -203,7 +221,7 @@ def _best(trace: Trace, planner: str, terms: MeasuredCosts, batch: int, sharing:
     method = method_for(planner, pair, as_in_paper=False, has_text=trace.has_prompts)
     if planner == _NONE:
         return forecast_speeds(trace, method, terms, batch, sharing)
-    if "cost_aware" in setting_names(planner):  # it chooses the length itself
+    if "cost_aware" in setting_names(planner):  # such a planner chooses the draft length itself
         longest = replace(method, settings={**method.settings, "gamma": draft_length_limit(planner)})
         return forecast_speeds(trace, longest, terms, batch, sharing)
     outcome = best_gamma(_repeated(trace, batch), method, layout, longest=_MAX_GAMMA)
@@ -211,6 +229,6 @@ def _best(trace: Trace, planner: str, terms: MeasuredCosts, batch: int, sharing:
 
 
 def _repeated(trace: Trace, count: int) -> Trace:
-    """Repeat the answers of a trace until there are enough for a batch."""
+    """Return a trace with its answers repeated until there are at least `count`."""
     copies = -(-count // len(trace.answers))
     return replace(trace, answers=trace.answers * copies)

@@ -40,7 +40,7 @@ class LoadTestError(SpecBranchError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LoadTrial:
-    """One measurement: a method at a rate of requests."""
+    """One measurement under load: a method at a rate of requests per second."""
 
     method: BenchMethod
     rate: float
@@ -48,7 +48,7 @@ class LoadTrial:
 
 
 def plan_load(scenario: Scenario, served: Served) -> list[LoadTrial]:
-    """Return all measurements in their order: one method after the other, shuffled anew for every repeat."""
+    """Return all measurements in the order to run them: in each repeat, one method after the other in random order."""
     order = random.Random(scenario.seed)
     trials: list[LoadTrial] = []
     for repeat in range(scenario.repeats):
@@ -69,9 +69,10 @@ def run_load(
     num_done: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> None:
-    """Measure all trials but the first `num_done`, and write one JSON line for each.
+    """Measure all trials except the first `num_done`, and write a line of JSON for each to `sink`.
 
-    Call `progress` with the number of trials done, and `on_stage` with the server that is started next.
+    `data` is the directory of the prompt files. Call `progress` with the number of trials done and of all trials, and
+    `on_stage` with a message before each start of a server.
     """
     assert scenario.served is not None
     trials = plan_load(scenario, scenario.served)
@@ -124,7 +125,10 @@ def serve_words(scenario: Scenario, method: BenchMethod) -> list[str]:
 
 @contextlib.contextmanager
 def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
-    """Run `specbranch serve` with these arguments on a free port, yield its URL, and stop it at the end."""
+    """Run `specbranch serve` with these arguments on a free port, yield its URL, and stop it at the end.
+
+    Raise `LoadTestError` with the end of the log if the server ends before it is ready.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -142,7 +146,7 @@ def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
 def _load(
     scenario: Scenario, url: str, prompts: Path, rate: float, num_requests: int, directory: Path
 ) -> dict[str, Any]:
-    """Run a load on the server, and return the results of `vllm bench serve`."""
+    """Send `num_requests` requests, `rate` per second, to the server at `url`; return `vllm bench serve`'s results."""
     out = directory / "load.json"
     out.unlink(missing_ok=True)
     words = ["bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url]
@@ -179,7 +183,10 @@ def _stats(measured: dict[str, Any]) -> Record:
 
 
 def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Path) -> Path:
-    """Write the prompts for `vllm bench serve`, the tasks in turns, as many as a load needs; return the file."""
+    """Write a file of prompts for `vllm bench serve`, at least as many as a load needs, and return its path.
+
+    The prompts alternate between the tasks.
+    """
     tasks = [messages for _, messages in read_prompt_sets(scenario, data)]
     mixed = [messages[index % len(messages)] for index in range(served.requests) for messages in tasks]
     path = directory / "prompts.jsonl"

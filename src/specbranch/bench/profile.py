@@ -1,6 +1,6 @@
 """The cost of a draft engine's step: step time against rows, a fitted line, and the bound of memory bandwidth.
 
-`measure` times an engine with a given clock; the fit and the verdict are pure functions of its figures.
+`measure` times an engine with a given clock; the fitted line and the stated limits are pure functions of these times.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from specbranch.machine import cache_bytes
 
 Clock = Callable[[], float]
 
-MEMORY_REACH = 1.5  # a step this close to its bound is limited by memory
+MEMORY_REACH = 1.5  # a step that takes at most this many times its bound is limited by memory
 FREE_ROWS = 1.3  # rows are nearly free while a step with many costs less than this many one-row steps
 MANY_ROWS = 8
-LOUD = 2.0  # p90 over p10 above which a verdict is not reliable
-_CACHE_REACH = 0.9  # a step this far below its bound has not read all weights from memory
+LOUD = 2.0  # p90 over p10 above which the measurement is too noisy to trust
+_CACHE_REACH = 0.9  # a step that takes less than this share of its bound has not read all weights from memory
 _BLOCK_BYTES = 512 << 20
 _STEP, _LINE, _BOUND = "#264653", "#2a9d8f", "#d1495b"
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and percentiles of repeated measurements."""
+    """Median, 10th and 90th percentile of repeated time measurements."""
 
     median_s: float
     p10_s: float
@@ -43,7 +43,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The measured times of one engine at one context length."""
+    """The measured times of one engine at one context length: of steps by row count, of a fork, and of prefill.
+
+    `fork_copies_tokens`: a fork copies cached tokens rather than sharing them.
+    """
 
     context_len: int
     by_rows: dict[int, Spread]
@@ -54,7 +57,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class StepCostFit:
-    """A straight line through the medians, and the largest deviation from it, as a share of that median."""
+    """A straight line fitted to median step times by row count.
+
+    `worst_deviation` is the largest distance of a median from the line, as a share of that median.
+    """
 
     cost: StepCost
     worst_deviation: float
@@ -71,10 +77,11 @@ def measure(
     on_round: Callable[[], object] = lambda: None,
     is_enough: Callable[[], bool] = lambda: True,
 ) -> Timings:
-    """Time steps of each row count after the same context; one warm-up round is not counted.
+    """Time steps of each row count after the same context, and return the times; one warm-up round is not counted.
 
     Every round runs one step of each row count, in a new order, so that noise of the machine and the step before affect
-    all row counts alike. After `num_steps` rounds it continues until `is_enough` returns True.
+    all row counts alike. After `num_steps` rounds it continues until `is_enough` returns True. `on_round` is called
+    after every round.
     """
     bench = _Bench(engine, context_len, random.Random(seed), clock)
     try:
@@ -89,7 +96,7 @@ def measure(
 
 
 class _Bench:
-    """A prefilled handle that every step forks, so that each step has the same context."""
+    """Times the steps of an engine, each on forks of one prefilled handle, so that all have the same context."""
 
     def __init__(self, engine: DraftEngine, context_len: int, rng: random.Random, clock: Clock) -> None:
         self._engine = engine
@@ -152,7 +159,7 @@ class _Bench:
 
 
 def spread_of(times_s: Sequence[float]) -> Spread:
-    """Return the median and the tenth and ninetieth percentile."""
+    """Return the median and the 10th and 90th percentile of these times."""
     p10_s, median_s, p90_s = np.percentile(times_s, (10, 50, 90)).tolist()
     return Spread(median_s, p10_s, p90_s)
 
@@ -174,7 +181,10 @@ def fit_line(medians_s: Mapping[int, float]) -> StepCostFit:
 
 
 def step_limit(one_row_s: float, bound_s: float | None) -> str:
-    """Say what limits a step of one row, given the time in which memory could deliver all weights."""
+    """Return a phrase on what limits a step of one row.
+
+    `bound_s` is the time in which memory could deliver all weights; None if it is not known.
+    """
     if bound_s is None:
         return "no bound is known for a step of one row"
     if one_row_s < _CACHE_REACH * bound_s:
@@ -185,7 +195,7 @@ def step_limit(one_row_s: float, bound_s: float | None) -> str:
 
 
 def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
-    """Say what more rows cost, judged at 8 rows, or at the largest measured row count."""
+    """Return a phrase on what more rows cost, judged at 8 rows; if 8 was not measured, at the largest row count."""
     many = MANY_ROWS if MANY_ROWS in medians_s else max(medians_s)
     if medians_s[many] < FREE_ROWS * medians_s[1]:
         return "rows are nearly free"
@@ -219,19 +229,22 @@ class Profile:
 
     @property
     def bound_s(self) -> float | None:
-        """The time in which memory delivers all weights once, without the keys and values of the context."""
+        """The time in which memory delivers all weights once, without the keys and values of the context.
+
+        None if the bandwidth or the size of the weights is unknown.
+        """
         if self.weight_bytes is None or self.bandwidth is None:
             return None
         return self.weight_bytes / self.bandwidth
 
     @property
     def bound_share(self) -> float | None:
-        """The bound over the measured time of a one-row step."""
+        """`bound_s` divided by the measured time of a one-row step; None without a bound."""
         return None if self.bound_s is None else self.bound_s / self.medians_s[1]
 
     @property
     def noise(self) -> float:
-        """The largest p90 over p10 of any row count."""
+        """The noise of the measurement: the largest ratio of p90 to p10 among all row counts."""
         return max(spread.p90_s / spread.p10_s for spread in self.timings.by_rows.values())
 
     @property
@@ -280,7 +293,7 @@ def read_bandwidth(
 ) -> float | None:
     """Measure the bytes per second that this process reads from the device's memory; None for an unsupported device.
 
-    The block is at least twice as large as the last-level cache, and the best of several reads counts.
+    It reads a block of `num_bytes`, by default at least twice the last-level cache; the best of `num_reads` counts.
     """
     num_bytes = num_bytes or max(_BLOCK_BYTES, 2 * (cache_bytes() or 0))
     if engine == "torch":
@@ -300,7 +313,7 @@ def _torch_bandwidth(device: str, num_bytes: int, num_reads: int) -> float:
     import torch
 
     block = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    # Reading the number waits for the device. The engine has set the number of threads for the whole process.
+    # item() waits for the device. The engine has set the number of threads for the whole process.
     return float(4 * block.numel() / _best_s(lambda: block.sum().item(), num_reads))
 
 
@@ -318,7 +331,7 @@ class PlotError(SpecBranchError, ValueError):
 
 
 def check_plot(path: Path) -> None:
-    """Raise now the error that `plot_profile` would raise after a long measurement."""
+    """Raise `PlotError` if no figure can be drawn to this path; called before a long measurement, not after it."""
     formats = load_pyplot().Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise PlotError(f"cannot draw to {path}: end its name in .png, .svg or .pdf")

@@ -1,4 +1,4 @@
-"""A report on result files, as Markdown and one HTML page: facts, tables, figures, and where we lose."""
+"""A report on result files, as Markdown and one HTML page: facts, tables, figures, and where our method is slower."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Table:
 
 @dataclass(slots=True)
 class Section:
-    """The section on one result file."""
+    """The section of a report on one result file."""
 
     title: str
     facts: list[str]
-    notes: list[str] = field(default_factory=list)  # the reader needs these for the tables
+    notes: list[str] = field(default_factory=list)  # remarks that explain the tables
     tables: list[Table] = field(default_factory=list)
     can_lose: bool = True  # False if nothing is compared
     lost: list[str] = field(default_factory=list)
@@ -68,7 +68,10 @@ class Section:
 
 
 def write_report(all_results: Sequence[Results], directory: Path, subject: str, title: str) -> Path:
-    """Write `report.md`, `report.html` and the figures, and return the path of the page."""
+    """Write `report.md`, `report.html` and the figures to a directory, and return the path of the HTML page.
+
+    `subject` is the method whose losses are listed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     sections = []
     for results in all_results:
@@ -82,7 +85,7 @@ def write_report(all_results: Sequence[Results], directory: Path, subject: str, 
 
 
 def section_of(results: Results, subject: str) -> Section:
-    """Return the section on these results, without its figures."""
+    """Return the section on these results, without its figures; `subject` is the method whose losses are listed."""
     note = commit_note(results.provenance)
     section = Section(results.scenario.name, _facts(results), [note] if note else [])
     if results.scenario.served is not None:
@@ -110,7 +113,7 @@ def section_of(results: Results, subject: str) -> Section:
 
 
 def same_note(scenario: Scenario, lines: Sequence[Line]) -> str | None:
-    """Explain why some answers differ from bare vLLM's; None if none does."""
+    """Return a sentence on why some answers differ from bare vLLM's; None if all answers are equal."""
     if all(line.same_as_bare == 1 for line in lines):
         return None
     if scenario.temperature > 0:
@@ -146,7 +149,7 @@ def load_table(results: Results) -> Table:
 
 
 def lost_lines(results: Results, subject: str) -> list[str]:
-    """Return one sentence for every task where another method is faster than `subject`."""
+    """Return one sentence for every case where another method is faster than `subject`, in total or per core."""
     if results.scenario.served is not None:
         return []
     lines = []

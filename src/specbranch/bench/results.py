@@ -38,7 +38,7 @@ class ResultError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of one run; only numbers of the same run can be compared."""
+    """The contents of one result file. Only results of the same run can be compared."""
 
     name: str  # of the file
     scenario: Scenario
@@ -51,12 +51,12 @@ class Results:
 
 
 def header(scenario: Scenario, provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the first line of a result file."""
+    """Return the first line of a result file as a document: format, scenario, and where the results come from."""
     return {"format": RESULTS, "version": VERSION, "scenario": scenario.as_json(), "provenance": provenance}
 
 
 def read_results(path: Path) -> Results:
-    """Read the results in a file, without an incomplete last line."""
+    """Read a result file, except for an incomplete last line; raise `ResultError` for any other file."""
     try:
         kind = describe_file(path)
     except OSError as error:
@@ -72,13 +72,13 @@ def read_results(path: Path) -> Results:
 
 
 def write_line(sink: TextIO, document: Record) -> None:
-    """Write one document and flush it."""
+    """Write a document as one line of JSON, and flush the file."""
     sink.write(json.dumps(document) + "\n")
     sink.flush()
 
 
 def drop_unfinished(path: Path) -> None:
-    """Remove an incomplete last line, so that the run can be resumed."""
+    """Remove an incomplete last line from a result file, so that the run can be resumed."""
     text = path.read_bytes()
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
@@ -87,10 +87,11 @@ def drop_unfinished(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Tokens per second of one method over another's on the same prompts.
+    """Tokens per second of one method divided by another's on the same prompts.
 
-    95 % of resamples of the prompts lie from `low` to `high`. Both are None without a range: below three trials, and
-    for a method over itself. `num_trials` counts the prompts of the task that has the fewest.
+    If the prompts are resampled, 95 % of the ratios lie from `low` to `high`. Both are None if there are fewer than
+    three trials, or if a method is compared with itself. `num_trials` counts the prompts of the task that has the
+    fewest.
     """
 
     value: float
@@ -100,11 +101,11 @@ class Ratio:
 
     @property
     def range(self) -> str:
-        """The range as text; a dash without one."""
+        """The range from `low` to `high` as text; a dash if there is none."""
         return NO_RANGE if self.low is None or self.high is None else f"{self.low:.2f}-{self.high:.2f}"
 
     def scaled(self, factor: float) -> Ratio:
-        """Return the ratio times a constant."""
+        """Return the ratio and its range, multiplied by a constant."""
         low, high = (None if end is None else end * factor for end in (self.low, self.high))
         return Ratio(self.value * factor, low, high, self.num_trials)
 
@@ -134,7 +135,7 @@ class Line:
 
     @property
     def lost(self) -> float | None:
-        """Drafted tokens rolled back per emitted token, all causes together."""
+        """Drafted tokens rolled back per emitted token, all causes together; None without drafts."""
         return None if self.rolled_back is None else sum(self.rolled_back.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -149,12 +150,15 @@ class Loss:
     task: str
     concurrency: int
     other: str
-    ahead: Ratio  # the other's speed over the subject's
+    ahead: Ratio  # the other method's speed divided by the subject's
     is_per_core: bool
 
 
 def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
-    """Group the records by task and concurrency, then by method, in the scenario's order, if there are bare runs."""
+    """Return the records by task and concurrency, and then by method, in the scenario's order.
+
+    Groups without records of bare vLLM are left out, and methods that have no prompt in common with bare vLLM.
+    """
     by_cell: dict[Cell, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in results.records:
         by_cell[record["task"], record["concurrency"]][record["method"]].append(record)
@@ -168,7 +172,7 @@ def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
 
 
 def summarize(results: Results) -> list[Line]:
-    """Return a line for every method of every cell."""
+    """Return the figures of every method, a line for each task and concurrency."""
     return [
         _line(results, cell, method, own, methods[BARE])
         for cell, methods in cells(results).items()
@@ -177,7 +181,10 @@ def summarize(results: Results) -> list[Line]:
 
 
 def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
-    """Return by concurrency the geometric mean over tasks of every method's speed over bare vLLM."""
+    """Return by concurrency and method the geometric mean over all tasks of the speed relative to bare vLLM.
+
+    A method that lacks one of the tasks is left out.
+    """
     grouped: dict[int, list[dict[str, list[Record]]]] = defaultdict(list)
     for (_, concurrency), methods in cells(results).items():
         grouped[concurrency].append(methods)
@@ -192,7 +199,7 @@ def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
 
 
 def losses(results: Results, subject: str) -> list[Loss]:
-    """Return where another method is faster than `subject`, in total or else per core."""
+    """Return the cases where another method is faster than `subject`: in tokens per second, or if not, per core."""
     found = []
     for (task, concurrency), methods in cells(results).items():
         if subject not in methods:
@@ -211,12 +218,15 @@ def losses(results: Results, subject: str) -> list[Loss]:
 
 
 def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
-    """Return the speed ratio of two methods on the prompts that both have answered, with its range."""
+    """Return the speed of `own` divided by that of `other` on the prompts that both have answered, with a range."""
     return mean_ratio([(own, other)])
 
 
 def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
-    """Return the geometric mean over tasks; for its range, resample the prompts of each task with all their repeats."""
+    """Return the geometric mean over tasks of the first method's speed divided by the second's, with a range.
+
+    The range comes from resampling the prompts of each task, each prompt together with all its repeats.
+    """
     paired = [_by_prompt(_paired(own, other)) for own, other in tasks]
     value = _geometric_mean([_ratio([*chain(*prompts)]) for prompts in paired])
     fewest = min(len(prompts) for prompts in paired)
@@ -271,7 +281,10 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
 
 
 def _draft_stats(own: Sequence[Record], emitted: int) -> tuple[float | None, Mapping[str, float] | None, float | None]:
-    """Return the hit rate, the rolled-back tokens per emitted token by cause, and the draft rows per round."""
+    """Return the hit rate, the rolled-back tokens per emitted token by cause, and the draft rows per round.
+
+    All three are None without drafts.
+    """
     total: Counter[str] = Counter()
     for record in own:
         total.update(record["draft"])
@@ -290,7 +303,10 @@ def _ratio(pairs: Sequence[tuple[Record, Record]]) -> float:
 
 
 def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record, Record]]]:
-    """Group the repeats of a prompt: they vary with the machine, not with the prompts."""
+    """Return the pairs grouped by prompt, so that resampling keeps all repeats of a prompt together.
+
+    Repeats vary with the machine only, not with the prompts.
+    """
     found: dict[int, list[tuple[Record, Record]]] = defaultdict(list)
     for mine, theirs in pairs:
         found[mine["prompt"]].append((mine, theirs))
@@ -298,14 +314,20 @@ def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record
 
 
 def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Pair the records of the same prompts; an interrupted run leaves some without a partner."""
+    """Return pairs of records of the same prompt and repeat.
+
+    A record without a partner, which an interrupted run may leave, is left out.
+    """
     partners = {(record["prompt"], record["repeat"]): record for record in other}
     keys = [(record["prompt"], record["repeat"]) for record in own]
     return [(record, partners[key]) for record, key in zip(own, keys, strict=True) if key in partners]
 
 
 def describe_file(path: Path) -> str:
-    """Return a phrase such as "a timeline; `specbranch timeline` reads it"; raise OSError without access."""
+    """Return a phrase on what a file is, such as "a timeline; `specbranch timeline` reads it".
+
+    Raise OSError if it cannot be read.
+    """
     with path.open("rb") as file:
         begin = file.read(_BEGIN_LEN)
     is_gzip = begin.startswith(_GZIP)
@@ -332,7 +354,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def _format(begin: bytes) -> Any:
-    """Return the format that the first line names; None if it is not JSON."""
+    """Return the format that a file's first line names; None if it names none or is not JSON."""
     try:
         first = json.loads(begin.partition(b"\n")[0])
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """The benchmark runner: real engines on their own cores, methods interleaved prompt by prompt in random order.
 
-Every record is written as soon as it is measured; the first line of a result file has the provenance of the others.
+Every record is written as soon as it is measured; the first line of a result file has the versions, machine and commit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class Trial:
 
 
 def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
-    """Return all measurements in their order: methods side by side, shuffled anew each time."""
+    """Return all measurements in the order to run them: each group of prompts with one method after the other.
+
+    Groups and methods are in random order. If memory cannot hold all engines, each engine answers a block of groups
+    before the next engine is loaded.
+    """
     order = random.Random(scenario.seed)
     trials: list[Trial] = []
     texts = dict(read_prompt_sets(scenario, data))
@@ -80,7 +84,10 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
 
 
 def _method_groups(scenario: Scenario, order: random.Random) -> list[list[BenchMethod]]:
-    """Group the methods to measure side by side: all of them, or by engine if memory cannot hold all engines."""
+    """Return the groups of methods to measure side by side: one with all methods, or one per engine in random order.
+
+    The latter is for scenarios that limit how many engines are loaded at once.
+    """
     if scenario.engines_at_once is None:
         return [list(scenario.methods)]
     by_engine: dict[str, list[BenchMethod]] = {}
@@ -99,9 +106,10 @@ def run_scenario(
     num_done: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> None:
-    """Measure all trials but the first `num_done`, and write one JSON line for each.
+    """Measure all trials except the first `num_done`, and write a line of JSON for each to `sink`.
 
-    Call `progress` with the number of trials done, and `on_stage` with the engine that is loaded next.
+    `data` is the directory of the prompt files. Call `progress` with the number of trials done and of all trials, and
+    `on_stage` with a message before each load of an engine.
     """
     trials = plan_trials(scenario, data)
     with _engines(scenario, on_stage) as engines:
@@ -115,7 +123,10 @@ def run_scenario(
 
 @dataclass(slots=True)
 class _Engines:
-    """The draft service, the targets that are loaded now, oldest first, and the clients for the service's stats."""
+    """The running engines of a benchmark: the draft service, and the targets that are loaded now, oldest first.
+
+    `stats_clients` has for each method with drafts a client that fetches the service's stats.
+    """
 
     scenario: Scenario
     draft: DraftProcess
@@ -130,7 +141,7 @@ class _Engines:
         return {**provenance(), **versions, "draft": Path(self.draft.welcome.model).name}
 
     def load(self) -> None:
-        """Load as many engines as memory can hold."""
+        """Load the engines of the scenario in order, as many as it allows at once."""
         for method in self.scenario.methods:
             if method.engine not in self.targets and self._has_room():
                 self._start(method)
@@ -144,7 +155,7 @@ class _Engines:
         return limit is None or len(self.targets) < limit
 
     def _start(self, method: BenchMethod) -> None:
-        """Load a method's engine, and warm up all methods that share it."""
+        """Load a method's engine, and warm it up with every method that shares it."""
         self.on_stage(f"loading {self.scenario.target} for {method.name}")
         target = _target(self.scenario, method, self.draft.address, self.logs / f"{method.name}.log")
         self.targets[method.engine] = target.__enter__()
@@ -182,7 +193,10 @@ class _Engines:
         }
 
     def _stats(self, method: BenchMethod) -> dict[str, int]:
-        """Fetch the draft service's stats for a method so far; empty if it does not answer."""
+        """Fetch the draft service's counters for a method so far; empty if the service does not answer.
+
+        They are also empty for a method without drafts.
+        """
         stats_client = self.stats_clients.get(method.name)
         if (
             stats_client is None
@@ -240,7 +254,7 @@ def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
 
 
 def _step_ms(answers: list[DecodedOutput]) -> float | None:
-    """Return the median time between steps, which outliers do not change."""
+    """Return the median time between engine steps in milliseconds; None if no answer has two steps."""
     gaps = step_gaps_s(answers)
     return 1e3 * median(gaps) if gaps else None
 

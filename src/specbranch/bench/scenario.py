@@ -36,7 +36,7 @@ _Rate = Annotated[float, Meta(gt=0, lt=1e9)]
 _Row = dict[str, Any]
 _CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
 _Task = tuple[Callable[[_Row], bool], Callable[[_Row], str]]
-_WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a model
+_WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a draft
 _PACKAGES = {"suffix": ("arctic_inference", "pip install --no-build-isolation --no-deps arctic-inference==0.1.1")}
 _CACHE_GB = 1.0  # KV cache of an engine of the benchmark, unless VLLM_CPU_KVCACHE_SPACE sets another size
 _GB = 1e9
@@ -50,7 +50,7 @@ class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`count` prompts of a task, from a file in the data directory.
 
     With `field` it may be any JSONL file: that field holds the prompt, and the task may have any name. `skip` leaves
-    out the prompts that a set with that `count` would have, such as those of `specbranch train collect`.
+    out the prompts of another set whose `count` is `skip`, such as those that `specbranch train collect` has used.
     """
 
     task: str
@@ -84,13 +84,16 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return json.dumps([self.speculative_config, self.cores], sort_keys=True)
 
     def found_speculative_config(self) -> dict[str, Any]:
-        """Return the `speculative_config` of a method of vLLM, with the path of its draft model."""
+        """Return the method's `speculative_config` for vLLM, with the name of a draft model replaced by its path."""
         config = self.speculative_config or {}
         return {**config, "model": resolve_model(config["model"])} if "model" in config else config
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Load on a server: requests arrive at random times, at `rates` per second, also while others are unanswered."""
+    """A load test of a server: at each of `rates`, that many requests per second arrive on average, at random times.
+
+    A request does not wait for answers to earlier ones; `requests` is how many are sent at each rate.
+    """
 
     rates: list[_Rate]
     requests: _Positive = 32
@@ -102,8 +105,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
     flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once.
-    `concurrency` is how many requests are answered together, and `groups` the maximum of such groups of each task. With
-    `served`, real servers are measured under load instead.
+    `concurrency` lists how many requests are answered together, and `groups` is the maximum of such groups of each
+    task. With `served`, real servers are measured under load instead.
 
     If memory cannot hold all engines, `engines_at_once` is how many it can hold. Each engine then answers a `block` of
     groups before the next one is loaded in its place.
@@ -151,7 +154,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.repeats * len(self.methods) * groups
 
     def num_cores(self, method: BenchMethod) -> int:
-        """Return how many cores a method uses, or devices if none are pinned; fair comparisons divide by it."""
+        """Return how many cores a method uses, or how many devices if nothing is pinned, for speeds per core."""
         if not self.target_cores:
             return ParallelLayout.of_arguments(self.arguments).num_devices + (method.planner is not None)
         if method.planner is not None:
@@ -168,7 +171,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def check(self) -> None:
-        """Raise now for settings that vLLM's worker would refuse after its model is loaded."""
+        """Raise an error for proposer settings that vLLM's worker would refuse only after its model is loaded."""
         for method in self.methods:
             settings = self.proposer_settings(method, "ipc://unused")
             if settings is not None:
@@ -197,7 +200,7 @@ def scenario_of(document: dict[str, Any]) -> Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read a scenario file and check it."""
+    """Read a scenario file and check its contents; raise `ScenarioError` or `SettingError` if they are wrong."""
     load_planners()
     try:
         scenario = msgspec.toml.decode(path.read_bytes(), type=Scenario)
@@ -249,14 +252,14 @@ TASKS = tuple(_TASKS)
 
 
 class PromptError(SpecBranchError, ValueError):
-    """A file that does not have the expected prompts; the message names the way out."""
+    """A file does not have the expected prompts; the message says how to correct this."""
 
 
 def read_prompts(task: str, path: Path, count: int, field: str | None = None, skip: int = 0) -> list[str]:
     """Read `count` messages of a task, spread evenly over its file, always the same ones.
 
-    `field` allows any JSONL file. The prompts that `read_prompts(count=skip)` returns are left out, so that test sets
-    can be disjoint.
+    `field` names the field that holds the prompt in any other JSONL file. The prompts that `read_prompts(count=skip)`
+    returns are left out, so that test sets can be disjoint.
     """
     if field is None and task not in _TASKS:
         raise PromptError(
@@ -288,12 +291,15 @@ def read_prompt_sets(scenario: Scenario, data: Path) -> list[tuple[str, list[str
 
 
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
-    """Return `count` rows at even distances."""
+    """Return `count` rows at even distances, or all rows if there are fewer."""
     return rows[:: max(1, len(rows) // count)][:count] if count > 0 else []
 
 
 def check_methods(scenario: Scenario) -> None:
-    """Raise `ScenarioError` for the first method that cannot run on this machine, with the cause and the way out."""
+    """Raise `ScenarioError`, with cause and remedy, if this machine cannot run the scenario.
+
+    The causes are missing cores, a method that cannot run, and too little memory for engines on a CPU.
+    """
     allowed = os.sched_getaffinity(0)
     _check_cores("target_cores", scenario.target_cores, allowed)
     _check_cores("draft_cores", scenario.draft_cores, allowed)
@@ -312,7 +318,7 @@ def check_methods(scenario: Scenario) -> None:
 
 
 def engines_that_fit(sizes: Iterable[int], free: int) -> int:
-    """Return how many engines of these sizes fit into memory at once, even if they are the largest ones."""
+    """Return how many engines fit into `free` bytes at once, whichever they are; `sizes` has the bytes of each."""
     count = 0
     for size in sorted(sizes, reverse=True):
         free -= size
@@ -330,7 +336,10 @@ def _check_cores(name: str, cores: Collection[int], allowed: Collection[int]) ->
 
 
 def _check_speculation(method: BenchMethod) -> None:
-    """Check a `speculative_config` of vLLM: its names, its package, its draft model."""
+    """Raise if vLLM could not run a method's `speculative_config`.
+
+    The causes are an unknown name in it, a package that is not installed, and a missing draft model.
+    """
     config = method.speculative_config or {}
     kind, model, known = config.get("method"), config.get("model"), known_speculation()
     if kind is None and model is None:

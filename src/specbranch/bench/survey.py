@@ -1,4 +1,4 @@
-"""Measure a pair on this machine: step costs, alone and together, and the draft's distributions on answers.
+"""Measure a pair of models on this machine: step costs, alone and together, and the draft's distributions on answers.
 
 Two devices are seldom independent: on one CPU they share memory, and each slows the other. So the target is timed both
 alone and while the draft works, and the draft only while the target works.
@@ -59,7 +59,7 @@ _TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: enough fo
 
 
 class StepTimes(NamedTuple):
-    """Step times in seconds, as in a survey."""
+    """The step times of a `Survey`, in seconds, under the same names."""
 
     target_alone_s: Mapping[int, float]
     target_beside_s: float
@@ -68,9 +68,10 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The measured step times in seconds: of the target by tokens in its batch, of the draft by rows.
+    """The measured step times in seconds, of the target by tokens in its batch and of the draft by rows, and a trace.
 
-    The target is bare vLLM. If vLLM with our proposer and without drafts was timed too, `hooked_s` has its times.
+    The target is bare vLLM. If vLLM with our proposer and without drafts was timed too, `hooked_s` has its times. The
+    trace holds the target's answers with the draft's distributions.
     """
 
     target_alone_s: Mapping[int, float]
@@ -101,7 +102,11 @@ def take_survey(
     answer_len: int,
     on_progress: OnProgress,
 ) -> Survey:
-    """Measure a target in its process and a draft engine in this process."""
+    """Time a target in its process and a draft engine in this one, and record the draft's distributions on answers.
+
+    The target is timed with each of `sizes` requests at once, the draft with each of `rows` rows. The answers to
+    `messages` have at most `answer_len` tokens.
+    """
     steps = take_step_times(target, engine, messages, sizes, rows, on_progress)
     pairs: list[_Pair] = []
     for start in range(0, len(messages), max(sizes)):
@@ -120,10 +125,13 @@ def take_step_times(
     rows: Sequence[int],
     on_progress: OnProgress,
 ) -> StepTimes:
-    """Time the steps of both, alone and together; no answer is kept."""
+    """Time the steps of the target alone, and of target and draft while both work; return the median times.
+
+    The target is timed alone with each of `sizes` requests at once, the draft with each of `rows` rows.
+    """
     alone_s: dict[int, list[float]] = {size: [] for size in sizes}
     _decode(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
-    # The times alone are taken on both sides of the time together: a machine that drifts hits both.
+    # The target is timed alone before and after the time together, so that a slow change of the machine affects both.
     for size in sizes[::-1]:
         on_progress(f"target, {size} at once")
         alone_s[size] += _steps_s(target, messages, size)
@@ -138,7 +146,7 @@ def take_step_times(
 def time_steps(
     target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], on_progress: OnProgress
 ) -> dict[int, float]:
-    """Time the steps of a target with each number of requests at once."""
+    """Return the median step time of a target in seconds, by the number of requests at once."""
     _decode(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     times_s = {}
     for size in sizes:
@@ -150,7 +158,10 @@ def time_steps(
 def record_distributions(
     engine: DraftEngine, pairs: Sequence[_Pair], on_progress: OnProgress = lambda stage: None
 ) -> Trace:
-    """Record the draft's distribution before every token of the answers, each after the true sequence."""
+    """Run the draft along given answers, and return a trace with its distribution before every token of them.
+
+    `pairs` has the tokens of each prompt and of its answer.
+    """
     answers = []
     for start in range(0, len(pairs), _AT_ONCE):
         on_progress(f"the draft's distributions, {start} of {len(pairs)} answers")
@@ -172,7 +183,7 @@ def record_distributions(
 
 
 def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distribution:
-    """Feed a whole prompt, and return the distribution after it."""
+    """Run a whole prompt through the engine, in pieces, and return the distribution after it."""
     for start in range(0, len(prompt), _PIECE_LEN):
         (distribution,) = engine.run([Row(handle, tuple(prompt[start : start + _PIECE_LEN]))])
     return distribution
@@ -181,7 +192,7 @@ def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distributi
 def _together(
     target: TargetProcess, engine: DraftEngine, message: str, num_tokens: int, rows: Sequence[int]
 ) -> tuple[float, dict[int, float]]:
-    """Return the step times of both while both work."""
+    """Return the median step time of the target, and that of the draft by rows, while both work."""
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(_decode, target, [message], num_tokens, goes_on=True)
         timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=answers.done)
@@ -189,13 +200,16 @@ def _together(
 
 
 def _decode(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
-    """Decode answers; with `goes_on` past their natural end, so that the batch keeps its size."""
+    """Return the target's greedy answers to these messages.
+
+    With `goes_on`, answers continue past their natural end, so that the batch keeps its size.
+    """
     sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": goes_on}
     return target.run(DecodeJob([PromptRequest(message, sampling, is_chat=True) for message in messages])).answers
 
 
 def _steps_s(target: TargetProcess, messages: Sequence[str], size: int) -> list[float]:
-    """Time steps with `size` requests at once."""
+    """Return the times between the target's steps with `size` requests at once."""
     asked = [messages[index % len(messages)] for index in range(size)]
     return _gaps_s(_decode(target, asked, _STEP_TOKENS, goes_on=True))
 
@@ -207,9 +221,10 @@ def _gaps_s(decoded: Sequence[Decoded]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What to measure and where. `arguments` are passed to `vllm.LLM`; without cores a model is not pinned.
+    """The pair to measure, the prompts, and where both models run; without cores a model is not pinned.
 
-    `times_hook`: also time vLLM with our proposer and without drafts. On a CPU it computes exactly as bare vLLM does.
+    `arguments` are passed to `vllm.LLM`. `times_hook`: also time vLLM with our proposer and without drafts, which on a
+    CPU computes exactly as bare vLLM does.
     """
 
     target: str
@@ -222,7 +237,7 @@ class PairOptions:
     times_hook: bool = field(default_factory=lambda: not installed.runs_on_cpu())
 
     def target_options(self, has_hook: bool = False) -> LocalEngineOptions:
-        """Return the options of the target: bare vLLM, or with our proposer that drafts nothing."""
+        """Return the options of the target: bare vLLM, or with `has_hook` our proposer, which then drafts nothing."""
         arguments = {
             "dtype": self.dtype,
             "max_model_len": 2048,
@@ -258,14 +273,14 @@ def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: OnPro
 
 
 def _with_steps_of(survey: Survey, options: PairOptions, on_progress: OnProgress) -> Survey:
-    """Time the steps of these options' target; everything else is as in the survey."""
+    """Load the pair of these options, time its steps, and return the survey with these step times."""
     with _loaded(options, on_progress) as (target, engine):
         steps = take_step_times(target, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, on_progress)
     return replace(survey, **steps._asdict())
 
 
 def survey_pair(options: PairOptions, on_progress: OnProgress) -> Survey:
-    """Load both models, measure them, and unload them; call `on_progress` with every stage."""
+    """Load both models, measure them, unload them, and return the survey; call `on_progress` with every stage."""
     with _loaded(options, on_progress) as (target, engine):
         survey = take_survey(
             target, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, on_progress
@@ -281,7 +296,8 @@ def survey_pair(options: PairOptions, on_progress: OnProgress) -> Survey:
 def _loaded(options: PairOptions, on_progress: OnProgress) -> Iterator[tuple[TargetProcess, DraftEngine]]:
     """Load the target in its process, and the draft's engine in this one, which is pinned to the draft's cores.
 
-    No draft service is started here: it answers with tokens, and a survey needs single steps and their distributions.
+    No draft service is started, because it would answer with tokens, and a survey needs single steps with their
+    distributions.
     """
     on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
     with _target_of(options) as target, pinned(options.draft.cores):

@@ -1,4 +1,4 @@
-"""Timeline files: read them, sum them up, and write a page that replays them in a browser.
+"""Timeline files: read them, summarize them, and write a page that replays them in a browser.
 
 This module knows only the file's format; `service/server/timeline_recorder.py` records it.
 """
@@ -27,7 +27,7 @@ class TimelineError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """A period of work or waiting, with its stats."""
+    """A period of work or waiting of a target or of the draft, with the recorded stats (`args`)."""
 
     start_s: float
     end_s: float
@@ -35,13 +35,13 @@ class TimeSpan:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether a sequence was prefilled in it; a target may also have been idle."""
+        """Whether the period is one of prefill; that of a target may include idle time."""
         return bool(self.args.get("is_prefill"))
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The verdicts of one moment that were hits, or those that were misses."""
+    """How many rows (`rows`) had a hit at one moment, or how many had a miss."""
 
     at_s: float
     rows: int
@@ -50,7 +50,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class TimelineVerdict:
-    """One verdict on one sequence, and the draft tree before it: parents, tokens, percents and marks of its nodes."""
+    """One verdict on one sequence, and the draft tree before it, as lists with an entry for each node.
+
+    The lists are `parents`, `tokens`, `percents` and `marks`. `is_hit` is None if the sequence got no drafts.
+    """
 
     at_s: float
     session: int
@@ -78,7 +81,7 @@ class TimelineTarget:
 
     @property
     def rounds(self) -> list[TimeSpan]:
-        """The steps that verified or decoded, without those that only had new sequences."""
+        """The steps that verified or decoded tokens; steps that only prefilled new sequences are left out."""
         return [step for step in self.steps if not step.is_prefill]
 
 
@@ -95,7 +98,10 @@ class Timeline:
     draft: str | None = None
 
     def between(self, start_s: float, end_s: float) -> Timeline:
-        """Return the events in a time range; clip spans to it, and leave out targets that did nothing in it."""
+        """Return the events in a time range; clip spans to it, and leave out targets that did nothing in it.
+
+        Raise `TimelineError` if no target is left.
+        """
         targets = [
             TimelineTarget(
                 lane.name,
@@ -136,7 +142,7 @@ class Shares:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a timeline file; raise for any other file, and say what it is."""
+    """Read a timeline file; for any other file, raise `TimelineError` with a message on what the file is."""
     try:
         document = json.loads(path.read_bytes())
         about = document.get("otherData", {})
@@ -154,7 +160,7 @@ def _found(path: Path) -> str:
 
 
 def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
-    """Return the time shares of one target."""
+    """Return how one target of the timeline (`lane`) spent its time."""
     rounds = lane.rounds
     spans = sorted(rounds + lane.waits, key=lambda span: span.start_s)
     pauses = [step for step in lane.steps if step.is_prefill]
@@ -179,7 +185,7 @@ def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
 
 
 def shared_s(some: Sequence[TimeSpan], others: Sequence[TimeSpan]) -> float:
-    """Return the time that two sorted lists of spans without overlaps have in common."""
+    """Return the seconds that two sorted lists of spans have in common; the spans of one list must not overlap."""
     total_s, first, second = 0.0, 0, 0
     while first < len(some) and second < len(others):
         one, other = some[first], others[second]
@@ -236,7 +242,7 @@ def _verdict(
 
 
 def _span(event: dict[str, Any], *counts: str) -> TimeSpan:
-    """Read a span whose stats have at least these counts."""
+    """Return an event as a span; raise if its stats lack one of these counts."""
     start_s, args = _seconds(event["ts"]), event["args"]
     return TimeSpan(
         start_s, start_s + _seconds(event["dur"]), {**args, **{name: _count(args[name]) for name in counts}}
@@ -274,7 +280,10 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[int], str]) -> None:
-    """Write the replay page; `spell` returns the text of a token. Raise for a timeline without draft trees."""
+    """Write the replay page to a file; `spell` returns the text of a token.
+
+    Raise `TimelineError` for a timeline without draft trees.
+    """
     document = replay_document(timeline, title, spell)
     # The data must not end the script element that contains it.
     data = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
@@ -283,7 +292,10 @@ def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[in
 
 
 def replay_document(timeline: Timeline, title: str, spell: Callable[[int], str]) -> dict[str, Any]:
-    """Return the data of the page: steps, waits and verdicts of every target, and the texts of all tokens."""
+    """Return the data of the replay page: steps, waits and verdicts of every target, and the texts of all tokens.
+
+    Raise `TimelineError` for a timeline without draft trees.
+    """
     targets = [_target(lane) for lane in timeline.targets if lane.verdicts]
     if not targets:
         raise TimelineError("the timeline has no draft trees to replay: it was written by an older version")

@@ -43,7 +43,7 @@ def print_json(document: dict[str, Any]) -> None:
 def progress_bar(console: Console, takes_output: bool) -> Progress:
     """Make a progress line that disappears at the end: stage, elapsed time and, if a total is known, bar and count.
 
-    With `takes_output`, the output of Python code appears above it.
+    With `takes_output`, what Python code prints to standard output and error appears above the line.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Count(), TimeElapsedColumn())
     return Progress(
@@ -83,9 +83,9 @@ def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class ProgressBar:
-    """Show the progress of a command while the context is open. `console` None means standard error.
+    """A context manager that shows the progress of a command. `console` None means standard error.
 
-    Without a terminal, a stage is printed when it starts, and every 15 seconds while it lasts.
+    Without a terminal, a stage is printed when it starts, after each tenth of it, and after 15 seconds without a line.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -101,7 +101,7 @@ class ProgressBar:
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
     def show(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        """Show the command's current stage, and how much of it is done."""
+        """Show the command's current stage, and that `done` of `total` parts of it are done; None if unknown."""
         with self._lock:
             is_new = stage != self._stage
             if self._bar is not None and self._task is not None:
@@ -177,7 +177,10 @@ def redirect_output(log_file: Path, stage: str) -> Iterator[Callable[[str], None
 
 
 class CtrlCGuard:
-    """A context manager that turns the first Ctrl-C into `is_asked`; a second one raises. Needs the main thread."""
+    """A context manager that sets `is_asked` at the first Ctrl-C; a second one raises KeyboardInterrupt.
+
+    It must be entered in the main thread.
+    """
 
     def __init__(self) -> None:
         self.is_asked = False

@@ -178,14 +178,15 @@ _NEAR = 0.82  # similarity, from 0 to 1, above which a flag counts as a typo of 
 
 
 def example(command: str) -> str:
-    """Return the last lines of a command's help."""
+    """Return an example of a command as the last lines of its help."""
     return f"Example:\n\n{command}"
 
 
 def check_flag_typos(context: typer.Context) -> None:
-    """Raise `UsageError` for an unknown flag that resembles ours: vLLM would refuse it only after the draft has loaded.
+    """Raise `UsageError` if an unknown flag looks like a misspelled one of this command.
 
-    Also raise if a flag stands before TARGET, because it would be parsed as TARGET.
+    Such a flag would be passed to vLLM, which refuses it only after the draft has loaded. Also raise if a flag stands
+    before TARGET, because it would be parsed as TARGET.
     """
     target = context.params["target"]
     if target.startswith("-"):
@@ -194,7 +195,7 @@ def check_flag_typos(context: typer.Context) -> None:
 
 
 def check_typos(context: typer.Context, words: list[str]) -> None:
-    """Raise `UsageError` if one of these words, none of which is an option of the command, is nearly one."""
+    """Raise `UsageError` if one of these unknown words looks like a misspelled option of the command."""
     ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     for word in words:
         name = word.partition("=")[0]
@@ -205,7 +206,7 @@ def check_typos(context: typer.Context, words: list[str]) -> None:
 
 
 def vllm_arguments(context: typer.Context, given: list[str] | None) -> dict[str, Any]:
-    """Return arguments for `vllm.LLM`: those of `--vllm-arg`, and vLLM's own flags from the command line."""
+    """Return arguments for `vllm.LLM`: those of `--vllm-arg` (`given`), and vLLM's own flags from the command line."""
     check_flag_typos(context)
     return {**parse_key_values("--vllm-arg", given), **Flags(context.args).arguments()}
 
@@ -232,7 +233,10 @@ def remote_draft(addresses: list[str] | None, keys: Path | None) -> RemoteDraft 
 
 
 def check_directory(option: str, path: Path | None) -> None:
-    """Raise `UsageError` if the file's directory does not exist, before the work that the file is for begins."""
+    """Raise `UsageError` if the directory of a file to write does not exist; `option` is what names the file.
+
+    Commands call this before the work whose result they write.
+    """
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"{option} is {path}, but there is no directory {path.parent}; create it first")
 

@@ -51,7 +51,7 @@ class LocalPairOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise now for what would otherwise fail after both models are loaded."""
+        """Raise an error for options that would otherwise fail only after both models are loaded."""
         check_directory("--timeline", self.timeline)
         if self.is_drafting:
             self.settings({}).client_options(self.gamma)
@@ -65,20 +65,20 @@ class LocalPairOptions:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether there is a draft."""
+        """Whether there is a draft, to be started or already running."""
         return self.draft is not None or self.remote is not None
 
     def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
-        """Return the proposer's settings, with `more` that is only known later."""
+        """Return the proposer's settings; `more` adds to `section` or replaces values in it, such as the address."""
         return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
 
     def vllm_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM`; on a CPU there are no CUDA graphs to capture."""
+        """Return the arguments of `vllm.LLM`; on a CPU they turn off CUDA graphs, unless `arguments` set this."""
         return {"enforce_eager": installed.runs_on_cpu(), **self.arguments}
 
 
 class LocalPair:
-    """A context manager that loads both models, and writes their output to a log file meanwhile."""
+    """A context manager that loads target and draft, with what they print redirected to a log file meanwhile."""
 
     target: LocalEngine
 
@@ -144,7 +144,10 @@ class LocalPair:
 
 
 def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
-    """Return all cores of target and draft; None if the draft uses no core that a lone target would use."""
+    """Return all cores of target and draft, on which a target without a draft runs in a fair comparison.
+
+    Return None if the target runs on a GPU, or if the cores of the target or the draft are not given.
+    """
     draft_cores = options.draft.cores if options.draft else None
     if not installed.runs_on_cpu() or not options.target_cores or not draft_cores:
         return None
@@ -168,7 +171,11 @@ def answer_alone(
 
 
 def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, Any]:
-    """Compare two answers; return the speedup and the number of equal tokens."""
+    """Return how an answer compares with the answer without drafts (`plain`), as a document.
+
+    It has the speedup (None if the speed of `plain` is unknown), whether all tokens are equal, and how many are equal
+    from the start.
+    """
     tokens = zip(answer.tokens, plain.tokens, strict=False)
     return {
         "speedup": answer.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None,
@@ -178,7 +185,10 @@ def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, 
 
 
 def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequence[int] | None, is_greedy: bool) -> str:
-    """Describe the comparison in one line, with the cores of the answer without drafts."""
+    """Return one line that compares an answer with the answer without drafts (`plain`).
+
+    `cores` are those on which `plain` was made; None if the loaded target made it. Tokens are compared if `is_greedy`.
+    """
     found = compare_answers(answer, plain)
     place = f" on the same {name_cores(cores)}" if cores else ""
     line = f"without drafts{place} {plain.tokens_per_s:.1f} tokens/s, with drafts {answer.tokens_per_s:.1f}"

@@ -43,17 +43,18 @@ class PreflightFinding:
     cause: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the finding as a plain document; a check that was skipped neither holds nor fails."""
+        """Return the finding as a plain document; `holds` is None for a check that was skipped."""
         holds = None if self.state == "skip" else self.state == "ok"
         return {"check": self.check, "state": self.state, "holds": holds, "cause": self.cause}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """A planned start. `arguments` are for `vllm.LLM`, `flags` for `vllm serve`.
+    """The checks before a start of a target, and the options of this start that they read.
 
-    `draft` will be started, `remote` runs already; without either, vLLM is bare. A server needs a port. Without
-    `target_cores` the target is not pinned, or a server checks them itself.
+    `arguments` are for `vllm.LLM`, `flags` for `vllm serve`. The service of `draft` will be started, that of `remote`
+    runs already; without either, vLLM is bare. A server needs a free port. Without `target_cores`, cores are not
+    checked.
     """
 
     target: str
@@ -65,12 +66,12 @@ class Preflight:
     target_cores: Sequence[int] | None = None
 
     def run(self) -> None:
-        """Run the checks, and raise the error of the first one that fails."""
+        """Run the checks in order, and raise the error of the first one that fails."""
         for _, check in self._checks():
             check()
 
     def findings(self) -> list[PreflightFinding]:
-        """Run all checks and return their findings."""
+        """Run all checks, also after one has failed, and return a finding for each."""
         return [self._finding(name, check) for name, check in self._checks()]
 
     def _finding(self, name: str, check: Check) -> PreflightFinding:
@@ -150,7 +151,10 @@ class Preflight:
         return check_same_vocabulary(self.target, self.draft.model)
 
     def _check_memory(self) -> str | None:
-        """Raise if the weights do not fit into memory; vLLM and the draft size their caches by themselves."""
+        """Raise if the weights do not fit into memory; return why this could not be checked, or None if they fit.
+
+        Caches are not counted, because vLLM and the draft choose the sizes of their caches by themselves.
+        """
         free = machine.free_host_memory()
         if not target_on_cpu():
             return "memory was not checked: vLLM checks the memory of GPUs by itself"
@@ -167,7 +171,7 @@ class Preflight:
         return f"memory was not checked: the size of {unknown} is not known" if unknown else None
 
     def _weight_sizes(self) -> list[tuple[str, int]]:
-        """Return the bytes of the weights of each model in host memory; 0 if the size is not known."""
+        """Return each model that will be in host memory, with the bytes of its weights; 0 if they are not known."""
         dtype = self.flags.value("--dtype") or self.arguments.get("dtype")
         sizes = [(self.target, weight_bytes(self.target, dtype if isinstance(dtype, str) else None))]
         if self.draft is not None and self.draft.device == "cpu":

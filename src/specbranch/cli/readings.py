@@ -27,7 +27,7 @@ from specbranch.service.client.stats import MetricSample, ServiceStatus, StatsCl
 from specbranch.service.wire.messages import PREFIX, REASONS, Overview
 
 _OF_VLLM = "specbranch_"
-_OWN_LABELS = ("cause", "reason")  # kept apart; all other labels tell engines apart, whose figures are summed
+_OWN_LABELS = ("cause", "reason")  # their values are kept apart; samples are summed over all other labels
 _ANSWER_S = 1.0
 _MAX_BYTES = 1 << 24  # of a metrics page
 _HINT = (
@@ -38,9 +38,10 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsReading:
-    """Counters since the start (`stats`, `*_steps`, `undrafted`, `faults`) and gauges. None is unknown at this source.
+    """What a source reports at one moment: counters since its start, and current values. None means not reported.
 
-    `stats.wait_s` is the time that targets waited, and `target_steps` counts the steps in which they could wait.
+    The counters are `stats`, `*_steps`, `draft_step_s`, `undrafted` and `faults`. `stats.wait_s` is the time that
+    targets waited, and `target_steps` counts the steps in which they could wait.
     """
 
     at_s: float
@@ -65,7 +66,7 @@ class StatsReading:
     gate: Mapping[str, bool] = field(default_factory=dict)  # by rows in a step: whether all engines draft
 
     def follows(self, earlier: StatsReading) -> bool:
-        """Return whether this is a later reading of the same counters, which restart at zero with their process."""
+        """Return whether this reading continues the earlier one: no counter has fallen, as all do in a new process."""
         grown = self.stats.since(earlier.stats)
         pairs = [(self.target_steps, earlier.target_steps), (self.draft_steps or 0, earlier.draft_steps or 0)]
         counts = (grown.rounds, grown.hits, grown.submitted, grown.accepted, grown.rows, grown.rolled_back)
@@ -73,12 +74,15 @@ class StatsReading:
 
 
 def from_overview(overview: Overview, at_s: float) -> StatsReading:
-    """Convert a draft service's reply to a reading."""
+    """Convert a draft service's reply, received at time `at_s`, to a reading."""
     return _of_service(overview.figures, printable(overview.settings.get("model", "")), at_s)
 
 
 def from_metrics(samples: Iterable[MetricSample], at_s: float) -> StatsReading | None:
-    """Convert a metrics page of vLLM or a draft service to a reading; return None if it has no metrics of ours."""
+    """Convert the samples of a metrics page, read at time `at_s`, to a reading; None if it has no metrics of ours.
+
+    The page is vLLM's or that of a draft service.
+    """
     ours = [sample for sample in samples if sample.name.startswith(_OF_VLLM) and 0 <= sample.value < math.inf]
     if any(sample.name.startswith(f"{_OF_VLLM}state") for sample in ours):
         return _of_vllm(ours, at_s)
@@ -164,7 +168,10 @@ def _count(figures: Mapping[str, float], name: str) -> int:
 
 
 def _sums(samples: Iterable[MetricSample], prefix: str) -> dict[str, float]:
-    """Return values by the draft service's own names, summed over engines."""
+    """Return the metrics whose names begin with `prefix`, summed over engines, by the rest of their names.
+
+    The value of a cause or reason label is added to the name, as in `rolled_back_tokens/cut`.
+    """
     sums: dict[str, float] = {}
     for sample in samples:
         if sample.name.startswith(prefix):
@@ -176,7 +183,10 @@ def _sums(samples: Iterable[MetricSample], prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class ReadingSpan:
-    """The counters of a time span. `is_whole` means since the start, for which sums are shown instead of rates."""
+    """By how much the counters of a source grew in a time span.
+
+    `is_whole`: the span began with the start of the source, so sums are shown instead of rates.
+    """
 
     stats: Stats
     target_steps: int
@@ -186,13 +196,16 @@ class ReadingSpan:
     is_whole: bool = True
 
     def amount(self, count: float) -> float | None:
-        """Return a count as it is if the span is whole, else as a rate per second."""
+        """Return a count as it is if the span is whole, else as a rate per second; None if the span has no length."""
         return count if self.is_whole else _ratio(count, self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One line of the view: its name for machines and for people, its unit, and its values; None is unknown."""
+    """One line of `specbranch top`: its name for programs, its label for people, its unit, and its values.
+
+    The values are those of the last interval (`last`) and since the start (`total`); None means unknown.
+    """
 
     name: str
     label: str
@@ -202,7 +215,7 @@ class Measure:
 
 
 def top_rows(now: StatsReading, earlier: StatsReading | None) -> list[Measure]:
-    """Return all lines for a reading; without an earlier one, values of the last interval are None."""
+    """Return the lines of `specbranch top` for a reading; without an earlier reading, `last` is None in all of them."""
     total = _whole(now)
     last = _between(now, earlier) if earlier is not None else None
     lines = (*_VERDICTS, *(_ROWS if now.draft_steps is None else _STEPS), *_WAIT)
@@ -238,7 +251,7 @@ def _between(now: StatsReading, earlier: StatsReading) -> ReadingSpan:
 
 
 def _tokens(span: ReadingSpan) -> float | None:
-    """Return the tokens per round, including the target's own."""
+    """Return the tokens per round, including the target's own; None without rounds."""
     return 1.0 + span.stats.accepted_per_round if span.stats.rounds else None
 
 
@@ -278,12 +291,15 @@ _WAIT = (
 
 
 class ServiceUnavailable(SpecBranchError, RuntimeError):
-    """The source cannot be read now; the message says why. It may come back at any time."""
+    """A source of counters cannot be read now; the message says why. A later attempt may succeed."""
 
 
 @contextlib.contextmanager
 def exit_if_unavailable(address: str, as_json: bool) -> Iterator[None]:
-    """If the source is unavailable, print why and what helps, as JSON too if `as_json`, and exit with code 1."""
+    """Turn `ServiceUnavailable` in this context into a printed cause and remedy, and exit code 1.
+
+    With `as_json`, also print the cause as JSON.
+    """
     try:
         yield
     except ServiceUnavailable as outage:
@@ -309,7 +325,10 @@ class StatsSource(Protocol):
 
 
 def open_source(address: str, keys: Path | None) -> StatsSource:
-    """Return the source for an address of either kind; raise if the address cannot be valid."""
+    """Return the source for an address: a metrics page for a URL with http, else a draft service.
+
+    Raise `UsageError` if `keys` are given for a metrics page.
+    """
     if address.startswith(("http://", "https://")):
         if keys is not None:
             raise UsageError("--keys belongs to a draft service at tcp://HOST:PORT, not to a server's metrics")
@@ -330,7 +349,10 @@ class ServiceSource:
         return from_overview(self.overview(), time.monotonic())
 
     def overview(self) -> Overview:
-        """Return the service's own figures and settings; raise `ServiceUnavailable` if it does not reply."""
+        """Return the service's own figures and settings; raise `ServiceUnavailable` if it does not reply.
+
+        Raise `UsageError` if it is too old to report them.
+        """
         reach = self._stats_client.poll(_ANSWER_S)
         if self._stats_client.refusal is not None:
             raise UsageError(

@@ -21,9 +21,9 @@ _EVERY_S = 0.1
 
 
 class Chat:
-    """Run a chat: `read` returns a line, or None at the end; `answer` maps the history to the answer's text.
+    """A chat: `read` returns the user's next line, or None at the end; `answer` maps the history to the answer's text.
 
-    If `answer` returns None, it rejected the question, which is then dropped from the history.
+    If `answer` returns None, it rejected the question, which is then dropped from the history. `tell` shows a notice.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class TextRun:
 
 
 class DraftHighlighter:
-    """Split the text of one answer into drafted and other runs. `decode` turns token ids into text.
+    """Splits the text of one answer into drafted and other runs. `decode` turns token ids into text.
 
-    It decodes tokens one by one, in the context of those before, to count the characters of each. A character that
+    It decodes tokens one by one, in the context of the tokens before, to count the characters of each. A character that
     several tokens encode counts for the token that completes it. If the engine's text differs from the decoder's,
     colours may be some characters off; the text never is.
     """
@@ -103,7 +103,7 @@ class DraftHighlighter:
         after = self._decode(self._window)
         if after.endswith(_BROKEN):
             return 0
-        # The tokens just completed are the context of the next ones.
+        # The tokens just completed are the context of the next tokens.
         self._window = self._window[self._num_complete :]
         self._num_complete = len(self._window)
         return max(0, len(after) - len(before))
@@ -114,7 +114,7 @@ _HARMLESS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(c
 
 
 class TerminalView:
-    """Write runs of text, drafted ones in green. While the context is open, the terminal's last line shows stats."""
+    """A context manager that writes runs of text, drafted ones in green, with stats in the terminal's last line."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class TerminalView:
         self._file.flush()
 
     def show_stats(self, stats: str) -> None:
-        """Rewrite the stats line, at most ten times a second."""
+        """Show `stats` in the terminal's last line, at most ten times a second; do nothing without a terminal."""
         if self._shown is None or self._clock() - self._drawn_s < _EVERY_S:
             return
         self._drawn_s = self._clock()
@@ -205,17 +205,17 @@ class StreamedAnswer:
 
     @property
     def decode_s(self) -> float:
-        """Time from the first token to the last."""
+        """Seconds from the first token to the last; 0 before the first."""
         return self._last_s - self._first_s if self._first_s is not None and self._last_s is not None else 0.0
 
     @property
     def first_token_s(self) -> float | None:
-        """Time to first token."""
+        """Seconds from the request to the first token; None before it has arrived."""
         return self._first_s - self.asked_s if self._first_s is not None else None
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed, without the prefill."""
+        """Tokens per second after the first piece, so without the prefill; 0 if there are none."""
         return (len(self.tokens) - self._num_first) / self.decode_s if self.decode_s else 0.0
 
     @property

@@ -25,20 +25,23 @@ _MIN_LOGPROB = -9999.0
 
 
 class ServerError(SpecBranchError, RuntimeError):
-    """A server that cannot be reached, or that does not answer as a server should."""
+    """A server cannot be used for the check: it is unreachable, or its answer is an error or not in OpenAI's form."""
 
 
 class Unavailable(ServerError):
-    """A server that does not serve us now, such as for a missing key or too many requests; it cannot be judged."""
+    """A server cannot serve requests now, for example because a key is missing, it is overloaded or it is too slow.
+
+    The whole check ends, because this says nothing about the server's output.
+    """
 
 
 class RequestRefused(ServerError):
-    """A request that the server can read and refuses."""
+    """A server refuses a request (HTTP 4xx or 501), for example because it does not support a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Draft tokens that a server has verified and accepted since it started, or since our first request."""
+    """How many draft tokens a server has verified (`submitted`) and accepted, since it started or our first request."""
 
     submitted: int = 0
     accepted: int = 0
@@ -52,7 +55,10 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The URL of a server, the option that sets it, and the time to wait for an answer."""
+    """Where a server is and how to use it: URL, API key, and the time to wait for an answer.
+
+    `option` is the command-line option that sets the URL; error messages name it.
+    """
 
     option: str
     url: str
@@ -61,7 +67,7 @@ class Address:
 
     @property
     def base(self) -> str:
-        """The URL with /v1 at its end."""
+        """The URL with /v1 at its end; raises `ServerError` if it is no HTTP URL or holds a password."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{self.option} is {self.url!r}; give a URL such as http://127.0.0.1:8000")
@@ -72,9 +78,9 @@ class Address:
 
 
 class OpenAIServer:
-    """A server with one of its models; several threads may use it at a time.
+    """A client of one model on an OpenAI-compatible server; several threads may use it at a time.
 
-    `takes` are the paths of the API that it answers.
+    `takes` lists the paths that the server answers: `/completions`, `/chat/completions` or both.
     """
 
     def __init__(self, address: Address, model: str | None = None) -> None:
@@ -87,11 +93,14 @@ class OpenAIServer:
 
     @property
     def url(self) -> str:
-        """The address, as reports show it."""
+        """The server's URL with /v1 at its end, for reports."""
         return self._base
 
     def ask_all(self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]) -> list[list[Reply]]:
-        """Send all requests and return the choices of every answer, in order; call `on_done` with the number so far."""
+        """Send all requests, at most `at_once` at a time; return each answer's choices, in the order of the requests.
+
+        `on_done` is called with the number of answers so far.
+        """
         answers = []
         with ThreadPoolExecutor(at_once) as pool:
             waiting = [pool.submit(self._ask, ask) for ask in asks]
@@ -105,7 +114,10 @@ class OpenAIServer:
         return answers
 
     def drafts(self) -> DraftCounts | None:
-        """Return the draft tokens so far, from vLLM's metrics or llama.cpp's timings; None without either."""
+        """Return how many draft tokens the server has verified and accepted so far; None if it reports none.
+
+        The numbers come from vLLM's metrics page, or from the timings in llama.cpp's answers.
+        """
         try:
             page = self._open(f"{self._base.removesuffix('/v1')}/metrics").decode()
         except (ServerError, UnicodeDecodeError):
@@ -197,7 +209,7 @@ class OpenAIServer:
 
 
 def body_of(ask: PromptRequest, model: str) -> dict[str, Any]:
-    """Return the body of a request to OpenAI's API."""
+    """Return the JSON body that sends a request to `model` through OpenAI's API."""
     body = {"model": model, **ask.sampling}
     if ask.schema is not None:
         schema = {"name": "answer", "schema": ask.schema, "strict": True}
@@ -219,7 +231,7 @@ def _refusal(url: str, code: int, body: bytes) -> ServerError:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error page, whatever its form."""
+    """Return the error message in the body of an answer, JSON or plain text, shortened to one line."""
     text = body.decode(errors="replace")
     try:
         found = json.loads(text)
@@ -240,8 +252,8 @@ def _short(text: str) -> str:
 class Reply:
     """One choice of an answer.
 
-    If the request asked for them, it has `tokens` and for each of them `logprobs`: of the likeliest tokens and of the
-    chosen one.
+    If the request asked for log-probabilities, `tokens` has the tokens of the text, and `logprobs` has for each of them
+    the log-probabilities of the likeliest tokens and of the chosen one.
     """
 
     text: str
@@ -254,12 +266,15 @@ class Reply:
 
     @property
     def surprise(self) -> float:
-        """The log-probability of the whole text, which is the negative of its surprise."""
+        """The log-probability of the whole text: the sum over its tokens. (Strictly, surprise is its negative.)"""
         return sum(likely[token] for token, likely in zip(self.tokens, self.logprobs, strict=True))
 
 
 def read_replies(document: Mapping[str, Any]) -> list[Reply]:
-    """Return all choices of a completion or chat completion; raise KeyError, TypeError or ValueError for others."""
+    """Return the choices of a completion or chat completion, in the order of their indexes.
+
+    Raise KeyError, TypeError or ValueError for any other document.
+    """
     choices = sorted(document["choices"], key=lambda choice: int(choice.get("index", 0)))
     if not choices:
         raise ValueError("no choices")
@@ -291,7 +306,10 @@ def _likeliest(one: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(logprob: Any) -> float:
-    """Return a log-probability as a finite number; some servers write minus infinity for an impossible token."""
+    """Return a log-probability as a finite number; raise ValueError for NaN.
+
+    Minus infinity, which some servers write for an impossible token, becomes `_MIN_LOGPROB`.
+    """
     number = max(float(logprob), _MIN_LOGPROB)
     if math.isnan(number):
         raise ValueError("a log-probability is not a number")

@@ -61,19 +61,22 @@ TOSS_SCHEMA = {
     "additionalProperties": False,
 }
 STOP = "tails"
-_SEEDS = 1_000_000  # the seeds of one sample; the next sample has other seeds, so that they are independent
-_LONG_LEN = 16  # tokens; a longer text adds up more of an error in the log-probabilities
+_SEEDS = 1_000_000  # distance between the seeds of two samples, so that they share no seed and are independent
+_LONG_LEN = 16  # tokens; over a longer text, errors of the log-probabilities add up and are easier to find
 NUM_CHOICES = 2
 
 
 def greedy_prompts(count: int) -> list[str]:
-    """Return `count` prompts; after the built-in ones they repeat, each with one more space at its end."""
+    """Return `count` different prompts: the built-in ones, then the same with one more space at the end, and so on."""
     return [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One prompt and one set of sampling parameters, at temperature 1 by default."""
+    """A sampling feature to check: one prompt with one set of sampling parameters, at temperature 1 by default.
+
+    With `is_seeded`, each request has a seed of its own.
+    """
 
     name: str
     prompt: str
@@ -84,7 +87,7 @@ class Feature:
     is_seeded: bool = False
 
     def asks(self, num_samples: int, temperature: float = 1.0, sample: int = 0) -> list[PromptRequest]:
-        """Return the requests of one sample: 0 is the bare one, 1 the other."""
+        """Return `num_samples` requests; samples with different numbers (`sample`) share no seeds."""
         common = {"temperature": temperature, "max_tokens": self.num_tokens, **self.sampling}
         return [
             PromptRequest(

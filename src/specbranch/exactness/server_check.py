@@ -52,7 +52,7 @@ _STAGE = "sending requests to both servers"
 
 
 class ServerApi(Protocol):
-    """A server; tests have a fake one."""
+    """The interface through which the check queries a server; `OpenAIServer` implements it, and tests use a fake."""
 
     @property
     def url(self) -> str:
@@ -61,7 +61,7 @@ class ServerApi(Protocol):
 
     @property
     def model(self) -> str:
-        """The model that answers."""
+        """The name of the model that answers."""
         ...
 
     @property
@@ -70,11 +70,14 @@ class ServerApi(Protocol):
         ...
 
     def ask_all(self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]) -> list[list[Reply]]:
-        """Send all requests, and return the choices of every answer in order."""
+        """Send all requests, at most `at_once` at a time; return each answer's choices, in the order of the requests.
+
+        `on_done` is called with the number of answers so far.
+        """
         ...
 
     def drafts(self) -> DraftCounts | None:
-        """Return the draft tokens so far; None if the server does not report them."""
+        """Return how many draft tokens were verified and accepted so far; None if the server does not report them."""
         ...
 
     def is_up(self) -> bool:
@@ -84,7 +87,11 @@ class ServerApi(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """How much to ask, and how to judge it: greedy answers may differ where the gap is at most `tie`."""
+    """How many requests to send, `at_once` at a time, and how to judge the answers.
+
+    `alpha` is the probability of a false alarm in the whole report. A greedy answer may differ at a token that the
+    reference preferred by at most `tie`, a difference of log-probabilities.
+    """
 
     size: CheckSize = FULL
     alpha: float = 1e-3
@@ -95,7 +102,7 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All findings, and the servers that were compared."""
+    """The result of comparing two servers: all findings, the options, and the URL and model of each server."""
 
     options: CompareOptions
     endpoint: Mapping[str, str]
@@ -120,7 +127,10 @@ class Comparison:
 
 
 def compare(endpoint: ServerApi, reference: ServerApi, options: CompareOptions, listen: Listener) -> Comparison:
-    """Send the same requests to the reference and then to the endpoint, and judge the answers."""
+    """Send the same requests to the reference and then to the endpoint, and return findings about the answers.
+
+    `listen` is called with the progress. Raise `ServerError` if nothing could be compared.
+    """
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
     findings = [*questions.greedy(), *questions.seeds()]
@@ -140,7 +150,11 @@ def compare(endpoint: ServerApi, reference: ServerApi, options: CompareOptions, 
 
 
 class _Questions:
-    """Sends requests to both servers; skips what one of them refuses, and everything once the endpoint is down."""
+    """Sends the requests of the check to both servers, and turns the answers into findings or samples.
+
+    A check whose requests one of the servers refuses is skipped. After the endpoint has gone down, all further checks
+    are skipped, and `is_over` says why.
+    """
 
     def __init__(self, endpoint: ServerApi, reference: ServerApi, options: CompareOptions, listen: Listener) -> None:
         self._servers = {"reference": reference, "endpoint": endpoint}
@@ -159,7 +173,11 @@ class _Questions:
             )
 
     def greedy(self) -> list[Finding]:
-        """Compare greedy answers, one at a time and together; where they differ, get log-probabilities."""
+        """Compare the greedy answers to requests sent one at a time and together; return a finding on each.
+
+        Where answers differ, the reference is asked again, with log-probabilities that may explain the difference. If a
+        server gives no answers, return one finding that says why.
+        """
         size = self._options.size
         prompts = greedy_prompts(size.num_prompts)
         asks = [PromptRequest(prompt, {"temperature": 0, "max_tokens": size.num_tokens}) for prompt in prompts]
@@ -181,7 +199,10 @@ class _Questions:
         return [greedy_equality(greedy, tie), greedy_together(greedy, self._options.at_once, tie)]
 
     def seeds(self) -> list[Finding]:
-        """Note if a server repeats itself without a seed; samples are then independent only if each has a seed."""
+        """Find out whether a server repeats the same sampled answer if requests have no seed; return a note if so.
+
+        Every request of a sample then gets a seed, because samples must be independent.
+        """
         asks = REPEATED.asks(_NUM_REPEATS)
         answers = self._both("seeds", dict.fromkeys(self._servers, asks), self._options.at_once)
         if isinstance(answers, Finding):
@@ -192,7 +213,10 @@ class _Questions:
         return [unasked("seeds", NOTE, says)] if repeating else []
 
     def sampled(self, number: int, feature: Feature) -> Sampled | Finding:
-        """Sample one prompt many times from both servers; no two features share seeds."""
+        """Sample the prompt of a feature many times from both servers; return the answers, or why there are none.
+
+        `number` counts the features, so that no two of them share seeds.
+        """
         feature = replace(feature, is_seeded=feature.is_seeded or self._is_seeded)
         count, first = self._num_requests(feature), number * len(self._servers)
         asks = {role: feature.asks(count, sample=sample) for sample, role in enumerate(self._servers, first)}
@@ -203,13 +227,16 @@ class _Questions:
         return Sampled(feature.name, *answers, drafts=_grown(before, self._servers["endpoint"].drafts()))
 
     def _num_requests(self, feature: Feature) -> int:
-        """Return the number of requests that gives as many choices as there are samples."""
+        """Return how many requests to send for a feature, so that the choices of all answers make up one sample."""
         return max(2, self._options.size.num_samples // int(feature.sampling.get("n", 1)))
 
     def _both(
         self, name: str, asks: Mapping[str, Sequence[PromptRequest]], at_once: int
     ) -> tuple[Answers, Answers] | Finding:
-        """Return the answers of the reference and of the endpoint, or a finding that says why there are none."""
+        """Send each server its requests, and return the answers of the reference and of the endpoint.
+
+        If a server refuses or fails, return a finding for the check `name` that says why.
+        """
         if self.is_over:
             return unasked(name, SKIPPED, self.is_over)
         answers: dict[str, Answers] = {}
@@ -233,18 +260,24 @@ class _Questions:
     def _ask(self, role: str, asks: Sequence[PromptRequest], at_once: int) -> Answers:
         placed = [msgspec.structs.replace(ask, is_chat=self._is_chat(ask)) for ask in asks]
         start = self._num_done
-        self._num_done += len(placed)  # also if the server refuses the rest, which then does not come
+        self._num_done += len(placed)  # before they are sent: after a refusal the rest counts as done too
         return self._servers[role].ask_all(
             placed, at_once, lambda number: self._listen(_STAGE, start + number, self._num_asks)
         )
 
     def _is_chat(self, ask: PromptRequest) -> bool:
-        """Use the chat API for JSON schemas and completions for prompts; use the other one if the first is missing."""
+        """Return whether to send a request to the chat API rather than to completions.
+
+        Requests with a JSON schema go to the chat API and all others to completions, unless a server lacks that path.
+        """
         first = CHAT if ask.schema is not None else COMPLETIONS
         return (first if first in self._takes else self._takes[0]) == CHAT
 
     def _explained(self, asks: Sequence[PromptRequest], indexes: Sequence[int]) -> dict[int, Reply]:
-        """Return the reference's answers to these prompts with log-probabilities; empty if it cannot give any."""
+        """Ask the reference again, with log-probabilities, and return its answers by index into `asks`.
+
+        Answers without log-probabilities are left out; the result is empty if the request fails.
+        """
         again = [
             PromptRequest(asks[index].prompt, {**asks[index].sampling, "logprobs": _NUM_LOGPROBS}) for index in indexes
         ]
@@ -257,7 +290,10 @@ class _Questions:
 
 
 def _properties(samples: Mapping[str, Sampled]) -> list[Finding]:
-    """Check properties that every single answer must have."""
+    """Return findings on properties that every single answer must have, such as JSON that parses.
+
+    `samples` are by the name of their feature; a property whose feature was not sampled is left out.
+    """
     return [
         *_property(
             samples.get("JSON schema"),

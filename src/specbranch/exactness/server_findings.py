@@ -1,4 +1,4 @@
-"""Findings from the answers of two servers: where they differ, and whether their samples do. Pure."""
+"""Findings from the answers of two servers: where greedy answers differ, and whether samples are alike. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _RARE = 5
 class Greedy:
     """Greedy answers of both servers to requests sent one at a time, and to requests sent together.
 
-    Where an answer differs from the first, `explained` has a second answer of the reference, with log-probabilities.
+    For prompts whose answers differ, `explained` has one more answer of the reference, with log-probabilities, by the
+    prompt's index.
     """
 
     prompts: Sequence[str]
@@ -36,20 +37,23 @@ class Greedy:
 
     @property
     def differing(self) -> list[int]:
-        """The prompts whose four answers are not all equal."""
+        """The indexes of the prompts whose four answers are not all equal."""
         others = (self.endpoint, self.reference_together, self.endpoint_together)
         return sorted({index for other in others for index in _differing(self.reference, other)})
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the reference does not always give the same answer."""
+        """Whether the reference gave different answers to the same prompt."""
         again = any(not _is_same(reply, self.reference[index]) for index, reply in self.explained.items())
         return again or bool(_differing(self.reference, self.reference_together))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answers of both servers to one sampling feature, and the endpoint's draft tokens, if it reports them."""
+    """The answers of both servers to the requests of one sampling feature.
+
+    `drafts` counts the endpoint's draft tokens meanwhile; None if it does not report them.
+    """
 
     name: str
     reference: Answers
@@ -59,7 +63,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """An answer that differs from the one it is compared with."""
+    """A greedy answer that differs from the answer with which it is compared.
+
+    The texts from `character` on are `was` and `became`. `parting` is the token where they differ; None if unknown.
+    """
 
     index: int
     character: int
@@ -83,21 +90,28 @@ class _Difference:
 
 
 def greedy_equality(greedy: Greedy, tie: float) -> Finding:
-    """Find whether the endpoint answers like the reference, except at ties."""
+    """Return a finding on whether the endpoint's greedy answers equal the reference's, sent one request at a time.
+
+    An answer may differ at a token that the reference preferred by at most `tie` in log-probability.
+    """
     found = _differences(greedy, greedy.reference, greedy.endpoint)
     return _greedy_finding("greedy", "endpoint : reference, one request at a time", greedy, found, tie)
 
 
 def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
-    """Find whether the endpoint answers requests sent together like those sent one at a time, except at ties."""
+    """Return a finding on whether the endpoint's greedy answers stay the same if `at_once` requests are sent together.
+
+    They may differ within `tie`, as in `greedy_equality`.
+    """
     found = _differences(greedy, greedy.endpoint, greedy.endpoint_together)
     return _greedy_finding(f"greedy, {at_once} at once", "endpoint : the same one at a time", greedy, found, tie)
 
 
 def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.Generator) -> list[Finding]:
-    """Test each feature, and all together; the probability of any false alarm is at most `alpha`.
+    """Test whether both servers sample from one distribution; return a finding for each feature, and one for all.
 
-    If both servers give log-probabilities, compare those of the texts, else the texts themselves.
+    The probability of any false alarm is at most `alpha`. If both servers give log-probabilities, those of the texts
+    are compared, else the texts themselves.
     """
     *compared, together = compare_all([_pair(one) for one in samples], alpha, rng, together=True)
     findings = [
@@ -111,7 +125,10 @@ def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.G
 def check_server_property(
     name: str, compared: str, reference: Sequence[T], endpoint: Sequence[T], is_right: Callable[[T], bool]
 ) -> Finding:
-    """Check a property that every answer of the endpoint must have, if the reference's answers have it."""
+    """Return a finding on whether every answer of the endpoint has a property, which `is_right` tests.
+
+    The check is skipped if an answer of the reference lacks the property, or if there are no answers.
+    """
     own, wrong = ([one for one in answers if not is_right(one)] for answers in (reference, endpoint))
     says = f"{len(wrong)} of {len(endpoint)} answers break it"
     result = FAILED if wrong else HOLDS
@@ -131,7 +148,10 @@ def check_server_property(
 
 
 def drafting(reference: DraftCounts | None, endpoint: DraftCounts | None) -> Finding:
-    """Find whether the endpoint accepted draft tokens; without any, its speculative decoding was not checked."""
+    """Return a finding on whether the endpoint accepted draft tokens; if not, speculative decoding was not checked.
+
+    None stands for a server that does not report draft tokens.
+    """
     result, says = NOTE, "the server does not report draft tokens; make sure that speculative decoding is on"
     if endpoint is not None:
         result = HOLDS if endpoint.accepted else FAILED
@@ -143,7 +163,10 @@ def drafting(reference: DraftCounts | None, endpoint: DraftCounts | None) -> Fin
 
 
 def unasked(name: str, result: str, says: str, message: str | None = None) -> Finding:
-    """Report a check that could not be made, with the server's message."""
+    """Return a finding without figures, as for a check that could not be made.
+
+    `says` gives the reason, and `message` the server's error message.
+    """
     return Finding(name=name, compared="", n=0, result=result, says=says, details=[message] if message else ())
 
 
@@ -181,7 +204,7 @@ def _differences(greedy: Greedy, ones: Sequence[Reply], others: Sequence[Reply])
 
 
 def _excerpt(reply: Reply, character: int) -> str:
-    """Return the next characters of an answer, or why it ends there."""
+    """Return the characters of an answer from index `character` on, or, if it ends there, its finish reason."""
     return reply.text[character : character + _EXCERPT_LEN] or f"(end: {reply.finish_reason})"
 
 
@@ -218,7 +241,10 @@ def _pair(sampled: Sampled) -> Outcomes | LogprobMeans:
 
 
 def _outcomes(answers: Answers) -> list[str]:
-    """Return one choice of each answer, each index in turn, marked with its end and whether all choices are equal."""
+    """Return one choice of each answer as a string: the first of one answer, the second of the next, and so on.
+
+    Each string also holds the finish reason and whether all choices of the answer are equal.
+    """
     return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
 
 
@@ -262,15 +288,15 @@ class TokenDivergence:
     is_least: bool = False
 
     def is_tie(self, tie: float) -> bool:
-        """Return whether rounding explains it, which changes log-probabilities by at most `tie`."""
+        """Return whether rounding can explain the difference: the gap is known, and it is at most `tie`."""
         return self.gap <= tie and not self.is_least
 
 
 def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
-    """Find where the other text diverges from the reference, by the smallest gap that explains it; None if unknown.
+    """Return the token where the other text leaves the reference's; None if no reported token explains the difference.
 
     Only the reference needs log-probabilities. The tokens of the other text are not known, and one token can be a
-    prefix of another, so there may be several explanations.
+    prefix of another, so there may be several explanations: the one with the smallest gap is returned.
     """
     at = 0
     found: list[TokenDivergence] = []
@@ -292,13 +318,13 @@ def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
 
 
 def first_difference(one: str, other: str) -> int:
-    """Return the index of the first character where two texts differ."""
+    """Return the index of the first character where two texts differ, or the shorter length if there is none."""
     shortest = min(len(one), len(other))
     return next((at for at in range(shortest) if one[at] != other[at]), shortest)
 
 
 def _leads(token: str, here: str, there: str) -> bool:
-    """Return whether a token continues the other text and not the reference's."""
+    """Return whether a token continues the other text (its rest is `there`) but not the reference's (`here`)."""
     return token != "" and there.startswith(token) and not here.startswith(token)
 
 
@@ -308,9 +334,10 @@ def _ends(token: str) -> bool:
 
 
 def group_by_prefix(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace each text by its longest prefix that enough texts of both samples share.
+    """Replace each text by its longest prefix that enough texts of both samples share, and return both samples.
 
-    The cells depend on the pooled texts only, which a permutation does not change, so a permutation test stays exact.
+    The prefixes depend on the pooled texts only, which a permutation does not change, so a permutation test stays
+    exact.
     """
     pooled = [*ones, *others]
     enough = max(_RARE, len(pooled) // _MAX_CELLS)

@@ -17,7 +17,7 @@ import numpy as np
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-_MAX_TABLES = 20_000  # up to here all tables are enumerated; more are sampled
+_MAX_TABLES = 20_000  # up to this number of tables, all are enumerated; if there are more, random ones are drawn
 _ROUNDING = 1e-9  # equal statistics may differ by this much in floating point
 _CHUNK = 4_000_000  # numbers held at a time
 _RARE = 5  # values with a lower count in both samples together are merged into one
@@ -25,7 +25,7 @@ _RARE = 5  # values with a lower count in both samples together are merged into 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A p-value, and the least statistic that is significant at the requested level."""
+    """The result of a test: p-value, statistic, and the least statistic that is significant at the requested level."""
 
     p_value: float
     statistic: float
@@ -34,10 +34,10 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The test of two samples of one feature.
+    """The result of comparing two samples of one feature; `what` names the quantity that was compared.
 
-    `p_value` is corrected for all tests of a report. `shift` is the least distance that the test detects; None for
-    means.
+    `p_value` is corrected for all tests of a report, unlike that of `test`. `shift` is the least total-variation
+    distance that the test detects; None for tests of means.
     """
 
     what: str
@@ -54,7 +54,7 @@ class Outcomes:
     others: Sequence[Hashable]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test the two samples; the p-value is not corrected yet."""
+        """Test at significance `level` whether both samples follow one distribution; the p-value is not corrected."""
         ones, others = count_pairs(self.ones, self.others)
         test = compare_counts(ones, others, level, rng)
         shift = detectable_shift(ones, others, test.critical, rng)
@@ -69,7 +69,7 @@ class LogprobMeans:
     others: Sequence[float]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test the two samples; the p-value is not corrected yet."""
+        """Test at significance `level` whether the samples have one mean; the p-value is not corrected."""
         test = compare_means(np.array(self.ones), np.array(self.others), level, rng)
         return Compared("mean log-probability of a sample", test, test.p_value)
 
@@ -77,7 +77,7 @@ class LogprobMeans:
 def compare_all(
     pairs: Sequence[Outcomes | LogprobMeans], alpha: float, rng: np.random.Generator, together: bool = False
 ) -> list[Compared]:
-    """Test each pair of samples; the probability of any false alarm among the tests is at most `alpha`.
+    """Test each pair of samples and return the results in order; any false alarm has probability `alpha` at most.
 
     `together` adds a last test of all pairs, which must then be independent of each other: a shift that is too small
     for one test to detect can show in many of them.
@@ -92,9 +92,10 @@ def compare_all(
 
 
 def count_pairs(one: Sequence[Hashable], other: Sequence[Hashable], rare: int = _RARE) -> tuple[Ints, Ints]:
-    """Count each value in either sample, and merge the values that are rare in both together into one.
+    """Return how often each value occurs in either sample; merge rare values into one.
 
-    The merging depends on the pooled values only, which a permutation does not change, so the test stays exact.
+    A value is rare if both samples together have it fewer than `rare` times. The merging depends on the pooled values
+    only, which a permutation does not change, so the test stays exact.
     """
     ones, others = Counter(one), Counter(other)
     pooled = ones + others
@@ -109,7 +110,7 @@ def count_pairs(one: Sequence[Hashable], other: Sequence[Hashable], rare: int = 
 
 
 def chi_square(ones: Ints, others: Ints) -> Floats:
-    """Compute the two-sample chi-square statistic of counts, [..., values]; it is large if the samples differ."""
+    """Return the two-sample chi-square statistic of counts, shape [..., values]; it is large if the samples differ."""
     size, other_size = ones.sum(axis=-1, keepdims=True), others.sum(axis=-1, keepdims=True)
     pooled = np.maximum(ones + others, 1)
     ratio = np.sqrt(other_size / size)
@@ -118,7 +119,10 @@ def chi_square(ones: Ints, others: Ints) -> Floats:
 
 
 def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Generator) -> Test:
-    """Test two counted samples by permutations and chi-square; enumerate all tables if they are few."""
+    """Test at significance `level` whether two samples, given as counts of values, come from one distribution.
+
+    The statistic is chi-square. It is compared with those of random permutations, or of all tables if they are few.
+    """
     observed = float(chi_square(ones, others))
     pooled, size = ones + others, int(ones.sum())
     if math.prod(int(count) + 1 for count in pooled) <= _MAX_TABLES:
@@ -132,7 +136,10 @@ def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Genera
 
 
 def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Generator) -> Test:
-    """Test two samples of numbers by permutations and the distance of their means."""
+    """Test at significance `level` whether two samples of numbers come from one distribution.
+
+    The statistic is the distance of the means; it is compared with those of random permutations.
+    """
     pooled = np.concatenate([ones, others])
     centred = pooled - pooled.mean()
     # Centred values sum to zero, so one sample's sum gives the distance of the means.
@@ -149,12 +156,12 @@ def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Gen
 
 
 def draws_for(level: float) -> int:
-    """Return the number of draws for which the smallest possible p-value is a tenth of the level."""
+    """Return how many random permutations to draw, so that the smallest possible p-value is a tenth of `level`."""
     return math.ceil(10 / level)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values so that rejecting those <= level has P(any false alarm) <= level (Holm 1979)."""
+    """Return p-values adjusted for many tests: rejecting those <= level has P(any false alarm) <= level (Holm 1979)."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -164,7 +171,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def combine_p_values(p_values: Sequence[float]) -> float:
-    """Combine independent p-values by their product (Fisher 1932): P(product of uniform numbers <= this product)."""
+    """Combine independent p-values into one (Fisher 1932): P(product of as many uniform numbers <= their product)."""
     product = math.prod(p_values)
     term, tail = 1.0, 0.0
     for rank in range(len(p_values)):
@@ -177,7 +184,7 @@ def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.G
     """Return the least total-variation distance that `compare_counts` detects with this power; 1.0 if it detects none.
 
     The distance is simulated, to 0.01, for the pooled distribution and for the shift that is hardest to detect: mass
-    moved evenly from one half of the distribution to the other half.
+    moved evenly from one half of the distribution to the other half. `critical` is the least significant statistic.
     """
     distribution = (ones + others) / (ones + others).sum()
     sizes = int(ones.sum()), int(others.sum())
@@ -192,7 +199,7 @@ def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.G
 
 
 def shifted(distribution: Floats, distance: float) -> Floats:
-    """Move mass evenly from one half of a distribution to the other, up to this total-variation distance."""
+    """Return a distribution with mass moved evenly from one half to the other, up to this total-variation distance."""
     gives, mass = np.zeros(len(distribution), dtype=bool), 0.0
     for index in np.argsort(distribution, kind="stable")[::-1]:
         if mass + distribution[index] <= 0.5 + _ROUNDING or not gives.any():
@@ -206,7 +213,10 @@ def shifted(distribution: Floats, distance: float) -> Floats:
 
 
 def tables(pooled: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield every possible table of a first sample of `size` pooled values: its counts, and its multiplicity."""
+    """Yield every way to divide the pooled values into a first sample of `size` and the rest.
+
+    `pooled` has the count of each value. Each result is the counts in the first sample, and how many draws give them.
+    """
     if not pooled:
         if size == 0:
             yield (), 1
@@ -240,7 +250,10 @@ def _sampled_statistics(pooled: Ints, size: int, num_draws: int, rng: np.random.
 
 
 def _test_by_sampling(null: Floats, observed: float, level: float) -> Test:
-    """Build the test from sampled statistics; the observed one counts as a sample (Phipson and Smyth 2010)."""
+    """Return the test of the observed statistic against `null`, the statistics of random permutations.
+
+    The observed one counts as one of them (Phipson and Smyth 2010).
+    """
     as_extreme = int((null >= observed - _ROUNDING).sum())
     allowed = math.floor(level * (1 + len(null))) - 1
     critical = float(np.partition(null, len(null) - allowed)[len(null) - allowed]) if allowed > 0 else math.inf

@@ -39,13 +39,13 @@ from specbranch.version import __version__
 _BATCH = 8  # for sampled requests, and for the greedy runs that measure vLLM's own rounding
 _MAX_ROWS = 16
 _ATTEMPTS = 4  # repeats of a run with drafts until a draft token is accepted
-_SAMPLED_GAMMA = 2  # these outputs are short and would cut longer drafts
+_SAMPLED_GAMMA = 2  # draft length for sampled requests, whose outputs are too short for longer drafts
 Listener = Callable[[str, int | None, int | None], None]  # stage, requests done, all requests; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSize:
-    """How much to decode; more samples detect smaller shifts."""
+    """How many requests to decode, and how long greedy outputs are; more samples detect smaller differences."""
 
     num_prompts: int = 32
     num_tokens: int = 40
@@ -58,9 +58,10 @@ FULL, QUICK = CheckSize(), CheckSize(8, 24, 64, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """A pair, how to serve it, and how much of it to check.
+    """The options of a check: target and draft, how to serve them, and how much to decode.
 
-    `wrong_temperature` makes the second sample wrong on purpose, to test the check itself.
+    `alpha` is the probability of a false alarm in the whole report. `wrong_temperature` makes the samples with the
+    proposer wrong on purpose, to test the check itself.
     """
 
     target: str
@@ -78,7 +79,7 @@ class CheckOptions:
     predictor: str = "confidence"
 
     def settings(self, address: str) -> ProposerSettings:
-        """Return the proposer's settings with the first planner."""
+        """Return the proposer's settings for a draft service at `address`, with the first planner."""
         ours = {
             "address": address,
             "is_gated": False,
@@ -91,7 +92,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings, and the options and engine that they belong to."""
+    """The result of a check: all findings, the options, the engine, and the seconds that each stage took."""
 
     options: CheckOptions
     engine: Engine
@@ -127,7 +128,7 @@ class Report:
 
 
 def check(options: CheckOptions, listen: Listener) -> Report:
-    """Start the draft service, then four engines one after the other, and compare their outputs.
+    """Start the draft service, then four engines one after the other, and return a report on their outputs.
 
     Exact equality is tested where the batch does not change the rounding, or hardly does: with vLLM's batch-invariant
     kernels, or in float32 on devices without them. Distributions are tested as the model is served.
@@ -151,14 +152,17 @@ def check(options: CheckOptions, listen: Listener) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The results of one engine, by the name of the job."""
+    """One engine, and the results of its jobs by name."""
 
     engine: Engine
     done: Mapping[str, DecodeResult]
 
 
 class _Stages:
-    """Runs the jobs of one engine after the other, and reports the progress."""
+    """Starts engines one after the other, runs their jobs, and reports the progress.
+
+    `stage_s` has the seconds that each engine took.
+    """
 
     def __init__(self, options: CheckOptions, listen: Listener, logs: Path) -> None:
         self._options = options
@@ -234,11 +238,14 @@ def _sampled_run(asks: list[PromptRequest], settings: ProposerSettings | None, f
 def _run(
     asks: list[PromptRequest], batch: int, settings: ProposerSettings | None, **planner_settings: Any
 ) -> DecodeJob:
-    """Return a job; one with drafts waits for them, because short outputs would end before the first draft."""
+    """Return a job for bare vLLM, or for the proposer with `settings`, in which `planner_settings` are set.
+
+    In a job with drafts the target waits for them, because short outputs would otherwise end before the first draft.
+    """
     if settings is None:
         return DecodeJob(asks, batch)
     names = setting_names(settings.planner)
-    # Drafts are submitted even where they do not pay.
+    # Without the cost model, drafts are submitted even where they do not pay.
     wanted = {"wait_for_draft": True, "cost_aware": False, **planner_settings}
     chosen = {name: value for name, value in wanted.items() if name in names}
     return DecodeJob(asks, batch, replace(settings, settings=chosen), _ATTEMPTS)

@@ -1,4 +1,4 @@
-"""Findings from the outputs of bare vLLM and of vLLM with the proposer. Pure; each function makes one kind."""
+"""Findings from the outputs of bare vLLM and of vLLM with the proposer. Pure; each function returns one kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report, with `figures` for programs and `details` as further lines of text."""
+    """One line of the report: the result of a check of `n` answers or tokens, and its explanation (`says`).
+
+    `figures` holds numbers for programs, and `details` further lines of text.
+    """
 
     name: str
     compared: str
@@ -35,7 +38,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first position where two outputs differ; `gap` is by how much bare vLLM preferred its own token."""
+    """The first position where the two outputs for the prompt at `index` differ; a token is None after an output's end.
+
+    `gap` is by how much bare vLLM preferred its own token, in log-probability; None if unknown.
+    """
 
     index: int
     position: int
@@ -45,7 +51,7 @@ class Divergence:
 
     @property
     def is_tie(self) -> bool:
-        """Whether bare vLLM gave both tokens the same probability."""
+        """Whether bare vLLM gave both tokens the same probability, up to rounding."""
         return self.gap is not None and self.gap <= TIE
 
 
@@ -66,7 +72,10 @@ def divergences(bare: Sequence[DecodedOutput], other: Sequence[DecodedOutput]) -
 
 
 def greedy_equality(name: str, asks: Sequence[PromptRequest], bare: DecodeResult, other: DecodeResult) -> Finding:
-    """Find whether outputs are equal token by token, except where both tokens were equally likely."""
+    """Return a finding on whether greedy outputs with the proposer (`other`) equal bare vLLM's token by token.
+
+    Outputs may differ where both tokens were equally likely. `asks` are the requests of both runs.
+    """
     found = divergences(bare.answers, other.answers)
     real = [one for one in found if not one.is_tie]
     equal = len(asks) - len(found)
@@ -88,7 +97,7 @@ def greedy_equality(name: str, asks: Sequence[PromptRequest], bare: DecodeResult
 
 
 def logprob_agreement(bare: DecodeResult, other: DecodeResult) -> Finding:
-    """Find whether each chosen token has the log-probability that bare vLLM reports."""
+    """Return a finding on whether chosen tokens have the log-probabilities with the proposer that bare vLLM reports."""
     missing, largest, num_compared = 0, 0.0, 0
     for one, two in zip(bare.answers, other.answers, strict=True):
         missing += _num_missing(one) + _num_missing(two)
@@ -114,7 +123,11 @@ def logprob_agreement(bare: DecodeResult, other: DecodeResult) -> Finding:
 
 
 def divergence_rates(dtype: str, alone: DecodeResult, together: DecodeResult, other: DecodeResult) -> Finding:
-    """Note how often rounding in the serving dtype changes an output, with the proposer and in bare vLLM."""
+    """Return a note on how often rounding in the serving data type changes a greedy output.
+
+    Outputs of bare vLLM in a batch (`together`) are compared with those of the proposer (`other`), and with those of
+    bare vLLM for one request at a time (`alone`).
+    """
     own, ours = (divergences(together.answers, done.answers) for done in (alone, other))
     n = len(together.answers)
     says = f"proposer {len(ours)}/{n}{_largest_gap(ours)}; vLLM's own noise {len(own)}/{n}{_largest_gap(own)}"
@@ -139,7 +152,11 @@ def divergence_rates(dtype: str, alone: DecodeResult, together: DecodeResult, ot
 def same_distribution(
     features: Sequence[tuple[str, DecodeResult, DecodeResult]], alpha: float, rng: np.random.Generator
 ) -> list[Finding]:
-    """Test the two samples of each feature; the probability of any false alarm is at most `alpha`."""
+    """Return findings on whether outputs with the proposer follow the distribution of bare vLLM.
+
+    Each feature is a name, the bare run, and the run with the proposer. The probability of any false alarm is at most
+    `alpha`.
+    """
     named: list[tuple[str, DecodeResult, Outcomes | LogprobMeans]] = []
     for name, bare, other in features:
         named.append((name, other, Outcomes(_values(name, bare), _values(name, other))))
@@ -152,7 +169,7 @@ def same_distribution(
 
 
 def check_property(name: str, compared: str, other: DecodeResult, is_right: Callable[[DecodedOutput], bool]) -> Finding:
-    """Check a property that every output with the proposer must have."""
+    """Return a finding on whether every output with the proposer has a property, which `is_right` tests."""
     wrong = [answer for answer in other.answers if not is_right(answer)]
     says = f"{len(wrong)} of {len(other.answers)} outputs break it"
     if not other.answers:
@@ -171,7 +188,10 @@ def check_property(name: str, compared: str, other: DecodeResult, is_right: Call
 
 
 def seeds_repeat(bare: tuple[DecodeResult, DecodeResult], other: tuple[DecodeResult, DecodeResult]) -> Finding:
-    """Note how often a repeated request with a seed gives the same tokens, bare and with the proposer."""
+    """Return a note on how often a repeated request with a seed gives the same tokens.
+
+    Both arguments hold two runs of the same requests: in bare vLLM, and with the proposer.
+    """
     own, ours = (
         sum(one.tokens == two.tokens for one, two in zip(first.answers, second.answers, strict=True))
         for first, second in (bare, other)
@@ -183,7 +203,7 @@ def seeds_repeat(bare: tuple[DecodeResult, DecodeResult], other: tuple[DecodeRes
 
 
 def drop_truncated(done: DecodeResult) -> DecodeResult:
-    """Return the run without the outputs that were cut off at `max_tokens`."""
+    """Return a run's result without the outputs that ended because of `max_tokens`."""
     return msgspec.structs.replace(done, answers=[one for one in done.answers if one.finish_reason != "length"])
 
 
@@ -219,12 +239,12 @@ def _distribution_finding(name: str, other: DecodeResult, compared: Compared, al
 
 
 def noticeable(shift: float) -> str:
-    """Describe the least shift that a test of distributions detects."""
+    """Return a phrase on the least shift (total-variation distance) that a test detects; 1 means none."""
     return f"would notice a shift of {shift:.2f}" if shift < 1 else "too few samples to notice any shift"
 
 
 def figures_of(compared: Compared) -> dict[str, Any]:
-    """Return a test's numbers as a plain document."""
+    """Return a test's uncorrected p-value, statistic and detectable shift as a plain document."""
     test = compared.test
     return {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": compared.shift}
 
@@ -248,14 +268,20 @@ def _surprises(done: DecodeResult) -> list[float]:
 
 
 def _checked(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
-    """Fail a run in which no draft token was accepted, because it has checked nothing."""
+    """Return a finding's result and explanation, changed to a failure if no draft token was accepted in the run.
+
+    Such a run has checked nothing.
+    """
     if not other.accepted:
         return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
     return result, says if other.attempts == 1 else f"{says}; in attempt {other.attempts}, none accepted before"
 
 
 def _checked_undrafted(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
-    """Fail a run of requests that must get no drafts if any draft token was verified."""
+    """Return a finding's result and explanation for requests that must get no drafts.
+
+    They are changed to a failure if any draft token was verified.
+    """
     if other.submitted:
         return FAILED, f"such requests must get no drafts ({says})"
     return result, says.replace("0 of 0 draft tokens accepted", "such requests get no drafts")
@@ -271,7 +297,10 @@ def _num_missing(answer: DecodedOutput) -> int:
 
 
 def _gap(answer: DecodedOutput, position: int, token: int | None, other: int | None) -> float | None:
-    """Return by how much the token was preferred; a lower bound if the other token was not reported."""
+    """Return by how much `token` was preferred to `other` in log-probability; a lower bound if `other` is not reported.
+
+    Return None if an output has ended at this position, or if the log-probability of `token` is not reported.
+    """
     if token is None or other is None or position >= len(answer.logprobs):
         return None
     reported = answer.logprobs[position]

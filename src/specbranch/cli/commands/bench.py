@@ -112,7 +112,7 @@ def report(
 
 
 def preflight(scenario: Scenario) -> Preflight:
-    """Return the checks to make before a model loads."""
+    """Return the checks of a scenario to run before any model is loaded."""
     engine = {"dtype": scenario.dtype, "max_model_len": scenario.max_model_len, **scenario.arguments}
     cores = scenario.target_cores or None
     return Preflight(target=scenario.target, draft=scenario.draft_options(), arguments=engine, target_cores=cores)

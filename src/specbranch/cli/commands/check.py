@@ -254,7 +254,7 @@ def _page(report: Report) -> CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class ServerPair:
-    """The options that name two servers."""
+    """The command's options that name the two servers to compare, their models, and how to connect."""
 
     endpoint: str | None
     reference: str | None
@@ -264,7 +264,7 @@ class ServerPair:
     api_key_env: str | None = None
 
     def opened(self) -> tuple[OpenAIServer, OpenAIServer]:
-        """Connect to both servers and return them."""
+        """Connect to both servers and return them, the endpoint first; raise `UsageError` if an option is missing."""
         if self.endpoint is None or self.reference is None:
             raise UsageError("give both: --endpoint, the server to check, and --reference, the one without drafts")
         key = self._key()
@@ -300,14 +300,14 @@ def is_server_mode(context: typer.Context) -> bool:
 
 
 def compare_servers(pair: ServerPair, options: CompareOptions) -> Comparison:
-    """Compare the answers of both servers, showing progress."""
+    """Connect to both servers and return the comparison of their answers; show progress meanwhile."""
     with ProgressBar() as progress:
         progress.show("connecting")
         return compare(*pair.opened(), options, progress.show)
 
 
 def servers_page(found: Comparison) -> CheckReport:
-    """Return the findings as a report."""
+    """Return the comparison of two servers as a report to print or write."""
     names = " and ".join(dict.fromkeys((found.endpoint["model"], found.reference["model"])))
     return CheckReport(
         title=f"{found.endpoint['url']} against {found.reference['url']}",
@@ -329,7 +329,7 @@ def _shown(context: typer.Context, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The findings of a check, what it compared, and how much."""
+    """A report to print or write: the findings of a check, what it compared, and how much was decoded."""
 
     title: str
     facts: str

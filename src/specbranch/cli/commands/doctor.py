@@ -132,7 +132,7 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Return where a torch draft would run next to a target on one device."""
+    """Return where a draft of the torch engine would run next to a target that uses one device."""
     return choose_device(
         device,
         num_gpus=num_gpus(),

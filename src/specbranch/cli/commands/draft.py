@@ -136,7 +136,7 @@ def draft(
 
 
 def _tell_parent(stage: str) -> None:
-    """Print the stage for the parent process."""
+    """Print a stage of loading on standard output, where the parent process reads it."""
     with contextlib.suppress(OSError):  # the parent may have closed the pipe
         print(stage, flush=True)  # noqa: T201
 
@@ -182,5 +182,5 @@ def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Director
 
 
 def service_keys(directory: Path | None) -> ServiceKeys | None:
-    """Return the service's key files in a directory; None without a directory."""
+    """Return the paths of the service's key files in a directory; None without a directory."""
     return ServiceKeys(directory / "service.key_secret", directory / "clients") if directory else None

@@ -238,7 +238,10 @@ def _check(options: LocalPairOptions, compare: bool) -> None:
 
 
 def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
-    """Let the loaded target answer without drafts. Only fair if the draft's device is of no use to the target."""
+    """Return the loaded target's answer without drafts.
+
+    The comparison is only fair if the target could not use the draft's device.
+    """
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)
     quiet.answer(prompt, max_tokens=_WARM_TOKENS)

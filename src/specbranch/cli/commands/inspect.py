@@ -68,7 +68,7 @@ def _ask(address: str, keys: Path | None) -> dict[str, Any]:
 
 
 def _version(address: str, keys: Path | None) -> str | None:
-    """Return the release that the service runs; None if it is too old to report it."""
+    """Return the release that the service runs; None if the service does not answer or is too old to report it."""
     with (
         contextlib.suppress(ServiceUnavailable, UsageError),
         contextlib.closing(ServiceSource(address, keys)) as source,
@@ -103,7 +103,7 @@ def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_jso
 
 
 def describe_lines(overview: Overview) -> dict[str, str]:
-    """Return one line per property; leave out those that the service does not report."""
+    """Return a line for each property of a service, by its name; properties that it does not report are left out."""
     settings, figures = overview.settings, overview.figures
     weights = settings.get("weight_bytes")
     found = {
@@ -130,7 +130,7 @@ def describe_lines(overview: Overview) -> dict[str, str]:
 
 
 def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
-    """Fill in those forms whose setting is known, and join them."""
+    """Return the forms with their settings filled in, joined by commas; a form whose setting is unknown is left out."""
     words = {name: f"{value:,}" if isinstance(value, int) else value for name, value in settings.items()}
     return ", ".join(form.format(**words) for form in forms if form.split("{")[1].split("}")[0] in words)
 
@@ -170,7 +170,10 @@ def drain(
 
 
 def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Draining:
-    """Ask the service to drain until it is idle or `wait_s` has passed; return its last reply."""
+    """Ask the service to drain, or with `is_on` False to stop draining, and return its last reply.
+
+    Repeat the request until no text is in use or `wait_s` has passed. Raise `ServiceUnavailable` without a reply.
+    """
     end_s = time.monotonic() + wait_s
     transport = ZmqTransport(address, client_keys(str(keys) if keys else None))
     with contextlib.closing(MessageChannel(transport)) as connection:

@@ -176,7 +176,11 @@ def _print(console: Console, types: Sequence[TypeForecast], pair: Sequence[str],
 
 
 def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """Say what was measured and what to do; the last line is a command. With several types, `chosen` has no --dtype."""
+    """Return sentences on what was measured and what to do; the last one is the command to run.
+
+    `pair` has the command's words for target and draft, and `chosen` its further flags, without --dtype if there are
+    several `types`.
+    """
     with_drafts, without = fastest(types), fastest_bare(types)
     advice, best = with_drafts.advice, with_drafts.best
     gain = with_drafts.best_per_s / without.bare_per_s
@@ -203,7 +207,7 @@ def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequen
 
 
 def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) -> str:
-    """Return the command that serves the pair as forecast."""
+    """Return the command that serves the pair with the planner and draft length of the best forecast."""
     gamma = best.method.settings.get("gamma")
     longest = [] if gamma is None else ["--gamma", str(gamma)]
     return shlex.join(["specbranch", "serve", *pair, "--planner", best.method.planner, *longest, *chosen])
@@ -227,7 +231,7 @@ def _measured(survey: Survey, advice: Advice) -> list[str]:
 
 
 def _type_lines(types: Sequence[TypeForecast]) -> list[str]:
-    """Return the speeds in every data type of the target, and the fastest; nothing if there is only one type."""
+    """Return lines on the speeds in every data type of the target, and the fastest; empty if there is only one type."""
     if len(types) == 1:
         return []
     speeds = "; ".join(f"{one.dtype} {one.bare_per_s:.1f} and {one.best_per_s:.1f}" for one in types)
@@ -244,7 +248,10 @@ def _type_flag(types: Sequence[TypeForecast], one: TypeForecast) -> list[str]:
 
 
 def _rivals(advice: Advice, best: Forecast) -> str:
-    """Name the planners whose forecast is too close to the best one to tell them apart."""
+    """Return a phrase that names the planners whose forecast is too close to the best one to tell them apart.
+
+    It is empty if there are none.
+    """
     near = [
         f"{one.method.planner} ({one.speed:.2f})"
         for one in advice.forecasts
@@ -333,7 +340,7 @@ def _row_counts(rows: str) -> list[int]:
 
 
 def _options(model: str, device: str, threads: int | None, dtype: str, context: int, max_rows: int) -> EngineOptions:
-    """Return an engine's default limits, raised where this measurement needs more."""
+    """Return the engine's options, with its default limits raised where this measurement needs more."""
     usual = EngineOptions(model=model)
     return EngineOptions(
         model=model,

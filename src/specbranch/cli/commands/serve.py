@@ -81,7 +81,7 @@ class _Plan:
         )
 
     def check(self) -> None:
-        """Raise for errors that would otherwise appear only after models are loaded."""
+        """Raise an error for options that would otherwise fail only after models are loaded."""
         if self.is_drafting:
             self.settings()
         self.options("ipc://unused" if self.draft else None)  # raises for flags that this command sets itself
@@ -89,11 +89,11 @@ class _Plan:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether there is a draft."""
+        """Whether there is a draft, to be started or already running."""
         return self.draft is not None or self.remote is not None
 
     def settings(self) -> ProposerSettings:
-        """Return the proposer's settings; raise now what vLLM's worker would raise minutes later."""
+        """Return the proposer's settings; raise an error that vLLM's worker would raise only minutes later."""
         settings = self._merged(self.remote.section if self.remote else {})
         settings.client_options(self.gamma)
         return settings
@@ -181,7 +181,7 @@ def serve(
 
 
 def _run(plan: _Plan, console: Console) -> int:
-    """Start draft and target, watch them, stop them; return the exit code."""
+    """Start draft and target, wait until vLLM ends or Ctrl-C, stop both, and return the command's exit code."""
     settings, endpoint = plan.settings() if plan.is_drafting else None, HttpEndpoint.of(plan.flags)
     status = _StatusLine(console)
     with contextlib.ExitStack() as stack:
@@ -295,7 +295,7 @@ def _failed(server: VllmServer, code: int, status: _StatusLine) -> int:
 
 
 def _watch(server: VllmServer, status: _StatusLine) -> int:
-    """Wait until vLLM ends; return the exit code."""
+    """Wait until vLLM, which is ready, ends; return the command's exit code."""
     status.event(f"ready in {status.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)
@@ -304,7 +304,7 @@ def _watch(server: VllmServer, status: _StatusLine) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """Convert an exit code as shells do: signals count from 128."""
+    """Return a process's return code as shells do: 128 plus the number of the signal that ended it, if one did."""
     return code if code >= 0 else 128 - code
 
 

@@ -84,7 +84,7 @@ def _watch(shown: _View, interval_s: float) -> None:
 
 
 class _View:
-    """Show one reading after another: on a terminal as a screen, elsewhere as lines. A context manager."""
+    """A context manager that shows one reading after another: on a terminal as a screen, elsewhere as lines."""
 
     def __init__(self, source: StatsSource, address: str, as_json: bool) -> None:
         self._source = source
@@ -97,7 +97,7 @@ class _View:
         self._earlier: StatsReading | None = None
 
     def go_on(self) -> None:
-        """Show the next reading, or why there is none."""
+        """Read the source and show the reading, or why the source cannot be read."""
         outage = ""
         try:
             now = self._source.read()
@@ -133,7 +133,10 @@ class _View:
 def view_as_screen(
     name: str, now: StatsReading | None, earlier: StatsReading | None, outage: str = ""
 ) -> RenderableType:
-    """Return the gauges as lines above a table of measures; during an outage, those of the last reading."""
+    """Return the screen for a reading: lines of current values, then a table of measures.
+
+    With `outage`, the reason why the source cannot be read, the values are those of the last reading (None: none yet).
+    """
     parts: list[RenderableType] = [Text(f"specbranch: {name}", style="bold", overflow="ellipsis", no_wrap=True)]
     if outage:
         parts.append(Text(outage, style="bold red"))
@@ -144,7 +147,7 @@ def view_as_screen(
 
 
 def view_as_line(now: StatsReading, earlier: StatsReading | None) -> str:
-    """Return the main measures as one line: over the last interval if there was one, else since the start."""
+    """Return the main measures as one line: since the earlier reading, or without one since the start."""
     words = [count(now.sessions, "session"), *now.states]
     for measure in top_rows(now, earlier):
         if measure.name in _IN_A_LINE:
@@ -154,7 +157,10 @@ def view_as_line(now: StatsReading, earlier: StatsReading | None) -> str:
 
 
 def view_as_json(now: StatsReading, earlier: StatsReading | None) -> dict[str, Any]:
-    """Return a reading as JSON: gauges, sums since the start, and rates over the last interval."""
+    """Return a reading as a document for JSON: current values, sums since the start, and rates over the last interval.
+
+    The rates are None without an earlier reading.
+    """
     lines = top_rows(now, earlier)
     return {
         "model": now.model,
@@ -179,7 +185,7 @@ def view_as_json(now: StatsReading, earlier: StatsReading | None) -> dict[str, A
 
 
 def now_lines(now: StatsReading) -> list[str]:
-    """Return the gauges of a reading as lines of text."""
+    """Return the current values of a reading as lines of text."""
     about = [now.model, *(f"drafting: {state}" for state in now.states)]
     if now.uptime_s is not None:
         about.append(f"up {duration(now.uptime_s)}")
