@@ -89,10 +89,7 @@ def select_inputs(examples: Examples, inputs: Inputs) -> Array:
 
 
 def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, on_progress: FitProgress) -> Network:
-    """Return the network trained on `train` with the lowest loss on `held_out`.
-
-    `on_progress` is called after each epoch with its number, the most epochs and the held-out loss.
-    """
+    """Return the network trained on `train` with the lowest loss on `held_out`; report each epoch to `on_progress`."""
     import torch
     from torch import nn
 
