@@ -49,7 +49,7 @@ class RateLimitedWarning:
         self._num_left_out = 0
 
     def __call__(self, message: str, *args: object) -> None:
-        """Log a warning, or skip and count it."""
+        """Log a warning, or only count it if the last one was logged less than a second ago."""
         now_s = self._clock()
         if now_s < self._next_s:
             self._num_left_out += 1

@@ -224,7 +224,7 @@ class Profile:
 
     @property
     def fit(self) -> StepCostFit:
-        """The line through the medians."""
+        """The line fitted to the median step times by row count."""
         return fit_line(self.medians_s)
 
     @property
@@ -239,7 +239,7 @@ class Profile:
 
     @property
     def bound_share(self) -> float | None:
-        """`bound_s` divided by the measured time of a one-row step; None without a bound."""
+        """How close a one-row step is to the memory's limit: `bound_s` over its median time. None without a bound."""
         return None if self.bound_s is None else self.bound_s / self.medians_s[1]
 
     @property

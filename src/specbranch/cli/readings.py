@@ -337,7 +337,7 @@ def open_source(address: str, keys: Path | None) -> StatsSource:
 
 
 class ServiceSource:
-    """A draft service, read by its own protocol."""
+    """Reads the counters of a draft service by the service's own protocol."""
 
     def __init__(self, address: str, keys: Path | None) -> None:
         self.name = f"draft service at {address}"

@@ -191,7 +191,7 @@ class StreamedAnswer:
     _num_first: int = 0
 
     def take(self, piece: StepOutput, runs: list[TextRun]) -> None:
-        """Add the output of one engine step, and its text as runs."""
+        """Record the output of one engine step; `runs` is its text in pieces of one style each. Show nothing yet."""
         self.pieces.append((piece.at_s - self.asked_s, runs))
         self.text += piece.text
         self.tokens += piece.tokens

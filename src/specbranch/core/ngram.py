@@ -212,7 +212,7 @@ class OutputHistory:
         return [], 0
 
     def forget_oldest(self) -> int:
-        """Forget the oldest answer and return how many tokens it had; keep it once more and return 0 if it was used."""
+        """Forget the oldest answer and return its number of tokens; if it was used, make it the newest and return 0."""
         answer = self._answers.popleft()
         if answer.is_used:
             answer.is_used = False

@@ -108,7 +108,7 @@ def software() -> Section:
 
 
 def choices(draft: str | None, engine: str | None, device: str) -> Section:
-    """Return what would be chosen for a draft on this machine, and why."""
+    """Return the section on which engine, device and cores a draft would get on this machine, and why."""
     place = place_draft(device, draft, engine, ParallelLayout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
     free = specbranch_machine.free_host_memory()
@@ -132,7 +132,7 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Return where a draft of the torch engine would run next to a target that uses one device."""
+    """Return where any draft of the torch engine would run with `--draft-device device`, next to a one-device target."""
     return choose_device(
         device,
         num_gpus=num_gpus(),

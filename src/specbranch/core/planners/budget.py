@@ -114,9 +114,9 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def _gain(self, start: Node, chain: Sequence[Node], price: float, min_prob: float) -> float:
         """Return how many tokens of `chain` will be accepted on average, minus the `price` of each token.
 
-        After the first sampled token, assume that all tokens up to `gamma` are accepted as likely as this one, and
-        ignore those below `min_prob`. The real ones depend on which token was sampled, and whether it is tested must
-        not (rule B, rejection sampling).
+        After the first sampled token, assume that each token up to `gamma` is as likely to be accepted as that one, and
+        ignore those below `min_prob`. Their real probabilities depend on which token was sampled. With them, the token
+        would decide whether it is submitted, and rejection sampling (rule B) would be inexact.
         """
         gain = 0.0
         for index, node in enumerate(chain):

@@ -166,7 +166,7 @@ class BatchDrafter:
 
 
 class SettingsGate:
-    """Keeps a gate with its own measurements for every settings used so far, and uses that of the present ones."""
+    """Keeps one gate, with its own measurements, for all settings used so far, and asks that of the current ones."""
 
     def __init__(self) -> None:
         self._gates: dict[str, Gate] = {}  # by the settings that they are for

@@ -127,9 +127,9 @@ class SessionTable:
                     self._sessions.popitem(last=False)
 
     def advance(self, deltas: Sequence[SequenceDelta]) -> list[AdvancedSession]:
-        """Begin a step with these sequences: move their sessions to the new ids, and return them in the same order.
+        """Begin a step: move the session of each sequence to its new id, or create one, and return them in order.
 
-        Of equal sequences the first gets the session that exists; each of the others gets a new one.
+        An id changes as its sequence grows. Of equal sequences the first keeps the session; the others get new ones.
         """
         last_step, self._step = self._step, self._step + 1
         known = [self._sessions.get(delta.before) for delta in deltas]

@@ -239,7 +239,7 @@ class SocketFile:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the same file is still there, hidden or not."""
+        """Whether the file that this service made still exists, at its public path or hidden."""
         with self._lock:
             return self._is_there()
 

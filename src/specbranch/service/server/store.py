@@ -264,9 +264,10 @@ class PrefixIndex(Generic[T]):
         self._marks: dict[T, tuple[PrefixHashes, list[Key]]] = {}
 
     def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
-        """Index a holder by its sequence, or by the tokens that its sequence has gained since the last call.
+        """Index `holder` for those prefixes of `tokens`, its whole sequence, for which it is not indexed yet.
 
-        Of the prefixes that are new for it, return the longest one's previous holder and length; None if none had one.
+        It replaces earlier holders. Return the one of the longest such prefix and the prefix's length; None if there
+        was none.
         """
         if holder not in self._marks:
             self._marks[holder] = (PrefixHashes(), [])

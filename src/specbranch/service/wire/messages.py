@@ -74,7 +74,7 @@ class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknow
     is_draining: bool = False
 
     def __post_init__(self) -> None:
-        """Check what the types cannot: a sample consists of whole hashes."""
+        """Raise `ValueError` unless the sample of the vocabulary consists of whole hashes: types cannot say that."""
         if len(self.vocab_fingerprint) % HASH_LEN:
             raise ValueError("not a sample of a vocabulary")
 
