@@ -105,7 +105,7 @@ class Stats(RollbackCounts):
 
     @property
     def hit_rate(self) -> float:
-        """Share of verdicts whose last token the draft had already in the tree and had run. 0 before the first verdict."""
+        """Share of verdicts whose last token was in the draft tree and had been run. 0 before the first verdict."""
         return self.hits / self.rounds if self.rounds else 0.0
 
     @property

@@ -132,7 +132,7 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Return where any draft of the torch engine would run with `--draft-device device`, next to a one-device target."""
+    """Return where any draft of the torch engine would run with this `--draft-device`, next to a one-device target."""
     return choose_device(
         device,
         num_gpus=num_gpus(),

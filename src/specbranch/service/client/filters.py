@@ -56,7 +56,7 @@ class VocabularyCheck:
             )
 
     def reset(self) -> None:
-        """Forget whether the vocabularies match. Call it when the connection was lost: another service may answer next."""
+        """Forget whether vocabularies match. Call it after the connection was lost: another service may answer next."""
         self.is_known, self.is_mismatch = not self._has_target, False
 
     def _log_larger_size(self, welcome: Welcome) -> None:
