@@ -256,7 +256,7 @@ def describe(target: LocalEngine) -> dict[str, Any]:
 
     from specbranch.launch import vllm_engine as engine
 
-    found: dict[str, Any] = msgspec.to_builtins(engine.describe(target.llm))
+    found: dict[str, Any] = msgspec.to_builtins(engine.describe_engine(target.llm))
     return found
 
 
