@@ -1,1 +1,1 @@
-"""The plugins through which target engines use the draft service. None of them may delay its engine."""
+"""The plugins through which target engines use the draft service. If it fails, the engine decodes without drafts."""

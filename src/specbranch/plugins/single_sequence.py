@@ -1,4 +1,4 @@
-"""Drafts for an engine that decodes one text at a time. Whatever the draft service does, the engine goes on.
+"""Drafts for an engine that decodes one text at a time. If the draft service fails, the engine goes on without drafts.
 
 Such an engine does not say when a text begins or ends, nor which draft tokens were accepted; all of this is derived
 from the text that each call passes. Texts that several threads decode at the same time get few drafts.
@@ -49,10 +49,10 @@ class SingleSequenceDrafts:
             self._lock.release()
 
     def after(self, text: TokenArray, room: int | None = None, has_recurring_noise: bool = False) -> list[int]:
-        """Return draft tokens to verify after `text`, all that the target has committed; none if none come in time.
+        """Return the draft tokens to verify after `text`, the whole sequence so far; empty if none arrive in time.
 
-        `room` bounds their number. `has_recurring_noise`: the target samples with random numbers that may come again,
-        for example from a seed, so `text` must not help to draft another text.
+        `room` is the maximum number of draft tokens, if below `max_draft_tokens`. `has_recurring_noise`: the target may
+        draw the same random numbers again, for example from a seed, so `text` must not help to draft another text.
         """
         if not self._lock.acquire(blocking=False):
             return []
@@ -93,7 +93,7 @@ class SingleSequenceDrafts:
         return draft[:max_len]
 
     def _num_new(self, text: TokenArray) -> int:
-        """Return how many tokens the target has added since the last call; 0 if this is another text."""
+        """Return how many tokens the target has added since the last call; 0 if `text` does not continue the last."""
         before = len(self._text)
         num_new = len(text) - before
         is_same = 1 <= num_new <= self._num_drafted + 1 and np.array_equal(text[:before], self._text)

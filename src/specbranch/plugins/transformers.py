@@ -48,8 +48,8 @@ class ModeError(SpecBranchError, ValueError):
 class DraftedDecoding:
     """A decoding loop for `generate` that verifies drafts from the draft service, at most `longest` tokens at once.
 
-    Several models can share one, one sequence at a time. If drafts could change the output, or Transformers' assisted
-    decoding does not support the request, it decodes without drafts and logs a warning.
+    Several models can share one instance, which drafts for one sequence at a time. If drafts could change the output,
+    or Transformers' assisted decoding does not support the request, it decodes without drafts and logs a warning.
     """
 
     def __init__(self, settings: DraftSettings, longest: int = 8) -> None:
@@ -73,10 +73,10 @@ class DraftedDecoding:
         text_streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Decode one sequence and return what the own loop of `generate` returns, which is called with these arguments.
+        """Decode `input_ids` [rows, length]; arguments and return value are those of `generate`'s own decoding loop.
 
-        As `generate` does not pass on its `streamer`, give it `text_streamer` instead. Raise `ModeError` for a mode
-        other than greedy decoding and sampling.
+        Call `generate` with `text_streamer` instead of `streamer`, which it does not pass on. Raise `ModeError` for a
+        mode other than greedy decoding and sampling.
         """
         mode = generation_config.get_generation_mode()
         if mode not in _MODES:
@@ -124,9 +124,9 @@ class ServiceCandidates(CandidateGenerator):
         self._has_begun = False
 
     def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Return the sequence with candidates appended, and None for their logits, which are unknown.
+        """Return the sequence [1, length] with candidates appended, and None for their logits, which are unknown.
 
-        The first call, before the prefill, appends no candidates.
+        The first call, before the prefill, announces the prompt to the draft service and appends no candidates.
         """
         text = input_ids[0].cpu().numpy()
         if not self._has_begun:

@@ -1,4 +1,4 @@
-"""The proposer for stock vLLM, entered through its `custom_class` hook.
+"""The proposer for stock vLLM, which loads it through its `custom_class` hook.
 
 --speculative-config '{"method": "custom_class", "model": "specbranch.plugins.vllm.SpecBranchProposer",
                        "num_speculative_tokens": 8}'

@@ -163,8 +163,8 @@ def v2_rows(
 ) -> list[BatchRow]:
     """Return the rows of V2's batch after a step, with a `skip_cause` for the same reasons as in `v1_rows`.
 
-    `names` are the ids of the requests, `slots` their places in the runner's states, and `texts` the tokens of each
-    with the number of new ones. `samplings` says by row index how rows sample whose draft tokens may be sampled.
+    `names` are the ids of the requests, `slots` their indices in the runner's states, and `texts` has each row's tokens
+    and how many are new. `samplings` has, by row index, the parameters of rows whose draft tokens may be sampled.
     """
     known: list[tuple[str | None, bool]] = [(None, True)] * len(names)
     if runner is not None:
@@ -394,7 +394,7 @@ def _expand_batch_to_tokens(
 ) -> Any:
     """Return each row's value once for each of its tokens, with `replace_to` in place of `replace_from`.
 
-    The arguments are vLLM's: `x` has one value for each row, `cu_num_tokens` the sums of token numbers up to each row.
+    The arguments are vLLM's: `x` has one value for each row, `cu_num_tokens` the cumulative number of tokens.
     """
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)
@@ -439,7 +439,7 @@ def has_adaptive_verification(vllm_config: Any) -> bool:
 
 
 def is_any_sampled(runner: Any, input_batch: Any) -> bool:
-    """Return whether any row of V2's batch is sampled, that is not greedy; False if this cannot be read."""
+    """Return whether any row of V2's batch is sampled (not greedy); False if that cannot be read."""
     try:
         return bool((runner.sampler.sampling_states.temperature.np[input_batch.idx_mapping_np] > 0).any())
     except AttributeError as error:
@@ -448,7 +448,7 @@ def is_any_sampled(runner: Any, input_batch: Any) -> bool:
 
 
 def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, RequestSampling]:
-    """Return by row index how those rows sample whose draft tokens may be sampled; the same on all ranks.
+    """Return, by row index, the sampling parameters of rows whose draft tokens may be sampled; the same on all ranks.
 
     Rows with a thinking budget are left out, and a whole batch in which any row has a grammar: both shorten a draft
     depending on its tokens, and then rejection sampling is not exact. Return {} if the runner's logits are not as wide
@@ -473,7 +473,7 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Reques
 
 
 def _logits_len(runner: Any, vocab_len: int) -> int:
-    """Return how many tokens the logits of a runner's model cover; `vocab_len` if the model does not say it."""
+    """Return how many tokens the logits of a runner's model cover; `vocab_len` if the model does not tell."""
     processor = getattr(getattr(runner, "model", None), "logits_processor", None)
     return int(getattr(processor, "org_vocab_size", vocab_len))
 

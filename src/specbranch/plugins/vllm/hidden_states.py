@@ -1,4 +1,7 @@
-"""H-RAD on the running target: hooks that record hidden states, and the network that reads them."""
+"""H-RAD, the trained predictor of acceptance, on the running target: hooks that record hidden states, and the network.
+
+The network reads the hidden states of the last layers and predicts how much of the next draft the target will accept.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,11 @@ def check_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
 
 
 def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[int]], Any]:
-    """Return a function that maps tokens to the target's input embeddings # [n, hidden_len].
+    """Return a function that maps n tokens to the target's input embeddings [n, hidden_len].
 
     With tensor parallelism the embedding table is sharded, and a lookup needs all ranks. So all ranks must call this at
-    the same time and read the whole table once; only the rank with `is_kept` holds it, in host memory, and can use the
-    returned function.
+    the same time, and read the whole table once; only the rank with `is_kept` keeps the table, in host memory, and can
+    use the returned function. Raise `FeatureError` if the embeddings cannot be read.
     """
     import torch
 
@@ -79,7 +82,7 @@ def embedder(vllm_config: Any, model: Any, is_kept: bool) -> Callable[[Sequence[
 
 
 def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: bool) -> Any:
-    """Look up the embeddings of all tokens, and return them in host memory; None unless `is_kept`."""
+    """Look up all tokens' embeddings; return them in host memory [vocab_len, hidden_len] if `is_kept`, else None."""
     import torch
 
     parts = []
@@ -96,8 +99,8 @@ class _Step:
 
     runner: Any
     scheduler_output: Any
-    taken: list[Any]  # of each hooked layer # [sampled, hidden_len]
-    last: Any = None  # after the final norm # [sampled, hidden_len]
+    taken: list[Any]  # of each hooked layer: [sampled, hidden_len]
+    last: Any = None  # after the final norm: [sampled, hidden_len]
     num_drafts: list[int] = field(default_factory=list)  # of each row
     positions: Any = None  # at which the step samples, among all of its tokens
     fault: Exception | None = None
@@ -148,9 +151,10 @@ class FeatureHook:
             step.fault = error
 
     def read(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the features that the last step left of the rows with the indices `rows` # [rows, d_in].
+        """Return the features that the last step left of the rows with the indices `rows`, [len(rows), d_in].
 
-        `sampled` holds the tokens that the step sampled for each row of the batch. Raise if the step was not recorded.
+        `sampled` has the tokens that the step sampled for each row of the batch. A step can be read only once. Raise if
+        it was not recorded.
         """
         import torch
 
@@ -190,9 +194,9 @@ class FeatureHook:
 def _last_layers(model: Any, num_layers: int) -> list[Any]:
     """Return the decoder layers whose outputs are Transformers' `hidden_states[-K:-1]`, K = num_layers, in their order.
 
-    Entry i of the N + 1 `hidden_states` is the input of layer i, so these are the outputs of layers N-K to N-2.
-    Raise `FeatureError` for a model whose hidden states vLLM's own methods cannot read: only for the others it is known
-    that hidden state and residual give the right sum.
+    Entry i of the N + 1 `hidden_states` is the input of layer i, so these are the outputs of layers N-K to N-2. Raise
+    `FeatureError` for a model without vLLM's own support for reading hidden states: for such a model it is unknown
+    whether the sum of hidden state and residual is the right value.
     """
     named = ("aux_hidden_state_layers", "layers", "start_layer")
     backbones = [part for part in model.modules() if all(hasattr(part, name) for name in named)]
@@ -207,7 +211,10 @@ def _last_layers(model: Any, num_layers: int) -> list[Any]:
 
 
 def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
-    """Return at which of its tokens a step samples: the last one of each row, and those before a draft token."""
+    """Return the indices of the step's tokens after which it samples: each row's last, and those before a draft token.
+
+    The indices count the tokens of all rows, row after row.
+    """
     import torch
 
     drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -220,7 +227,7 @@ def _sampled_positions(runner: Any, scheduler_output: Any) -> Any:
 
 
 def _rows(output: Any, positions: Any) -> Any:
-    """Return the hidden states at these positions of a layer's output, with the residual added, in float32."""
+    """Return the hidden states of a layer's output at these positions, with the residual added if any, in float32."""
     if not isinstance(output, tuple):
         return output[positions].float()
     hidden, residual = output
@@ -246,7 +253,7 @@ class HradRunner:
         self.counts = HradCounts()
 
     def predict(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, AcceptanceHint]:
-        """Predict how much of its next draft each of `rows` will accept; return the predictions by row index.
+        """Predict how much of the next draft of each of `rows` the target accepts; return the hints by row index.
 
         `rows` are indices of rows of the last step, `sampled` the tokens that it sampled for each row of the batch.
         Return {} if the prediction fails.
@@ -270,10 +277,10 @@ class HradRunner:
 
 
 class TrainedPredictor:
-    """The trained predictor that the settings name, if any: read from its directory, and attached to the loaded target.
+    """The trained acceptance predictor that the settings name, if any: loaded from disk and attached to the target.
 
-    Every worker creates one. Only the worker whose drafts vLLM uses predicts; the other workers contribute their shards
-    of the embedding table.
+    Every worker creates an instance. Only the worker whose drafts vLLM uses runs the predictor; the other workers
+    contribute their shards of the embedding table.
     """
 
     def __init__(self, vllm_config: Any, is_output_rank: bool) -> None:
@@ -312,9 +319,9 @@ class TrainedPredictor:
             self.runner = self._attach(self.hrad)
 
     def predict(self, rows: Sequence[BatchRow], asked: Sequence[int]) -> dict[int, AcceptanceHint]:
-        """Predict how much of its next draft each row in `asked` will accept; return the predictions by row index.
+        """Predict how much of the next draft of each row in `asked` the target accepts; return the hints by row index.
 
-        `rows` are all rows of the last step, `asked` indices of some of them. Return {} without a predictor.
+        `rows` are all rows of the last step, `asked` are indices into `rows`. Return {} without a predictor.
         """
         if self.runner is None:
             return {}

@@ -35,9 +35,10 @@ def run_in_this_process(threads: Mapping[str, str]) -> None:
 
 
 def be_batch_invariant() -> bool:
-    """Make the next engine compute each position the same in any batch; return whether the device can do that.
+    """Set vLLM's variable for results that do not depend on the batch; return whether the device supports that.
 
-    Return False too if the user forbids it by VLLM_BATCH_INVARIANT=0, because the model lacks such kernels.
+    The variable applies to the engine that is loaded next. Return False too if the user forbids it by
+    VLLM_BATCH_INVARIANT=0, because the model lacks such kernels.
     """
     from vllm.platforms import current_platform
 
@@ -49,7 +50,7 @@ def be_batch_invariant() -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether engines of this process compute each position the same in any batch."""
+    """Return whether the results of engines in this process do not depend on the batch."""
     return os.environ.get(_INVARIANT, "0") == "1"
 
 
@@ -86,7 +87,7 @@ def distributions() -> list[str]:
 
 
 def is_cuda_build() -> bool:
-    """Return whether the installed vLLM was built for CUDA, by its version, and is not set to use another device."""
+    """Return whether the installed vLLM was built for CUDA, by its version, and the user has set no other device."""
     number, _, build = version().partition("+")
     return bool(number) and build[:2] in ("", "cu") and os.environ.get("VLLM_TARGET_DEVICE", "cuda") == "cuda"
 

@@ -1,8 +1,8 @@
 """Export our metrics on vLLM's own endpoint, even if another process serves it.
 
-The proposer writes its counters to a stats file; only the draft service knows hits and rolled-back tokens. Both are
-collected here and not by the draft service, because metrics matter most while the service is dead, and because users
-then need no second scrape target. The price is a stats file and this collector.
+The proposer writes its counters to a stats file; only the draft service knows hits and rolled-back tokens. All these
+counters are collected here and not by the draft service, because metrics matter most while the service is dead, and
+because users then need no second scrape target. The price is a stats file and this collector.
 
 With several API servers, vLLM serves only what the Prometheus client keeps in files that all its processes share, and
 calls no collector. So one process copies new counts there every second. It must be only one, because files are summed.
@@ -102,7 +102,7 @@ class Collector:
                 return []
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to draft services."""
         with self._lock:
             self._close_all_but([])
 
@@ -277,7 +277,7 @@ def _of_services(known: Sequence[tuple[list[PublishedStats], StatsReply | None]]
 
 
 class MultiprocessExporter:
-    """Copies a collector's metrics to metrics of the Prometheus client, which endpoints of several processes serve."""
+    """Copies a collector's metrics to the files that vLLM's API servers, if there are several, share and serve."""
 
     def __init__(self, collector: Collector) -> None:
         from prometheus_client import CollectorRegistry
@@ -338,7 +338,7 @@ class MultiprocessExporter:
         return self._metrics[family.name]
 
     def _added(self, sample: Any) -> float:
-        """Return by how much a counter has grown since the last call; one that shrank was reset and began at zero."""
+        """Return by how much a counter has grown since the last call; a counter that shrank was reset to zero."""
         key = (sample.name, tuple(sample.labels.values()))
         before = self._seen.get(key, 0.0)
         self._seen[key] = sample.value

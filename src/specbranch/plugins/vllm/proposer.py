@@ -31,7 +31,7 @@ _MAX_GATES = 64
 class BatchDrafter:
     """Gets drafts for the rows of each step.
 
-    Every worker creates one; only the worker whose drafts vLLM uses has a client.
+    Every worker creates an instance; only the worker whose drafts vLLM uses has a client of the draft service.
     """
 
     def __init__(self, vllm_config: Any, settings: ProposerSettings) -> None:
@@ -80,7 +80,7 @@ class BatchDrafter:
         return self._client.counts.as_dict() | self.predictor.counts() if self._client else {}
 
     def on_step_scheduled(self, news: StepInfo) -> None:
-        """Take the requests' limits from a step that is about to run, and announce its prompts. Never raise.
+        """Store the draft limits of new requests in a step that is about to run, and announce its prompts. Never raise.
 
         The draft model then prefills the prompts at the same time as the target, and has drafts after the first token.
         """
@@ -93,7 +93,8 @@ class BatchDrafter:
     def propose(self, rows: Sequence[BatchRow]) -> list[Draft]:
         """Return a draft for every row after a step, none longer than vLLM can take.
 
-        Rows in chunked prefill, rows without room for a draft, and rows for which no draft is asked get an empty one.
+        Rows in chunked prefill, rows without room for a draft, and rows for which no draft is requested get an empty
+        draft.
         """
         was_asked, self._was_asked = self._was_asked, False
         drafts = [Draft([]) for _ in rows]
@@ -166,7 +167,10 @@ class BatchDrafter:
 
 
 class SettingsGate:
-    """Keeps one gate, with its own measurements, for all settings used so far, and asks that of the current ones."""
+    """Keeps one gate per set of settings used so far, with its own measurements, and asks that of the current settings.
+
+    A gate switches drafts off at loads where they were measured not to pay.
+    """
 
     def __init__(self) -> None:
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
@@ -179,7 +183,7 @@ class SettingsGate:
         return self.present is None or self.present.was_open
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use the gate of these settings from now on, or none if the settings switch it off."""
+        """Use the gate of these settings from now on, or no gate if the settings switch it off."""
         self._logged = {}
         self.present = None
         if settings.is_gated:
@@ -191,8 +195,8 @@ class SettingsGate:
     def is_worthwhile(self, gate: Gate, num_new: Sequence[int], step_s: float | None, had_drafts: bool) -> bool:
         """Report the last step to the gate, and return whether the next one should have drafts.
 
-        `num_new` are the new tokens of each row, `step_s` is the time of the step, None if it cannot be compared.
-        `had_drafts`: the step verified drafts.
+        `num_new` is the number of new tokens of each row; `step_s` is the time of the step in seconds, None if it
+        cannot be compared with that of other steps. `had_drafts`: the step verified drafts.
         """
         if step_s is not None:
             gate.observe(len(num_new), sum(num_new), step_s, had_drafts)
@@ -225,7 +229,7 @@ def _log_seeds() -> None:
 
 
 def _vocab_sample(vllm_config: Any) -> bytes:
-    """Return a fingerprint of the target's vocabulary; if it cannot be read b"", and then only sizes are compared."""
+    """Return a fingerprint of the target's vocabulary; b"" if it cannot be read, and then only sizes are compared."""
     try:
         return read_fingerprint(compat.tokenizer(vllm_config))
     except AttributeError:

@@ -38,7 +38,10 @@ def register() -> None:
 
 @functools.cache
 def _show_metrics() -> None:
-    """Add our metrics to those of this process, once. Every process of vLLM does so: unread metrics cost nothing."""
+    """Publish our metrics from this process, once; the first process also deletes the stats files when it ends.
+
+    Every process of vLLM calls this, because metrics that nobody reads cost nothing.
+    """
     from prometheus_client import REGISTRY
 
     from specbranch.plugins.vllm import installed
@@ -88,9 +91,9 @@ def _wrap_post_init(original: Callable[..., None]) -> Any:
 
 
 def choose_runner(vllm_config: Any) -> None:
-    """Choose runner and method of a configuration that names our proposer, and log it; leave other ones unchanged.
+    """Choose model runner and speculative method for a configuration that names our proposer, and log the choice.
 
-    Raise `RunnerError` if the settings ask for V2 and it cannot be used.
+    Other configurations stay unchanged. Raise `RunnerError` if the settings ask for V2 and it cannot be used.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD or speculative.model != PROPOSER:

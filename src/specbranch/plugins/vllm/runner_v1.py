@@ -25,7 +25,7 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 class SpecBranchProposer:
     """Our proposer for Model Runner V1.
 
-    vLLM creates one in every worker; only the worker whose drafts vLLM uses talks to the draft service.
+    vLLM creates an instance in every worker; only the worker whose drafts vLLM uses talks to the draft service.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -54,9 +54,9 @@ class SpecBranchProposer:
         return self.core.counts()
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Patch faults of vLLM's CPU sampler, and attach a trained predictor to the target, which is loaded now.
+        """Work around faults of vLLM's CPU sampler, and attach the trained predictor, if any, to the target `model`.
 
-        Raise if the predictor does not fit, which stops vLLM.
+        vLLM calls this after it has loaded the target. Raise if the predictor does not fit, which stops vLLM.
         """
         compat.patch_cpu_sampler()
         self.core.predictor.load_model(model)
@@ -64,7 +64,7 @@ class SpecBranchProposer:
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
         """Keep the runner for `propose`, and announce the prompts of the step that it is about to run. Never raise.
 
-        Also count the pads of the step, because vLLM counts them as draft tokens.
+        `news` is what is new in that step. Also count its pads, because vLLM counts them as draft tokens.
         """
         self._runner = model_runner
         self.num_pads += news.num_pads
@@ -79,7 +79,9 @@ class SpecBranchProposer:
     ) -> list[list[int]]:
         """Return a draft for every row of the batch; vLLM, which calls this, verifies all of them by exact match.
 
-        Where vLLM gains by rows of equal length, fill up all rows with pads, also if nothing is drafted.
+        `sampled_token_ids` has each row's new tokens, `token_ids_cpu` [rows, max length] all its tokens, and
+        `num_tokens_no_spec` [rows] how many. Where vLLM gains by rows of equal length, fill up all rows with pads, also
+        if nothing is drafted.
         """
         rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         drafts = [draft.tokens for draft in self.core.propose(rows)]

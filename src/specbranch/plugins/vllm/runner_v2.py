@@ -1,8 +1,9 @@
 """The speculator for vLLM's Model Runner V2: it reads texts from the device and gives drafts to all ranks.
 
-V2 keeps texts on its device and takes drafts as a tensor, with the same number of places for draft tokens in every row.
-A place without a draft holds the last sampled token, as with vLLM's own n-gram speculator, and is verified like any
-other. Where vLLM asks for lengths (without asynchronous scheduling, or with adaptive verification) it is left out.
+V2 keeps texts on its device and takes drafts as a tensor, with the same number of draft positions in every row. A
+position without a draft token holds the last sampled token, as with vLLM's own n-gram speculator, and is verified like
+any other. Where vLLM asks for lengths (without asynchronous scheduling, or with adaptive verification), such positions
+are left out.
 
 For sampled rows the ranks also get the distributions that draft tokens were sampled from. Without them each token is
 verified as if its probability were 1, which is exact too.
@@ -35,12 +36,15 @@ from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
 
 log = logging.getLogger(__name__)
 
-_NOTHING = -1  # in a place without a draft, until all ranks have the drafts
+_NOTHING = -1  # at a position without a draft token, until all ranks have the drafts
 _CONFIDENCE = 0.9  # in a drafted token; the service does not send its own
 
 
 class Speculator:
-    """Our speculator for V2, whose runner creates one in every worker. The first rank gets drafts for all ranks."""
+    """Our speculator for Model Runner V2, which creates an instance in every worker.
+
+    The first tensor-parallel rank gets the drafts and sends them to the other ranks.
+    """
 
     supports_mm_inputs = False
 
@@ -101,12 +105,18 @@ class Speculator:
         return self._core.counts()
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Keep the runner for `propose`, and announce the prompts of the step that it is about to run. Never raise."""
+        """Keep the runner for `propose`, and announce the prompts of the step that it is about to run. Never raise.
+
+        `news` is what is new in that step.
+        """
         self._runner = model_runner
         self._core.on_step_scheduled(news)
 
     def trim_drafts(self, draft_token_ids: Any) -> Any:
-        """Cut the drafts that the scheduler requests to the places that hold drafted tokens, and return them."""
+        """Cut off the positions without draft tokens from the drafts that the scheduler requests, and return these.
+
+        `draft_token_ids` is vLLM's object with the drafts of all rows, which is changed in place.
+        """
         draft_token_ids.draft_token_ids = [
             draft[: self._lens.get(name, 0)]
             for name, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
@@ -128,9 +138,10 @@ class Speculator:
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return a draft for every row # [rows, places], the same on all ranks. Never raise on one rank alone.
+        """Return draft tokens [rows, draft positions], the same on all ranks. Never raise on one rank alone.
 
-        The arguments are vLLM's: `num_speculative_tokens` is how many places it will verify at this load, None for all.
+        The arguments are vLLM's: `num_speculative_tokens` is how many positions it will verify at this load, None for
+        all.
         """
         import torch
 
@@ -164,9 +175,10 @@ class Speculator:
         return drafts
 
     def _read_samplings(self, input_batch: Any) -> tuple[bool, dict[int, RequestSampling]]:
-        """Return whether any row is sampled, and by row index how those rows sample that may get sampled draft tokens.
+        """Return whether any row is sampled, and the sampling parameters of rows that may get sampled draft tokens.
 
-        The result is the same on all ranks, and (False, {}) if no draft token may be sampled.
+        The parameters are by row index. The result is the same on all ranks: (False, {}) if no draft token may be
+        sampled.
         """
         if self._logits is None or self._runner is None or not self._core.uses_rejection:
             return False, {}
@@ -177,9 +189,10 @@ class Speculator:
     def _packed_drafts(
         self, input_batch: Any, num_sampled: Any, max_len: int, samplings: Mapping[int, RequestSampling]
     ) -> Array:
-        """Get a draft of at most `max_len` tokens for every row, and return them packed for the other ranks.
+        """Get a draft of at most `max_len` tokens for every row, and return all drafts packed for the other ranks.
 
-        If anything fails, return empty drafts and do not raise, because the other ranks wait for the result.
+        `samplings` has the sampling parameters of rows whose draft tokens may be sampled. If anything fails, return
+        empty drafts and do not raise, because the other ranks wait for the result.
         """
         drafts = [Draft([]) for _ in input_batch.req_ids]
         packed: Array | None = None
@@ -197,9 +210,9 @@ class Speculator:
         return self._pack(drafts, samplings) if packed is None else packed
 
     def _pack(self, drafts: Sequence[Draft], samplings: Mapping[int, RequestSampling]) -> Array:
-        """Return drafts as one array for all ranks # [rows, places, 1 or 1 + WIDTH].
+        """Return drafts as one array to send to all ranks, [rows, positions, 1 or 1 + WIDTH].
 
-        It holds the distributions of the draft tokens too if `samplings` names any row.
+        If `samplings` names any row, the array also holds the distributions that draft tokens were sampled from.
         """
         places = np.full((len(drafts), self.num_speculative_steps), _NOTHING, dtype=np.int64)
         for row, draft in enumerate(drafts):
@@ -222,10 +235,10 @@ class Speculator:
         return self._core.propose(compat.v2_rows(self._runner, names, slots, texts, samplings))
 
     def _news(self, slots: Any, num_sampled: Any) -> Any:
-        """Collect on the device what a step has added to each row # [rows, 4 + places].
+        """Collect on the device what a step has added to each row, int32 [rows, 4 + positions].
 
-        That is the number of new tokens, the length of the text, and its last tokens, of which at least one was there
-        before the step.
+        That is the number of new tokens (`num_sampled`), the length of the text, and its last tokens, of which at least
+        one was there before the step. `slots` are the rows' indices in the runner's states.
         """
         import torch
 

@@ -1,7 +1,8 @@
 """Texts and draft logits of Model Runner V2, and copies between host and device.
 
-V2 divides draft logits by the request's temperature, and verifies the draft tokens of sampled rows by them. A place
-whose token was not sampled has all weight on that token. V2 reads the rows of a slot until its next drafts are written.
+V2 divides draft logits by the request's temperature, and verifies the draft tokens of sampled rows by them. At a
+position whose token was not sampled, that token has probability 1. V2 reads the logits of a slot until those of its
+next draft are written.
 
 The code for CUDA has not been run: it was written by reading, on a machine without a GPU.
 """
@@ -17,8 +18,8 @@ from specbranch.core.distribution import MAX_IDS, Distribution, RequestSampling
 from specbranch.plugins.vllm.compat import Array
 
 MAX_BYTES = 256 << 20  # of logits that are kept for a runner
-WIDTH = 2 * MAX_IDS  # numbers for a place: ids, and the bits of their logits
-_OWN = -1  # in place of an id: the draft token of the place itself
+WIDTH = 2 * MAX_IDS  # numbers for a position: ids, and the bits of their logits
+_OWN = -1  # instead of an id: the draft token at the position itself
 
 
 class HostTokens:
@@ -35,9 +36,9 @@ class HostTokens:
         self._whole = whole
 
     def extend(self, slot: int, name: str, length: int, before: int, new: Array) -> Array:
-        """Add the tokens `new` to the text of request `name`, and return the whole text, which now has this length.
+        """Add the tokens `new` to the text of request `name`, and return the whole text, `length` tokens with `new`.
 
-        `before` is the token before `new`. Where the text held so far does not fit, read all of it from the device.
+        `before` is the token before `new`. If the stored text does not fit, read all of it from the device.
         """
         text = self._table[slot, :length]
         border = length - len(new)
@@ -51,7 +52,7 @@ class HostTokens:
 
 
 class DraftLogits:
-    """The draft logits on the device: for every place of every slot, one row over the vocabulary.
+    """The draft logits on the device, `values` [slots, draft positions, vocabulary].
 
     The memory is allocated at once, before vLLM measures how much is left. No call waits for the device.
     """
@@ -65,7 +66,10 @@ class DraftLogits:
         self._places = torch.arange(num_places, device=device)[None, :, None]
 
     def write(self, slots: Any, drafts: Any, packed: Any) -> None:
-        """Replace the logits of these slots by those of `drafts` # [rows, places]; `packed` comes from `pack`."""
+        """Replace the logits of these slots by those of the tokens `drafts` [rows, positions].
+
+        `packed` [rows, positions, WIDTH] has their distributions: the result of `pack` without the tokens themselves.
+        """
         import torch
 
         ids = packed[..., :MAX_IDS]
@@ -78,9 +82,9 @@ class DraftLogits:
         self._written[slots] = ids
 
     def write_certain(self, slots: Any, drafts: Any) -> None:
-        """Replace the logits of these slots by all weight on each token of `drafts` # [rows, places].
+        """Give the tokens of `drafts` [rows, positions] probability 1 in the logits of these slots.
 
-        A negative token marks an empty place.
+        A negative token marks a position without a draft token, and is treated as token 0.
         """
         import torch
 
@@ -90,16 +94,17 @@ class DraftLogits:
 
 
 def has_room(num_slots: int, num_places: int, vocab_len: int) -> bool:
-    """Return whether the draft logits of all places fit into `MAX_BYTES`."""
+    """Return whether the draft logits of all slots and positions fit into `MAX_BYTES`."""
     return 4 * num_slots * num_places * vocab_len <= MAX_BYTES
 
 
 def pack(
     answer: Array, samplings: Mapping[int, RequestSampling], sampled_from: Mapping[int, Sequence[Distribution | None]]
 ) -> Array:
-    """Return the drafts `answer` # [rows, places] and their distributions as one array # [rows, places, 1 + WIDTH].
+    """Return the drafts `answer` [rows, positions] and their distributions as one array [rows, positions, 1 + WIDTH].
 
-    `samplings` says how rows sample, and `sampled_from` what a row's draft tokens were sampled from, by row index.
+    Both mappings are by row index: `samplings` has the sampling parameters of rows, and `sampled_from` the distribution
+    that each draft token was sampled from, None if it was not sampled.
     """
     packed = np.zeros((*answer.shape, 1 + WIDTH), dtype=np.int64)
     packed[..., 0] = answer

@@ -3,7 +3,7 @@
 It needs no vLLM, so that a caller can prepare the arguments before vLLM is imported.
 
 A request limits its drafts in its sampling parameters' `extra_args`, over HTTP in `vllm_xargs`:
-`{"specbranch_gamma": 4}`. At 0 it is not drafted for.
+`{"specbranch_gamma": 4}`. With 0, it gets no drafts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_settings(section: Any) -> ProposerSettings:
 
 
 def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:
-    """Return a command's settings (`ours`) with those of the user's `additional_config`; raise if both set the same."""
+    """Return a command's settings (`ours`) with those of the user's `additional_config`; raise if a key is in both."""
     theirs = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else additional_config
     if not isinstance(theirs, Mapping):
         raise FlagError(f"--additional-config has {theirs!r} for '{SECTION}'; give a table of settings")

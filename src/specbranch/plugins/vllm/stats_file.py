@@ -108,7 +108,7 @@ class StatsPublisher:
 
 
 def begin_run() -> str:
-    """Return the name of this vLLM run; the first process creates it, the others inherit it."""
+    """Return the name of this vLLM run. The first process makes it and exports it as $SPECBRANCH_RUN to the others."""
     if is_first_process() or RUN not in os.environ:
         os.environ[RUN] = secrets.token_hex(8)
     return os.environ[RUN]
@@ -120,9 +120,9 @@ def is_first_process() -> bool:
 
 
 def open_stats_file(names: Callable[[], tuple[str, int]]) -> StatsFile | None:
-    """Open a stats file for the model and the engine number that `names` returns.
+    """Open the stats file of the engine whose model name and number `names` returns.
 
-    Return None if this process belongs to no run, or, after a warning, if the file cannot be written.
+    Return None if $SPECBRANCH_RUN is not set (`begin_run`) or, with a warning, if the file cannot be written.
     """
     run = os.environ.get(RUN)
     if run is None:
