@@ -156,7 +156,7 @@ class Child:
         return self._log_file.read_text(errors="replace")[-_TAIL_LEN:].strip() if self._log_file else ""
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM to the child, and kill it if it has not ended after `grace_s` seconds."""
+        """Send SIGTERM to the child, wait up to `grace_s` seconds until it ends, then `kill` what is left of it."""
         if self.is_running:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)  # a suspended process cannot end
@@ -164,7 +164,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the child, with its process group if it has one of its own to kill, and close the pipes to it."""
+        """Kill the child, or with `has_group` its whole process group, and close the pipes to it."""
         if self._has_group and not self._is_swept:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -178,7 +178,7 @@ class Child:
 
 
 class Idleness:
-    """Measures how long a child has been idle: since when it has hardly computed, read or written."""
+    """Measures how long a child has been idle, that is, has hardly computed, read or written."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -200,7 +200,7 @@ class Idleness:
 
 @contextlib.contextmanager
 def pinned(cores: Collection[int] | None) -> Iterator[None]:
-    """Pin this thread to `cores` inside `with`; None leaves it as it is.
+    """Pin this thread to `cores` inside `with`; do nothing if `cores` is None.
 
     A child inherits the cores of the thread that starts it.
     """

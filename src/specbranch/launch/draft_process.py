@@ -1,4 +1,4 @@
-"""A draft service: place and start one as a child process, restart it when it ends, or use one that runs already."""
+"""A draft service: place it, start it as a child process and restart it when it ends, or use one that runs already."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ class RemoteDraft:
         return {"address": address, **keys}
 
     def check(self) -> list[Welcome]:
-        """Return the answers of those services that run now.
+        """Ask all services, and return the answers of those that run.
 
         Raises `UsageError` if a process listens at one of the addresses and does not answer this client.
         """

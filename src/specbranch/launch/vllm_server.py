@@ -103,7 +103,10 @@ class VllmServeCommand:
         return ["--speculative-config", json.dumps(speculative), "--additional-config", json.dumps(additional)], rest
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that keep vLLM on its cores; none if it is not pinned."""
+        """Return the environment variables that keep vLLM on its cores.
+
+        Empty if vLLM is not pinned, or if the user has bound its workers to cores.
+        """
         if self.cores is None:
             return {}
         if self.in_one_process:
@@ -114,7 +117,7 @@ class VllmServeCommand:
 
 
 class VllmServer:
-    """A `vllm serve` in a process group of its own, which Ctrl-C in the terminal does not reach.
+    """A `vllm serve` process in a process group of its own, which Ctrl-C in the terminal does not reach.
 
     `show` is called with every line of the server's output, from another thread.
     """

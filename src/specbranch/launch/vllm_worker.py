@@ -91,7 +91,7 @@ class TargetProcess:
     def _environment(self) -> dict[str, str]:
         """Return the environment variable that gives vLLM one thread per core.
 
-        Returns none if the process is not pinned, or the user has set a number of threads.
+        Empty if the process is not pinned, or the user has set a number of threads.
         """
         if not self._cores or "OMP_NUM_THREADS" in os.environ:
             return {}
@@ -144,8 +144,8 @@ def serve(lines: Iterator[bytes]) -> Iterator[WorkerEvent]:
 def decode(target: LocalEngine, job: DecodeJob) -> Iterator[WorkerEvent]:
     """Run a job, and repeat it while no draft token was accepted, up to `job.attempts` times; yield the events.
 
-    A run without accepted drafts compares nothing. It happens when the draft's process or the whole machine stalls,
-    because a target does not wait for drafts.
+    A run without accepted draft tokens says nothing about decoding with drafts. It happens when the draft's process or
+    the whole machine stalls, because a target does not wait for drafts.
     """
     if job.settings is not None:
         target.configure(job.settings)
@@ -206,7 +206,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
     """One prompt. `sampling` are vLLM's sampling parameters; `schema` restricts the output to JSON of that schema.
 
     A chat prompt is a user's message, which the model's own template wraps; any other prompt is continued as it is.
-    `tokens`, if not None, are decoded in place of the prompt.
+    `tokens`, if not None, are the tokens to continue instead of the prompt.
     """
 
     prompt: str
@@ -219,8 +219,8 @@ class PromptRequest(msgspec.Struct, frozen=True):
 class DecodeJob(msgspec.Struct, frozen=True):
     """Requests to decode together, at most `batch` at a time (0: all of them).
 
-    `settings` replace the proposer's settings from this job on. The job runs up to `attempts` times, until a draft
-    token is accepted.
+    `settings`, if not None, replace the proposer's settings from this job on. The job runs up to `attempts` times,
+    until a draft token is accepted.
     """
 
     asks: list[PromptRequest]
