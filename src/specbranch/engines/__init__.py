@@ -1,1 +1,1 @@
-"""Draft engines behind one protocol."""
+"""Draft engines, which run the draft model, behind one protocol (`base.DraftEngine`)."""

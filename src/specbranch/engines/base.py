@@ -39,7 +39,8 @@ class EngineInfo:
 class Row:
     """Tokens to append to one handle, at least one. Each of the last `num_outputs` yields a distribution.
 
-    With more than one output, the row ends with guesses: each distribution shows whether the guess after it is right.
+    With more than one output, the row ends with guessed tokens: each distribution but the last shows whether the guess
+    after it is right.
     """
 
     handle: int
@@ -69,7 +70,7 @@ def check_length(handle: int, held: int, length: int) -> None:
 class DraftEngine(Protocol):
     """A language model that appends tokens to many sequences in one batch and returns next-token distributions.
 
-    Open one from `EngineOptions` with a class or a function, which loads the model or raises `EngineError`.
+    A class or a function opens an engine from `EngineOptions`: it loads the model or raises `EngineError`.
 
     Threads: only one thread calls methods at a time, though not always the same one, so an engine needs no locks.
     Any thread may read `info` at any time.
@@ -85,7 +86,7 @@ class DraftEngine(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the cache now; shared ones count once. 0 when no handle is open. Callers read it every step."""
+        """Tokens in the cache; shared tokens count once. 0 when no handle is open. Callers read it every step."""
         ...
 
     def open(self) -> int:

@@ -144,7 +144,7 @@ class SlotAllocator:
             self.num_used -= len(free)
 
     def _widest_room(self) -> int:
-        """Return where to begin a new region, so that it has most room to grow.
+        """Return the first cell for a new region, chosen so that the region has the most room to grow.
 
         That is cell 0, or the middle of the gap after another region, which keeps the lower half to grow itself.
         """

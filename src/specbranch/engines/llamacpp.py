@@ -293,9 +293,9 @@ def _load_model(path: Path, params: Any) -> Any:
 
 
 def _meta_number(model: Any, name: str) -> int | None:
-    """Return the number that a model's GGUF metadata has under the name of its architecture, a dot and `name`.
+    """Return the number in a model's GGUF metadata whose key is the model's architecture, a dot and `name`.
 
-    Returns None if there is no whole number under it.
+    Returns None if the key is missing or its value is not a whole number.
     """
     found: list[str] = []
     for key in ("general.architecture", name):
@@ -315,7 +315,7 @@ def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:
 
 
 class GgmlGpus:
-    """The GPUs that ggml knows, in llama.cpp's order; none if the library lacks the functions to list them.
+    """The GPUs that ggml knows, in llama.cpp's order; empty if the library lacks the functions to list them.
 
     `library` is llama.cpp as loaded by ctypes.
     """

@@ -1,6 +1,6 @@
 """Find a model by its name, read its config and its size, and load it without running its code.
 
-Checking a name here takes seconds; a library would report a wrong one after a minute, in its own words.
+Checking a name here takes seconds; a library would report a wrong name after a minute, in its own words.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def weight_bytes(model: str, dtype: str | None = None) -> int:
 
 
 def _files(path: Path, kind: str) -> list[Path]:
-    """Return the files that match the pattern `kind`.
+    """Return the files in the directory `path` that match the pattern `kind`.
 
-    Some models have a second copy of all weights, named `consolidated*`; it is left out if there is another.
+    Some models have a second copy of all weights, named `consolidated*`; it is left out if there are other files.
     """
     files = list(path.glob(kind))
     return [file for file in files if not file.name.startswith("consolidated")] or files

@@ -51,7 +51,7 @@ class Layers:
 
 
 def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
-    """Write the dense checkpoint `source` with 8-bit weights to the new directory `out`; on failure leave nothing.
+    """Write the dense checkpoint `source` with 8-bit weights to the new directory `out`; on failure leave no files.
 
     `report` is called with a phrase, the number of files done, and the number of all files.
     """

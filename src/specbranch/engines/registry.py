@@ -79,7 +79,7 @@ def check_engine(name: str) -> None:
 
 
 def check_device(name: str, device: str) -> None:
-    """Raise `EngineError` if a built-in engine cannot use a device, as far as that shows without loading a model."""
+    """Raise `EngineError` if a built-in engine cannot use a device, as far as that is known before loading a model."""
     if name == "llamacpp" and device != "cpu":
         from specbranch.engines.llamacpp import model_params
 

@@ -1,9 +1,9 @@
 """Map the nodes of one draft tree to the engine handles whose caches hold them.
 
 A handle is identified by its tip, the last node fed to it. A node whose parent is the tip of a free handle extends that
-handle; any other node needs a fork. After a verdict, handles whose tips are not below the new root are closed. If that
-would close all, the handle that shares most tokens with the committed sequence is truncated to these and kept as the
-trunk, which is then fed up to the root, one chunk at a time.
+handle; any other node needs a fork. After a verdict, handles whose tips are neither the new root nor below it are
+closed. If that would close all handles, the one that shares most tokens with the committed sequence is truncated to
+these tokens and kept as the trunk, which is then fed up to the root, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specbranch.errors import EngineFull
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """A row for the engine, the nodes of its outputs, and the number of tokens its handle held before.
+    """A row for the engine, the nodes of its outputs, and the number of tokens its handle held before the step.
 
     A None in `nodes` marks a row that only prefills: its distribution is not needed.
     """
@@ -29,7 +29,7 @@ class EngineRow:
     held: int
 
     def with_child(self, node: Node) -> EngineRow:
-        """Return this row extended by a guessed child of its last node, to run in the same step."""
+        """Return this row extended by `node`, a guessed child of its last node, to run both in the same step."""
         row = self.row
         longer = Row(row.handle, (*row.tokens, node.token), row.num_outputs + 1)
         return EngineRow(longer, (*self.nodes, node), self.held)
@@ -97,7 +97,7 @@ class TreeCache:
     def fork_prefix(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
         """Fork a handle with the first `length` committed tokens for another session, and return it.
 
-        Returns None if no handle holds so long a prefix. `tokens` is the committed sequence.
+        Returns None if no handle holds that many committed tokens. `tokens` is the committed sequence.
         """
         self._reattach(tokens, tree)
         if self._tips:
@@ -151,7 +151,7 @@ class TreeCache:
     def _reattach(self, tokens: Sequence[int], tree: Tree) -> None:
         """Keep the handles whose tips are the tree's root or below it, and close all others.
 
-        If none is kept, truncate the handle with most committed tokens to these, and keep it as the trunk.
+        If that would close all, truncate the handle with most committed tokens to these, and keep it as the trunk.
         """
         stale: list[tuple[int, int]] = []  # number of committed tokens held, and the handle
         for handle, tip in list(self._tips.items()):

@@ -157,7 +157,7 @@ class Buckets:
 
 
 class Attention(Protocol):
-    """Computes the attention of one step over a layer's store."""
+    """Interface of a step's attention: a function that each layer calls with its store and its queries."""
 
     def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention of queries [tokens, heads, head_dim] over the keys and values in a layer's store.
@@ -168,7 +168,7 @@ class Attention(Protocol):
 
 
 class PagedBackend(Protocol):
-    """A way to compute attention over page tables."""
+    """Interface of attention over page tables: `plan` prepares a step, `attention` computes it."""
 
     def plan(self, bucket: Bucket, lengths: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
         """Prepare the attention of a step, before its recorded operations run.
@@ -178,7 +178,7 @@ class PagedBackend(Protocol):
         ...
 
     def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
-        """Return the attention of a step; `lengths` and `pages` are those given to `plan`, on the device."""
+        """Return a step's attention function; `lengths` and `pages` are those given to `plan`, on the device."""
         ...
 
 
@@ -249,7 +249,7 @@ class StaticBuffers:
 
 
 def _parts(buffer: Any, max_rows: int, bucket: Bucket) -> tuple[Any, ...]:
-    """Return views of a buffer, an array or a tensor, in the order of `StaticBuffers.parts`."""
+    """Return views of `buffer`, an array or a tensor, in the order of `StaticBuffers.parts`."""
     flat, start = [buffer[at * max_rows :][: bucket.num_rows] for at in range(_NUM_PARTS)], _NUM_PARTS * max_rows
     pages = buffer[start:][: bucket.num_rows * bucket.context].reshape(bucket.num_rows, bucket.context)
     return (*flat, pages)

@@ -39,7 +39,7 @@ class TorchEngine:
     """A draft engine that runs a model of Transformers."""
 
     def __init__(self, options: EngineOptions, buckets: Buckets | None = None) -> None:
-        """`buckets` are the sizes that small steps are padded to; None picks the default on a GPU and none on a CPU."""
+        """`buckets` are the sizes that small steps are padded to; None: the default on a GPU, no padding on a CPU."""
         if options.threads is not None and options.device == "cpu":
             torch.set_num_threads(options.threads)
         if buckets is None and options.device != "cpu":

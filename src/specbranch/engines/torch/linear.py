@@ -28,7 +28,7 @@ _W8A16_BLOCK = 32  # the W8A16 kernel reads weights in blocks of this many input
 
 
 class MergedLinear(nn.Module):
-    """Several linear layers of the same input as one: their outputs follow each other."""
+    """Linear layers with the same input, merged into one: the outputs are concatenated."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class MergedLinear(nn.Module):
         self._transposed = self.weight.detach().t()  # a view
 
     def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the outputs for rows [rows, inputs]; plus `residual`, if given."""
+        """Return the concatenated outputs for rows [rows, inputs], plus `residual` if given."""
         base = self.bias if residual is None else residual
         if base is None:
             return torch.mm(rows, self._transposed)
@@ -60,7 +60,7 @@ def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
 
 
 class QuantizedLinear(nn.Module):
-    """Several linear layers of the same input as one, with 8-bit weights; inputs and outputs are float32.
+    """Linear layers with the same input, merged into one with 8-bit weights; inputs and outputs are float32.
 
     `largest` is the largest integer that a weight is rounded to.
     """
@@ -75,7 +75,7 @@ class QuantizedLinear(nn.Module):
         self.num_bytes = integers.numel()
 
     def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the outputs of the layers one after another, up to quantization; plus `residual`, if given."""
+        """Return the concatenated outputs for rows [..., inputs], up to quantization, plus `residual` if given."""
         base = self._bias if residual is None else residual.reshape(-1, residual.shape[-1])
         out = self._product(rows.reshape(-1, rows.shape[-1]), base)
         if residual is not None and self._bias is not None:
@@ -173,7 +173,7 @@ def can_int8() -> bool:
 
 
 def pack_linears(model: Any, kind: type[QuantizedLinear]) -> Any:
-    """Replace the model's linear layers by ones with 8-bit weights, in place; return the model."""
+    """Replace the model's linear layers by layers of the class `kind`, in place; return the model."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:

@@ -123,7 +123,7 @@ class _LowRank:
 
 
 def _thresholds(logits: torch.Tensor) -> torch.Tensor:
-    """Return for each row of approximate logits [rows, vocabulary] the logit that a candidate has at least."""
+    """Return for each row of approximate logits [rows, vocabulary] the lowest logit that makes a token a candidate."""
     num_blocks = logits.shape[1] // _BLOCK
     peaks = logits[:, : num_blocks * _BLOCK].view(len(logits), num_blocks, _BLOCK).amax(dim=-1)
     best = peaks.topk(min(_MAX_BLOCKS, num_blocks), dim=-1).values  # [rows, blocks], descending

@@ -84,7 +84,7 @@ def load(options: EngineOptions) -> LoadedModel:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights, tied ones counted once; each step reads at least these."""
+    """Return the bytes of a model's weights, tied weights counted once; each step reads at least that much."""
     plain: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     return plain + packed_bytes(model)
 

@@ -1,6 +1,6 @@
 """Decoder models of the torch engine: fused for Llama-like families, unchanged for all others that it supports.
 
-A step of one row consists of hundreds of small operations besides reading the weights. The fused model merges
+A step of one row consists of hundreds of small operations in addition to reading the weights. The fused model merges
 projections of the same input into one product, rotates queries and keys together in place, and computes a norm in one
 call. Other families run their own code from Transformers, with our attention, registered there under `NAME`.
 """
@@ -214,7 +214,7 @@ def _attend_layer(
     specbranch_step: AttentionContext | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Call `AttentionContext.attend` for a layer of Transformers; return its result and None, in place of weights."""
+    """Call `AttentionContext.attend` for a layer of Transformers; return its result, and None as attention weights."""
     is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
     if specbranch_step is None or attention_mask is not None or not is_plain:
         raise unsupported(type(module).__name__, "its attention is not plain")

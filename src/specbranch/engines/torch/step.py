@@ -101,7 +101,7 @@ def _top(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices and values of the `top_k` largest values, like `_top`, but search fewer values.
 
-    They are in the `top_k` blocks with the largest maxima, or after the last whole block.
+    All of them are in the `top_k` blocks with the largest maxima, or after the last whole block.
     """
     num_rows, width = values.shape
     num_blocks = width // _BLOCK
@@ -117,7 +117,7 @@ def _top_by_blocks(values: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
 
 
 def unpack_top_k(words: PackedTopK, top_k: int) -> list[Distribution]:
-    """Return the distributions in words that `pack_top_k` has packed, one per row."""
+    """Return the distributions that `pack_top_k` has packed into `words`, one for each row of `words`."""
     ids = _longs(words[:, : 2 * top_k])
     probs = np.exp(_floats(words[:, 2 * top_k : 3 * top_k]))
     entropies = -_floats(words[:, 3 * top_k : 3 * top_k + 1])[:, 0]
