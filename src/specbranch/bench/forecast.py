@@ -1,4 +1,4 @@
-"""A forecast from a survey: simulate every planner with the measured costs and the recorded distributions."""
+"""Forecast speeds from a survey: simulate every planner with the measured costs and the recorded distributions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Servers under load: `specbranch serve`, bare or with a draft, and requests that arrive at random times.
+"""Measure servers under load: `specbranch serve`, bare or with a draft, answers requests that arrive at random times.
 
-vLLM's own `vllm bench serve` makes the load and measures the usual metrics: time to first token, time between tokens,
-throughput. One server runs at a time; the order of the methods is shuffled anew for every repeat.
+vLLM's own `vllm bench serve` sends the requests and measures the usual metrics: time to first token, time between
+tokens, throughput. One server runs at a time; the order of the methods is shuffled anew for every repeat.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ class RequestRefused(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """How many draft tokens a server has verified (`submitted`) and accepted, since it started or our first request."""
+    """How many draft tokens a server has verified (`submitted`) and accepted.
+
+    They are counted since the server started or since our first request, depending on the server.
+    """
 
     submitted: int = 0
     accepted: int = 0

@@ -223,7 +223,8 @@ def shifted(distribution: Floats, distance: float) -> Floats:
 def tables(pooled: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield every way to divide the pooled values into a first sample of `size` and the rest.
 
-    `pooled` has the count of each value. Each result is the counts in the first sample, and how many draws give them.
+    `pooled` has the count of each value. Each result has the counts of the values in the first sample, and the number
+    of draws that give these counts.
     """
     if not pooled:
         if size == 0:
